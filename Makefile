@@ -5,6 +5,7 @@
 # make weekly  the same at more sizes, models, recipes and GPUs, and soaks: hours, before a release
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make hosts   the tests with Trainer, TRL, Accelerate, Lightning, Axolotl and torchtitan, in an environment of their own
+# make features delete each feature in turn from a copy, and run the core's tests there (some 3 minutes each)
 # make mutants plant known faults one by one, and say which tests find them: make mutants ARGS="S1 S2"
 # make axolotl the tests with `axolotl train` itself and the versions that it pins, in an environment of 4 GB
 # make docs    the documentation site, into out/site; a link that leads nowhere is an error
@@ -36,7 +37,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 # By file: the tests of a file share what they have compiled or started. Budgets are what a run takes on two cores, in seconds.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -q --durations=10
 
-.PHONY: demo check test slow weekly compat hosts hosts-venv mutants axolotl docs docs-venv dist lint venv clean
+.PHONY: demo check test slow weekly compat hosts hosts-venv features mutants axolotl docs docs-venv dist lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
@@ -56,11 +57,14 @@ weekly: $(STAMP)
 compat: $(STAMP)
 	$(PYTEST) --budget 150 -m "compat and not slow and not weekly" $(shell grep -rl --include='*.py' mark.compat tests)
 
+features: $(STAMP)
+	$(PY) -m tests.without_features $(ARGS)
+
 mutants: $(STAMP)
 	$(PY) -m tests.mutants run $(ARGS)
 
 hosts: hosts-venv  # one kind of export is loaded with the help of Accelerate
-	$(MAKE) slow $(HOSTS) JOBS=2 TESTS="tests/hosts tests/exporting/test_transformers.py::test_loaded_with_fine_grained_fp8"
+	$(MAKE) slow $(HOSTS) JOBS=2 TESTS="tests/hosts tests/features/export/test_transformers.py::test_loaded_with_fine_grained_fp8"
 
 hosts-venv:  # axolotl pins older versions of the other hosts: without its requirements
 	$(MAKE) venv $(HOSTS)

@@ -56,6 +56,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return _outside_code(markdown, lambda text: LINK.sub(turned, _pipes(text)))
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Names in tables may break after a dot or an underscore, so that tables fit on a phone."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return "<code>" + re.sub(r"(?<=[_.=(,/:])(?=[\w&])", "<wbr>", code[1]) + "</code>"
+
+    return re.sub(r"<td[^>]*>.*?</td>", lambda cell: re.sub(r"<code>([^<]*)</code>", breakable, cell[0]), html, flags=re.S)
+
+
 def on_post_build(config: Any) -> None:
     root = Path(config.config_file_path).parent
     (Path(config.site_dir) / "llms.txt").write_text(llms(root, config.site_name, config.site_description, config.nav))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.margins                              # all parts, about 15 minutes of one core
     python -m benchmarks.margins --part casts
-    python -m benchmarks.margins --show --update docs/accuracy.md
+    python -m benchmarks.margins --show --update notes/accuracy.md
 
 A margin m makes scale = FP8 maximum / (amax * 2^m): a tensor may grow 2^m times beyond its history before it saturates, and
 loses m of the binades of its format. `casts` measures the cost of this headroom, `models` its cost and its benefit, `timm` its

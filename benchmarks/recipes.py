@@ -57,8 +57,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8compile.distributed import compress_gradients
+from fp8compile.features.save import save
 from fp8compile.optim import AdamW
-from fp8compile.passes import save
 
 from . import machine
 from .results import RESULTS

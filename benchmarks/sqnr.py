@@ -2,7 +2,7 @@
 
     python -m benchmarks.sqnr                              # all recipes, 3 seeds, about 2 minutes of one core
     python -m benchmarks.sqnr --recipe rowwise --seeds 1
-    python -m benchmarks.sqnr --show --update docs/accuracy.md
+    python -m benchmarks.sqnr --show --update notes/accuracy.md
 
 A float32 model runs forward and backward twice on the same data: in high precision and by `torch.compile(model,
 backend="fp8")`. The ratio is 10 log10(|reference|^2 / |reference - FP8|^2) in dB, for the output y, the input's gradient dx and

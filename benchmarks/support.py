@@ -63,7 +63,8 @@ Other FP8 matmuls are calls of cuBLASLt, CUTLASS or hipBLASLt, which others have
 
 ## How a cell becomes *ran*
 
-Run [device.sh](benchmarks.md#on-a-rented-gpu) on the GPU, put the archive into `benchmarks/results/`, and regenerate the page.
+Run [device.sh](../benchmarks/README.md#on-a-rented-gpu) on the GPU, put the archive into `benchmarks/results/`, and run the
+script.
 Its parts `layers` and `gpt2` train with `delayed` and `tensorwise`; `-- --arms bf16,fp8-rowwise` adds others.
 """
 

@@ -31,10 +31,10 @@ import torch
 from torch import nn
 
 from fp8compile.dryrun import fake_gpu
+from fp8compile.features.weight_cache.weight_cache import WeightCache
 from fp8compile.optim import AdamW, adamw
 from fp8compile.optim.states import is_small
 from fp8compile.optim.update import compiled
-from fp8compile.runtime.weight_cache import WeightCache
 
 from . import arms, machine
 from .cases.llama_layers import LAYERS, point

@@ -33,8 +33,12 @@ if TYPE_CHECKING:
     from .errors import StateError as StateError
     from .errors import StrictError as StrictError
     from .errors import TuneError as TuneError
-    from .exporting.export import Exported as Exported
-    from .exporting.export import export as export
+    from .features.export.export import Exported as Exported
+    from .features.export.export import export as export
+    from .features.frozen.frozen_weights import restore_frozen_weights as restore_frozen_weights
+    from .features.schedule.phases import on_step as on_step
+    from .features.schedule.phases import set_precision as set_precision
+    from .features.weight_cache.weight_cache import refresh_weight_cache as refresh_weight_cache
     from .reporting.monitor import Monitor as Monitor
     from .reporting.report import Report as Report
     from .reporting.report import report as report
@@ -42,11 +46,7 @@ if TYPE_CHECKING:
     from .reporting.stats import stats as stats
     from .runtime.calls import freeze_scaling_state as freeze_scaling_state
     from .runtime.checkpoint import ScalingState as ScalingState
-    from .runtime.frozen_weights import restore_frozen_weights as restore_frozen_weights
-    from .runtime.phases import on_step as on_step
-    from .runtime.phases import set_precision as set_precision
-    from .runtime.phases import set_step as set_step
-    from .runtime.weight_cache import refresh_weight_cache as refresh_weight_cache
+    from .runtime.optimizer_steps import set_step as set_step
 
 __version__ = "0.2.0"
 
@@ -63,15 +63,16 @@ _MODULES = {
     "dryrun.tuned": ("Tuned",),
     "dryrun.watch": ("monitor",),
     "errors": ("ExportError", "Fp8CompileError", "OptionError", "ShardingError", "StateError", "StrictError", "TuneError"),
-    "exporting.export": ("Exported", "export"),
+    "features.export.export": ("Exported", "export"),
     "reporting.monitor": ("Monitor",),
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),
     "runtime.calls": ("freeze_scaling_state",),
     "runtime.checkpoint": ("ScalingState",),
-    "runtime.frozen_weights": ("restore_frozen_weights",),
-    "runtime.phases": ("on_step", "set_precision", "set_step"),
-    "runtime.weight_cache": ("refresh_weight_cache",),
+    "runtime.optimizer_steps": ("set_step",),
+    "features.frozen.frozen_weights": ("restore_frozen_weights",),
+    "features.schedule.phases": ("on_step", "set_precision"),
+    "features.weight_cache.weight_cache": ("refresh_weight_cache",),
 }
 _SUBMODULES = ("distributed", "optim")
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}

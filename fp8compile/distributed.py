@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from torch import nn
 
-from .runtime.all_gather import fp8_all_gather as fp8_all_gather
-from .runtime.compression import compress
-from .runtime.compression import hook as _hook
-
 __all__ = ["compress_gradients", "fp8_all_gather", "fp8_hook"]
+
+
+def fp8_all_gather(model: nn.Module) -> None:
+    """Have FSDP2 gather in FP8 what nothing but FP8 matmuls read. After `fully_shard(model)`, before or after compilation.
+
+    Called again, it only has scales computed anew before the next forward: call it if you wrote into weights between two
+    forwards by hand, without a backward, an optimizer step or `load_state_dict` in between.
+
+    ShardingError, a ValueError, names the parameter and the fix where this cannot work: nothing is sharded, parameters are
+    offloaded to the CPU or have an all-gather extension, `reshard_after_forward` is a number.
+    Weights are scaled by their current amax with `delayed`, too, and `mxfp8` and `rowwise` have `weight_tiles`.
+    """
+    from .features.fsdp_gather.all_gather import gather_in_fp8
+
+    gather_in_fp8(model)
 
 
 def compress_gradients(
@@ -32,10 +43,14 @@ def compress_gradients(
             raise ValueError(f"compress_gradients: {name} must be an integer that is not negative; got {value!r}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"compress_gradients takes the model, a torch.nn.Module; got {type(model).__name__}")
+    from .features.compression.compression import compress
+
     compress(model, min_elements, error_feedback, sqnr_every)
 
 
 def fp8_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and takes no strings
     """The communication hook of `compress_gradients`, for who registers it by hand: `ddp.register_comm_hook(None, fp8_hook)`,
     or Lightning's `DDPStrategy(ddp_comm_hook=fp8_hook)`. `state`: a process group, or None for the default one."""
-    return _hook(state, bucket)
+    from .features.compression.compression import hook
+
+    return hook(state, bucket)

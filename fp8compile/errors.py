@@ -11,7 +11,7 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +68,6 @@ class TuneError(Fp8CompileError):
     """No policy that `fp8compile.tune` tried is exact enough, or none is faster than bf16."""
 
 
-class CapacityExceeded(Fp8CompileError):
-    """Internal: a graph needs more scaling slots than were allocated; `needed` says how many of each kind."""
-
-    def __init__(self, needed: dict[str, int]) -> None:
-        super().__init__(needed)
-        self.needed = needed
-
-    def __str__(self) -> str:
-        return "more scaling slots are needed: " + ", ".join(f"{kind} {n}" for kind, n in self.needed.items())
-
-
 class Unusable(Fp8CompileError):
     """Internal: what an earlier process has kept of a graph cannot be read."""
 
@@ -87,20 +76,12 @@ class Unfrozen(Fp8CompileError):
     """Internal: a graph holds something that cannot be written to a file as plain data."""
 
 
-class CopiesMissing(Fp8CompileError):
-    """Internal: a graph needs inputs for FP8 copies of weights; `copies` are their layouts."""
+class Retrace(Fp8CompileError):
+    """Internal: the model has to change before its graph is compiled. `then` changes it; Dynamo traces the frame again."""
 
-    def __init__(self, copies: tuple[Any, ...]) -> None:
-        super().__init__(f"{len(copies)} FP8 copies of weights are inputs of this graph")
-        self.copies = copies
-
-
-class FrozenFound(Fp8CompileError):
-    """Internal: a graph reads frozen weights that can be kept in FP8 only; `found` says how each is cast, by input."""
-
-    def __init__(self, found: dict[int, Any]) -> None:
-        super().__init__(f"{len(found)} frozen weights can be kept in FP8 only")
-        self.found = found
+    def __init__(self, then: Callable[[], None]) -> None:
+        super().__init__("the model is changed, and its graph is traced again")
+        self.then = then
 
 
 def describe(value: Any, limit: int = 80) -> str:

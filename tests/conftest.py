@@ -6,9 +6,12 @@ import gc
 import logging
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed
 
 import fp8compile
 from tests.support import hooks
@@ -70,6 +73,13 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
         torch._dynamo.reset()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of features that are not there."""
+    for marker in item.iter_markers("feature"):
+        if missing := [name for name in marker.args if find_spec(f"fp8compile.features.{name}") is None]:
+            pytest.skip(f"without {', '.join(missing)}")
+
+
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     """Graphs are rewritten as usual, and run on our reference operators: Inductor's C++ costs 10 s a graph, lowering a third.
@@ -82,3 +92,11 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with hooks.lowered() if request.node.get_closest_marker("lowered") else hooks.interpreted():
         yield
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[str]:
+    """A default process group of this process alone; its name."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+    torch.distributed.destroy_process_group()

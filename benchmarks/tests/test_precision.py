@@ -1,4 +1,4 @@
-"""The claims of docs/accuracy.md about precision, at a fixed seed, and the study of headroom.
+"""The claims of docs/accuracy.md and notes/accuracy.md about precision, at a fixed seed, and the study of headroom.
 
 `python -m benchmarks.sqnr` and `python -m benchmarks.margins` have the whole tables. Floors are for normal data: 28 dB for an
 output, 28 dB for E4M3 gradients and 24 dB for E5M2 gradients; lower after the three linears of a SwiGLU block. The gain of

@@ -32,7 +32,7 @@ from .autograd import (
     capturing,
     checkpoint,
     compiled_autograd,
-    hooks_behind_step,
+    hooks_after_step,
     in_backward,
     in_compiled_autograd,
     is_compiled,

@@ -163,7 +163,7 @@ def is_ddp(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.parallel.DistributedDataParallel)
 
 
-def hooks_behind_step(optimizer: torch.optim.Optimizer) -> tuple[list[Callable], list[Callable]]:
+def hooks_after_step(optimizer: torch.optim.Optimizer) -> tuple[list[Callable], list[Callable]]:
     """The hooks that run when a step of this optimizer ends: its own, and those of all optimizers."""
     module = importlib.import_module("torch.optim.optimizer")
     return list(optimizer._optimizer_step_post_hooks.values()), list(module._global_optimizer_post_hooks.values())

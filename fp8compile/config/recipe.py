@@ -198,6 +198,7 @@ class Recipe:
         switch,
         "bool, 'auto'",
         _whole,
+        feature="merge",
     )
     cache_weights: bool = setting(
         False,
@@ -205,6 +206,7 @@ class Recipe:
         "micro-batch. Weights are scaled by their current amax.",
         boolean,
         "bool",
+        feature="weight_cache",
     )
     frozen: str = setting(
         "high_precision",
@@ -212,9 +214,15 @@ class Recipe:
         " read them; they are scaled by their current amax.",
         one("high_precision", "fp8"),
         "'high_precision', 'fp8'",
+        feature="frozen",
     )
     fp8_all_to_all: bool = setting(
-        False, "Experts on several ranks: an all-to-all of the graph sends rows in FP8.", boolean, "bool", _whole
+        False,
+        "Experts on several ranks: an all-to-all of the graph sends rows in FP8.",
+        boolean,
+        "bool",
+        _whole,
+        feature="collectives",
     )
     use_fast_accum: tuple[bool, bool, bool] = setting(
         (True, False, False),

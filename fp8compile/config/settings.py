@@ -20,12 +20,14 @@ MOST = 1 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """`values` completes "takes ..". `matters(recipe)`: whether the setting changes what a recipe does."""
+    """`values` completes "takes ..". `matters(recipe)`: whether the setting changes what a recipe does. `feature`: the folder
+    of `features` that it belongs to, "" for the core."""
 
     meaning: str
     values: str
     check: Check
     matters: Callable[[Any], bool]
+    feature: str = ""
 
     def ignored(self, value: Any, *recipes: Any) -> bool:
         """Whether somebody asks for a value that none of these recipes looks at."""
@@ -36,9 +38,11 @@ def every(recipe: Any) -> bool:
     return True
 
 
-def setting(default: Any, meaning: str, check: Check, values: str, matters: Callable[[Any], bool] = every) -> Any:
+def setting(
+    default: Any, meaning: str, check: Check, values: str, matters: Callable[[Any], bool] = every, feature: str = ""
+) -> Any:
     """A field of a recipe."""
-    return dataclasses.field(default=default, metadata={"setting": Setting(meaning, values, check, matters)})
+    return dataclasses.field(default=default, metadata={"setting": Setting(meaning, values, check, matters, feature)})
 
 
 def settings_of(recipe: type) -> Mapping[str, Setting]:

@@ -4,7 +4,7 @@
 
 The step (forward, loss, backward) runs eagerly, four times, with the same weights, batch and random numbers:
 
-    in high precision       the reference: the graph that a high-precision phase runs (`runtime.phases`)
+    in high precision       the reference: the graph that a high-precision phase runs (`features.schedule.phases`)
     once more               is the model deterministic?
     with noise              each matmul rounds to bf16 as another kernel might (`observe.dithered`): what bf16 would cost
     in FP8                  with the options and the scaling state that the next training call would have

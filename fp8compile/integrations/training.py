@@ -22,7 +22,7 @@ from ..logs import get_logger
 from ..reporting.monitor import Monitor, monitor
 from ..reporting.report import report
 from ..reporting.stats import stats
-from ..runtime.phases import set_step
+from ..runtime.optimizer_steps import set_step
 
 logger = get_logger(__name__)
 

@@ -34,6 +34,12 @@ def value(node: Node) -> torch.Tensor:
     return node.meta["val"]
 
 
+def become(placeholder: Node, like: torch.Tensor) -> None:
+    """Give an input of a graph, which nothing reads yet, the dtype, the sizes and the strides of another fake tensor."""
+    placeholder.meta["val"] = like.new_empty_strided(like.shape, like.stride())
+    placeholder.meta.pop("tensor_meta", None)
+
+
 def is_tensor(node: Node) -> bool:
     """Whether a node stands for a tensor: not for a number, a tuple or nothing."""
     return isinstance(node.meta.get("val"), torch.Tensor)

@@ -142,7 +142,7 @@ class Matmul:
     wanted: bool = False  # it has no weight, although the user may well expect one
     name: str = ""  # of the parameter
     flipped: bool = False  # it computes the transpose of its node's result
-    merged: tuple[str, ...] = ()  # the layers whose matmuls become one with this one
+    merged: tuple[Matmul, ...] = ()  # those that become one with it, itself among them
     decision: Decision = Decision()
     price: Price = Price()
 
@@ -237,7 +237,7 @@ class Matmul:
             parameter=self.name,
             rule=self.decision.rule,
             emulated=self.fp8 and self.decision.emulated,
-            merged=self.merged,
+            merged=tuple(matmul.fqn for matmul in self.merged),
             overrides=self.decision.overrides if self.fp8 else (),
             **asdict(self.price),
         )

@@ -1,4 +1,4 @@
-"""The operators of matmuls that are merged into one (see `passes.merge`).
+"""The operators of matmuls that are merged into one (see `features.merge.merge`).
 
     largest(numbers); least(numbers)     [1], [1], .. -> [1] float32: the amax, or the scale, of several tensors as one
     side_by_side(parts, dim)             FP8 [R, C1], [R, C2], .. -> [R, C1 + C2 + ..], or along the rows with `dim` 0

@@ -114,6 +114,11 @@ def fp8_max_of(reach: float, limit: float) -> float:
     return max(form.max for form in FORMATS.values() if form.max <= limit and math.frexp(form.max)[0] == math.frexp(reach)[0])
 
 
+def rows_for(slots: int) -> int:
+    """How many rows the page of so many slots has: a multiple of 16, so that graphs of few more slots share code."""
+    return 16 * -(-max(slots, 1) // 16)
+
+
 def new_page(slots: int, history: int, device: torch.device, settings: Sequence[SlotSettings] = ()) -> Tensor:
     """A page of cold slots: scale 1, nothing seen. `settings` are those of the first rows; the others are unused."""
     page = torch.zeros(slots, HISTORY + history, dtype=torch.float32, device=device)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..devices.support import casts_to_e4m3
+from ..extension import features
 from ..logs import get_logger, say_once
-from ..runtime.weight_cache import behind_step, casts_of_step
 from .state_formats import from_blocks, to_blocks
 from .states import MASTERS, State, fresh, is_small, local, packed, vanilla
 from .update import compiled, factors, update, update_small, update_with_amax
@@ -127,12 +127,12 @@ class AdamW(Optimizer):
 
     def _asked(self) -> frozenset[int]:
         """The parameters (ids) whose amaxes are used at the end of this step."""
-        asked = casts_of_step(self)
-        if asked is None and self._stepped:  # not in a first step: torch.distributed.checkpoint makes one to make states
+        asked = [ids for feature in features() if (ids := feature.wanted_amaxes(self)) is not None]
+        if not asked and self._stepped:  # not in a first step: torch.distributed.checkpoint makes one to make states
             why = "no compiled graph keeps FP8 copies of these weights: compile with options={'cache_weights': True}"
             say_once(logger, logging.WARNING, f"fp8: AdamW's fp8_weights has no effect: {why}")
         self._stepped = True
-        return asked or frozenset()
+        return frozenset().union(*asked)
 
     def _hand_over(self, amaxes: dict[Tensor, Tensor]) -> None:
         """The amaxes of weights, from those of their blocks."""
@@ -143,7 +143,8 @@ class AdamW(Optimizer):
             alike[of_blocks.device, of_blocks.dtype].append((p, of_blocks))
         weights = [p for members in alike.values() for p, _ in members]
         found = [x for members in alike.values() for x in torch._foreach_max([of_blocks for _, of_blocks in members])]
-        behind_step(self, weights, found)
+        for feature in features():
+            feature.step_wrote(self, weights, found)
 
     def _state(self, parameter: Tensor) -> State:
         if not self.state[parameter]:

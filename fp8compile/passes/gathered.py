@@ -1,5 +1,5 @@
-"""gathered: weights that FSDP2 gathers in FP8 (see `ir.gathered_weight` and `runtime.all_gather`), and frozen weights that
-are kept in FP8 only (`ir.frozen`, `runtime.frozen_weights`).
+"""gathered: weights that arrive in FP8: those that FSDP2 has gathered so (`ir.gathered_weight`), and frozen ones that are kept
+in FP8 only (`ir.frozen`).
 
     w = dequantize(data, inv); mm(x, permute(w))          fprop
     w_1 = dequantize(data, inv); mm(dy, w_1)              dgrad     ->  `unite`: w_1 is w
@@ -22,7 +22,6 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..config.recipe import WHOLE, Block, Scaling
-from ..errors import FrozenFound
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, same_shape, value
 from ..ir.inputs import Inputs
@@ -52,12 +51,9 @@ def unite(joint: Joint) -> int:
 
 
 def gather(joint: Joint) -> int:
-    """Note which parameters of a training graph may arrive in FP8. Raises FrozenFound, before the graph is changed, if some can
-    be kept in FP8 only."""
+    """Note which parameters of a training graph may arrive in FP8."""
     if not joint.inference and joint.inputs.training:
         joint.gatherable = gatherable(joint.graph, joint.matmuls, joint.inputs, joint.fnuz)
-        if found := freezable(joint.gatherable, joint.matmuls, joint.freezable):
-            raise FrozenFound(found)
     return sum(not found.reason for found in joint.gatherable.values())
 
 
@@ -110,15 +106,6 @@ def arrived(base: Node | None) -> bool:
 def arrives(base: Node, scaling: Scaling) -> bool:
     """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
     return arrived(base) and not scaling.delayed and scaling.block == block_of(base)
-
-
-def freezable(found: dict[int, Gatherable], matmuls: list[Matmul], allowed: frozenset[int]) -> dict[int, Gatherable]:
-    """Which of the `allowed` parameters can be kept in FP8 only, and are asked to be so by each matmul that reads them."""
-    asked: dict[int | None, bool] = {}
-    for matmul in matmuls:
-        index = compat.input_index(matmul.parameter) if matmul.parameter is not None else None
-        asked[index] = asked.get(index, True) and matmul.recipe.frozen == "fp8"
-    return {i: verdict for i, verdict in found.items() if i in allowed and not verdict.reason and asked.get(i, False)}
 
 
 def gatherable(graph: Graph, matmuls: list[Matmul], inputs: Inputs, fnuz: bool) -> dict[int, Gatherable]:

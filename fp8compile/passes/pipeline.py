@@ -10,103 +10,79 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from .. import compat
-from ..config.policy import Policy
-from ..devices.catalog import Device
 from ..errors import OptionError
-from ..ir.forward import Forward
-from ..ir.inputs import Inputs
+from ..extension import Extras, Pass, with_passes
 from ..ir.matmul import Matmul
-from ..ir.records import CollectiveRecord, Findings, Gatherable, KeptRecord, OpaqueRecord
+from ..ir.records import Findings, Gatherable, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
-from .all_gathers import all_gathers, move_all_gathers
-from .all_to_alls import all_to_alls, move_all_to_alls
 from .amax_groups import amax_groups, reduce_current
-from .async_tp import complete, expose
 from .collect import collect
 from .decide import decide
-from .fallbacks import spell, unspell
-from .flatten import flatten
-from .forwards import forwards
 from .fuse import fuse
 from .gathered import gather, substitute, unite
-from .hoist import NO_CACHE, Cache, Hoisted, hoist
 from .joint import Joint
 from .layouts import layouts
 from .lower import lower, lower_scales, split_casts
-from .merge import merge
+from .partitioned import Partitioned
 from .plan import plan
 from .profitability import weigh
 from .quantize import quantize
 from .recast import recast
-from .save import Partitioned, save
-from .scatters import scatters
 from .try_matmuls import try_matmuls
 from .update_state import update_state
-from .write_merged import write_merged
 
 logger = get_logger(__name__)
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Pass(Generic[T]):
-    """`run` changes its argument and returns a result for the log. `optional`: the graph is right without this pass."""
-
-    name: str
-    run: Callable[[T], object]
-    optional: bool = False
-
-
-JOINT: tuple[Pass[Joint], ...] = (
-    Pass("unite", unite),  # a weight that FSDP2 gathered in FP8 is one tensor, however many operators read it
-    Pass("spell", spell),  # transformers' loops over experts as grouped matmuls
-    Pass("flatten", flatten, optional=True),  # the logits as a matrix, where Inductor is to compute them by chunks
-    Pass("scatters", scatters, optional=True),  # the backward of the experts' permutation as a lookup, which fuses
+JOINT = (  # each a function of a `Joint`
+    Pass("unite", unite),  # a weight that arrives in FP8 is one tensor, however many operators read it
     Pass("collect", collect, optional=True),  # every matmul: its name, role and operands
     Pass("decide", decide),  # FP8, or the reason why not: what is possible, then what the policy says
     Pass("recast", recast, optional=True),  # which weights are cast again in backward, rather than kept
     Pass("weigh", weigh, optional=True),  # what FP8 would not make faster stays in high precision
-    Pass("gather", gather),  # which weights FSDP2 may gather in FP8, and which frozen ones may be kept so
+    Pass("gather", gather),  # which weights may arrive in FP8
     Pass("plan", plan),  # which tensors are quantized, and in which slot the scale of each lives
     Pass("amax_groups", amax_groups),  # over which ranks amaxes are reduced
-    Pass("all_gathers", all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
-    Pass("all_to_alls", all_to_alls, optional=True),  # which all-to-alls can, with `fp8_all_to_all`
-    Pass("merge", merge, optional=True),  # which matmuls of one input become one
-    Pass("forwards", forwards),  # how the fprop of each weight casts, for an export
     Pass("quantize", quantize),  # casts and FP8 matmuls in the graph: the canonical form, which the following rewrite
     Pass("substitute", substitute),  # weights that arrive in FP8
-    Pass("move_all_gathers", move_all_gathers),
-    Pass("move_all_to_alls", move_all_to_alls),
     Pass("layouts", layouts),  # which copies are kept for backward
-    Pass("write_merged", write_merged),
     Pass("reduce_current", reduce_current),  # current amaxes over the ranks that share a tensor
-    Pass("hoist", hoist),  # casts of weights that are made outside of the graph, with `cache_weights`
-    Pass("unspell", unspell),  # those that stay in high precision as they were
     Pass("update_state", update_state),  # the next scaling state
 )
-PARTITIONED: tuple[Pass[Partitioned], ...] = (
-    Pass("save", save, optional=True),  # large tensors that forward keeps, in FP8
-)
-EARLY_POST_GRAD: tuple[Pass[Graph], ...] = (
-    Pass("expose", expose),  # FP8 matmuls, where Inductor fuses them with collectives; nowhere else
-)
-POST_GRAD: tuple[Pass[Graph], ...] = (
-    Pass("complete", complete),  # what Inductor has fused so
+POST_GRAD = (  # each a function of a graph
     Pass("lower_scales", lower_scales),  # scales of whole tensors; delayed ones become loads from the state
     Pass("split_casts", split_casts),  # a cast into both layouts becomes two
     Pass("try_matmuls", try_matmuls, optional=True),  # which FP8 matmuls the GPU's libraries refuse
     Pass("fuse", fuse, optional=True),  # casts, with what makes their tensors, become generated kernels
     Pass("lower", lower),  # all our other operators become ATen and static kernels
 )
+
+
+def joint_passes() -> tuple[Pass, ...]:
+    """Those over a joint graph, with those of features."""
+    return with_passes("joint", JOINT)
+
+
+def partitioned_passes() -> tuple[Pass, ...]:
+    """Those of features over a forward and its backward, after the partitioner: each a function of a `Partitioned`."""
+    return with_passes("partitioned", ())
+
+
+def early_post_grad_passes() -> tuple[Pass, ...]:
+    """Those of features over a partitioned graph, before Inductor's own."""
+    return with_passes("early_post_grad", ())
+
+
+def post_grad_passes() -> tuple[Pass, ...]:
+    """Those over a partitioned graph, with those of features."""
+    return with_passes("post_grad", POST_GRAD)
 
 
 @dataclass(frozen=True)
@@ -119,80 +95,65 @@ class Rewritten:
     forward: tuple[SlotKey, ...] = ()  # slots, by row of their page
     backward: tuple[SlotKey, ...] = ()
     pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where there is state
+    added: tuple[str, ...] = ()  # names of the inputs that passes have given their sizes
     complaints: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
     groups: tuple[str, ...] = ()  # process groups whose ranks have to do the same
-    collectives: tuple[CollectiveRecord, ...] = ()
-    gatherable: Mapping[int, Gatherable] = field(default_factory=dict)  # by input
-    hoisted: Hoisted | None = None
-    forwards: Mapping[int, tuple[Forward, ...]] = field(default_factory=dict)  # the fprops of each weight, by input
+    gatherable: dict[int, Gatherable] = field(default_factory=dict)  # by input
+    results: Extras = field(default_factory=Extras)  # of features
     findings: Findings | None = None  # what the backend has told of it
 
 
-def run_joint(
-    graph: Graph,
-    inputs: Inputs,
-    policy: Policy,
-    device: Device | None,
-    fnuz: bool,
-    capacity: tuple[int, int] | None,
-    high_precision: bool = False,
-    cache: Cache = NO_CACHE,
-    freezable: frozenset[int] = frozenset(),
-) -> Rewritten:
-    """Rewrite a joint graph in place. See `Joint` for the arguments. With `high_precision` the matmuls stay as they are, but
-    amaxes are recorded, so that histories exist when FP8 begins.
-
-    Raises CapacityExceeded if the slots do not fit, CopiesMissing if other inputs are needed for the copies of `cache`, and
-    FrozenFound, before the graph is changed, if some of the `freezable` parameters can be kept in FP8 only.
-    """
-    inference = not compat.tag_backward(graph)
-    saves = policy.save == "fp8" and inputs.training and not high_precision and "save" not in skipped()
-    joint = Joint(graph, inputs, policy, device, fnuz, capacity, high_precision, inference, saves, cache, freezable)
-    _run(JOINT, joint, graph)
+def run_joint(joint: Joint) -> Rewritten:
+    """Rewrite a joint graph in place. With `high_precision` the matmuls stay as they are, but amaxes are recorded, so that
+    histories exist when FP8 begins."""
+    graph = joint.graph
+    joint.inference = not compat.tag_backward(graph)
+    _run(joint_passes(), joint, graph)
     graph.eliminate_dead_code()
-    done = Rewritten(
+
+    def slots(backward: bool) -> tuple[SlotKey, ...]:
+        return tuple(operand.key for operand in joint.plan.direction(backward)) if joint.pages is not None else ()
+
+    groups = dict.fromkeys((*joint.groups.every, *joint.waits)) if joint.written is not None else ()
+    return Rewritten(
         tuple(joint.matmuls),
         tuple(joint.opaque),
         joint.inference,
+        slots(False),
+        slots(True),
+        pages=tuple(page.name for page in joint.pages or ()),
+        added=tuple(joint.added),
         complaints=tuple(joint.complaints),
+        remarks=tuple(joint.remarks),
         edges=joint.edges,
-        groups=joint.state_groups() if joint.written is not None else (),
-        collectives=tuple(joint.collectives),
+        groups=tuple(groups),
         gatherable=joint.gatherable,
-        hoisted=joint.hoisted,
-        forwards=joint.forwards if not high_precision else {},
+        results=joint.results,
     )
-    if joint.pages is None:
-        return done
-    forward, backward = (tuple(operand.key for operand in joint.plan.direction(late)) for late in (False, True))
-    names = tuple(page.name for page in joint.pages)
-    return replace(done, forward=forward, backward=backward, pages=names)
 
 
-def run_partitioned(forward: GraphModule, backward: GraphModule, visible: int, fnuz: bool) -> tuple[KeptRecord, ...]:
-    """Rewrite what a forward keeps for its backward, in both graphs in place; returns what it keeps in FP8. `visible`: how many
-    outputs of forward its caller sees."""
-    halves = Partitioned(forward, backward, visible, fnuz)
-    _run(PARTITIONED, halves, forward.graph)
-    backward.graph.lint()
-    return tuple(halves.kept)
+def run_partitioned(halves: Partitioned) -> None:
+    """Rewrite a forward and its backward in place."""
+    _run(partitioned_passes(), halves, halves.forward.graph)
+    halves.backward.graph.lint()
 
 
 def run_post_grad(graph: Graph) -> None:
     """Lower a partitioned graph in place: no operator of ours is left, except on a CPU those with scales of blocks."""
-    _run(POST_GRAD, graph, graph)
+    _run(post_grad_passes(), graph, graph)
 
 
 def run_early_post_grad(graph: Graph) -> None:
     """Lower what Inductor's own passes over a partitioned graph have to see, before they run."""
-    _run(EARLY_POST_GRAD, graph, graph)
+    _run(early_post_grad_passes(), graph, graph)
 
 
 def skipped() -> tuple[str, ...]:
     """The passes that FP8COMPILE_SKIP names. OptionError for a name of no optional pass."""
     names = tuple(filter(None, (name.strip() for name in os.environ.get(SKIP_VARIABLE, "").split(","))))
-    every: tuple[Pass[Any], ...] = (*JOINT, *PARTITIONED, *EARLY_POST_GRAD, *POST_GRAD)
+    every = (*joint_passes(), *partitioned_passes(), *early_post_grad_passes(), *post_grad_passes())
     optional = [step.name for step in every if step.optional]
     for name in names:
         if name not in optional:
@@ -200,7 +161,7 @@ def skipped() -> tuple[str, ...]:
     return names
 
 
-def _run(passes: Sequence[Pass[T]], subject: T, graph: Graph) -> None:
+def _run(passes: Sequence[Pass], subject: Any, graph: Graph) -> None:
     """Each pass in turn: log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse). Check the graph: after the
     last pass, and while debugging after each."""
     leave_out, told = skipped(), logger.isEnabledFor(logging.DEBUG)

@@ -17,10 +17,9 @@ from torch.fx import Node
 from .. import compat
 from ..config.recipe import Recipe, Scaling
 from ..devices.formats import Format, pick
-from ..errors import CapacityExceeded
-from ..ir.fx_utils import Matrix
+from ..ir.fx_utils import Matrix, become, value
 from ..ir.matmul import Matmul, OperandKey, note_products
-from ..ir.state_page import SlotKey, SlotSettings, limit_of
+from ..ir.state_page import SlotKey, SlotSettings, limit_of, rows_for
 
 if TYPE_CHECKING:
     from .joint import Joint
@@ -39,6 +38,7 @@ class Operand:
     reader: Node  # the first matmul that reads it, whose metadata the casts inherit
     offs: Node | None = None  # the ends of the groups that its rows are divided into
     either: bool = False  # its row-major copy serves all its readers
+    carried: bool = False  # a collective brings it in FP8
     slot: int = -1  # its row in the page of its direction; -1 with a recipe that keeps no state
 
     @property
@@ -59,16 +59,17 @@ class Plan:
 
 
 def plan(joint: Joint) -> int:
-    """Raises CapacityExceeded if the slots do not fit into the state inputs."""
+    """Give each operand its slot, and the state inputs as many rows as the slots need."""
     note_products(joint.matmuls)
     joint.plan = _plan(joint.matmuls, joint.fnuz)
-    needed = [len(joint.plan.direction(backward)) for backward in (False, True)]
-    if any(needed) and joint.capacity is not None:
-        if any(rows > given for rows, given in zip(needed, joint.capacity, strict=True)):
-            raise CapacityExceeded({"forward": needed[0], "backward": needed[1]})
+    slots = [len(joint.plan.direction(backward)) for backward in (False, True)]
+    if any(slots) and joint.stateful:
         by_index = {compat.input_index(node): node for node in joint.graph.find_nodes(op="placeholder")}
         first = len(joint.inputs.names)
         joint.pages = by_index[first], by_index[first + 1]
+        for page, count in zip(joint.pages, slots, strict=True):
+            joint.added.append(page.name)
+            become(page, value(page).new_empty(rows_for(count), value(page).shape[1]))
     return len(joint.plan.operands)
 
 

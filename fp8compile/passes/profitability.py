@@ -167,7 +167,7 @@ def weigh(joint: Joint) -> int:
         for matmul in left_open:
             matmul.keep(f"no FP8 on this device: {device.name}")
         return len(left_open)
-    gemms = _model(candidates, joint.cache.inputs, joint.freezable)
+    gemms = _model(candidates, joint.cached, joint.freezable)
     known: dict[tuple, int | None] = {}
     parts = [_Component(device, part, known) for part in _components(gemms)]
     for part in parts:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
 from ..ir.fx_utils import value
 from ..ir.matmul import Matmul
 
-MERGED = "one matmul each: {}"
-CACHED = "FP8 copies of weights are kept between calls (cache_weights): {:.1f} MB"
 FLOAT32 = "without FP8 these experts would multiply in float32{}: grouped matmuls are no part of autocast"
 
 
-def remarks(matmuls: Collection[Matmul], cached: int = 0) -> tuple[str, ...]:
-    """`cached`: the bytes of the copies of weights that are kept between calls."""
-    found = _overrides(matmuls)
-    merged = dict.fromkeys(" + ".join(name.rpartition(".")[2] for name in matmul.merged) for matmul in matmuls if matmul.merged)
-    found += [MERGED.format("; ".join(merged))] if merged else []
-    found += [CACHED.format(cached / 1e6)] if cached else []
+def remarks(matmuls: Collection[Matmul], others: Sequence[str]) -> tuple[str, ...]:
+    """`others`: those that passes have made."""
+    found = [*_overrides(matmuls), *others]
     experts = [matmul for matmul in matmuls if matmul.fp8 and matmul.groups and value(matmul.node).dtype == torch.float32]
     if experts:
         found.append(FLOAT32.format(_gain(experts)))

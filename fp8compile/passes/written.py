@@ -36,8 +36,7 @@ class Written:
     """`casts`: the node of each copy. `scales`: (scale, inverse) by copy; an operand with one scale has it under `whole`.
     `amaxes`: of each operand that has one scale. `snapshots`: of the state, by direction (backward: True). `products`: the FP8
     matmul of each matmul. `late`: the operands that are read in backward. `groups`: for operands whose amax is that of this
-    rank's part, the ranks that have the other parts. `agreements`: what such ranks agree on about the stored scales, by
-    direction and group."""
+    rank's part, the ranks that have the other parts."""
 
     graph: Graph
     start: Node  # readers of inputs go before it
@@ -48,7 +47,6 @@ class Written:
     products: dict[Matmul, Node] = field(default_factory=dict)
     late: set[Operand] = field(default_factory=set)
     groups: dict[Operand, str] = field(default_factory=dict)
-    agreements: dict[tuple[bool, str], Node] = field(default_factory=dict)
 
     def copies(self, operand: Operand) -> list[Copy]:
         return [copy for copy in self.casts if copy.operand is operand]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..config.recipe import BUILT_IN
 from ..devices.catalog import Device
 from ..ir.inputs import Inputs
-from ..ir.records import Findings, FrozenRecord, GraphReport
+from ..ir.records import Findings, GraphReport
 from ..logs import get_logger
 from ..passes import legality
 from ..passes.pipeline import Rewritten
@@ -30,10 +31,14 @@ INSIDE = (
 
 
 def findings(
-    done: Rewritten, inputs: Inputs, evaluates: str, device: Device | None, weights: tuple[FrozenRecord, ...]
+    done: Rewritten,
+    inputs: Inputs,
+    evaluates: str,
+    device: Device | None,
+    of_features: Callable[[GraphReport, Rewritten], GraphReport],
 ) -> Findings:
     """The report of a graph, and what is wrong with it: no matmul became FP8, or a rule of the policy decides nothing.
-    `evaluates`: the policy's `eval`. `weights`: the frozen ones, where some are kept in FP8 only."""
+    `evaluates`: the policy's `eval`. `of_features` adds what features report."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     why = "inference" if inputs.training else "the model is in eval mode"
@@ -41,14 +46,15 @@ def findings(
     why = "its gradients are computed inside of the graph" if inside else why
     how = "FP8, scaled by current amaxes" if evaluates == "fp8" else "high precision"
     note = "" if training else f"compiled in {how}: {why}"
-    if not training and evaluates != "fp8" and (stored := sum(not weight.reason for weight in weights)):
-        note += f"; {stored} frozen weights have FP8-rounded values"
     nested = [record for hidden in done.opaque for record in hidden.matmuls]
     opaque = tuple(hidden for hidden in done.opaque if not hidden.matmuls)
     records = (*(matmul.record() for matmul in done.matmuls), *nested)
     described = device.name if device else ""
-    notes = remarks(done.matmuls, done.hoisted.bytes if done.hoisted is not None else 0) if training else ()
-    report = GraphReport(0, name, records, opaque, note, done.edges, described, notes, done.collectives, (), weights)
+    notes = remarks(done.matmuls, done.remarks) if training else ()
+    report = GraphReport(0, name, records, opaque, note, done.edges, described, notes)
+    report = of_features(report, done)
+    if not training and evaluates != "fp8" and (stored := sum(not weight.reason for weight in report.frozen)):
+        report = replace(report, note=f"{report.note}; {stored} frozen weights have FP8-rounded values")
     if not training:
         learns = inside or (not inputs.training and any(matmul.gemm == "wgrad" for matmul in done.matmuls))
         text = (INSIDE if inside else LEARNS).format(inputs.root)

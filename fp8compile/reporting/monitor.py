@@ -21,7 +21,7 @@ from .. import compat
 from ..config.settings import integer
 from ..errors import OptionError
 from ..logs import get_logger, rank, say_once
-from ..runtime import phases
+from ..runtime.optimizer_steps import each_step, steps_of
 from ..runtime.parameters import find
 from ..runtime.probe import Measurement, ending
 from ..runtime.state import named_weights, unwrapped
@@ -55,8 +55,8 @@ class Monitor:
         self._model, self._write, self._close = weakref.ref(model), write, close
         self._measurement: Measurement | None = None
         self._additions: list[Addition] = []
-        self._count = phases.steps_of(model)  # `step` continues from here
-        self._forget: Callable[[], None] | None = phases.each_step(self._at, model)
+        self._count = steps_of(model)  # `step` continues from here
+        self._forget: Callable[[], None] | None = each_step(self._at, model)
         self._arm(self._count)
 
     def add(self, addition: Addition) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..extension import features
 from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord
 from ..runtime.ledger import LEDGER
 from ..runtime.parameters import share_records
@@ -190,9 +191,8 @@ def report(model: nn.Module | None = None) -> Report:
         why = "a graph that reads other tensors in their place, as with torch.func.functional_call, is only listed by report()"
         return Report(empty=f"{others} ({why})")
     left_out = outside.find(model, set().union(*(reads for _, reads in chosen)))
-    from ..runtime.all_gather import gather_records  # late, as above
-
-    return Report((graph for graph, _ in chosen), outside=left_out, gathered=gather_records(tensors), notes=replaced)
+    records: dict[str, Any] = {name: found for feature in features() for name, found in feature.records(tensors).items()}
+    return Report((graph for graph, _ in chosen), outside=left_out, notes=replaced, **records)
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ..config.recipe import ROLES
+from ..extension import features
 from ..ir.frozen import FrozenWeight
 from ..ir.state_page import Rows
-from ..runtime.compression import rows_of
 from ..runtime.parameters import find
 from ..runtime.probe import COLUMNS, CastKind, Measurement
 from ..runtime.state import Page, Slot, named_weights, unwrapped
@@ -121,7 +121,8 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
 def reduced(model: nn.Module) -> list[dict[str, Any]]:
     """A row for each bucket of gradients that `compress_gradients` has measured: the error of what this rank has sent."""
     empty: dict[str, Any] = dict.fromkeys((*STATE, *COSTLY))
-    return [{"use": 0, "layout": "", "recipe": "compressed", **empty, **row} for row in rows_of(model)]
+    rows = [row for feature in features() for row in feature.statistics(model)]
+    return [{"use": 0, "layout": "", "recipe": "compressed", **empty, **row} for row in rows]
 
 
 def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict[str, Any]]:
@@ -133,8 +134,9 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
         known = find(weight)
         slots, casts = known.slots, known.casts or {(role, use, ""): CastKind("delayed", "") for role, use in known.slots}
         found = known.measured if measurement is None else measurement.records.get(known, {})
-        gathered = known.gathered.cast if known.gathered is not None else None
+        outside = next(filter(None, (feature.cast_outside(weight) for feature in features())), None)
         stored = weight if isinstance(weight, FrozenWeight) else None
+        gathered, numbers = outside or (None, {})
         whole = gathered if stored is None else CastKind.of("frozen", stored.data_.dtype)
         if whole is not None:  # no graph casts the weight
             casts = {**{name: cast for name, cast in casts.items() if name[0] != "weight"}, ("weight", 0, ""): whole}
@@ -150,8 +152,8 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
                 if id(vector) not in vectors:
                     vectors[id(vector)] = vector.tolist()
                 row.update(_measured(vectors[id(vector)], measurement is not None or slot is None))
-            if name[0] == "weight" and gathered is not None and known.gathered is not None and measurement is None:
-                row.update(known.gathered.numbers())
+            if name[0] == "weight" and measurement is None:
+                row.update(numbers)
             if name[0] == "weight" and stored is not None:
                 row.update(_stored(stored))
             rows.append(row)

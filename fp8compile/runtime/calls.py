@@ -71,7 +71,7 @@ class Interface:
     packed: tuple[int, ...]  # parameters that are views: see `compat.flat`
     names: tuple[str, ...]  # of its inputs
     history: int  # amaxes that a slot keeps
-    capacity: tuple[int, int] | None  # rows of the pages of forward and backward; None: no state
+    stateful: bool  # it has two inputs for its state
     observes: bool  # the graph moves the state but multiplies in high precision; its calls are never cold
     trains: bool  # the graph is for training, not for evaluation
 
@@ -106,8 +106,7 @@ class Calls:
 
     def keep_state(self, done: Rewritten) -> None:
         """Make the book of a graph with slots. Forward and backward are compiled one after the other, and share one book."""
-        assert self.interface.capacity is not None
-        self.book = self.book or Book(done.forward, done.backward, self.interface.capacity, self.interface.history)
+        self.book = self.book or Book(done.forward, done.backward, self.interface.history)
 
     @property
     def current(self) -> Call:

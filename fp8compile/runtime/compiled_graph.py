@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,22 +11,22 @@ from torch import nn
 
 from .. import compat
 from ..config.options import Options
+from ..extension import GraphFeature
 from ..ir import state_page
 from ..ir.fx_utils import fake_mode_of
 from . import loads, probe
-from .all_gather import Gathers
 from .calls import DRY, Call, Calls, Interface
 from .ledger import LEDGER
 from .owners import Owners
 from .parameters import record_of, share_records
 from .state import check_unwanted
-from .weight_cache import WeightCache
 
 
 class CompiledGraph:
     """Passes the state inputs to the graph, and records which parameters it is called with.
 
     `function` is what Inductor made; `record` is the graph's index in the ledger; `converts`: some matmul of it became FP8.
+    `parts`: those that features have in it. `options`: what it was compiled with.
     """
 
     def __init__(
@@ -36,14 +37,12 @@ class CompiledGraph:
         owners: Owners,
         record: int | None,
         converts: bool,
-        gathers: Gathers,
-        cache: WeightCache | None = None,
+        parts: Sequence[GraphFeature] = (),
         options: Options | None = None,
     ):
         self.function, self.interface, self.calls, self.owners = function, interface, calls, owners
-        self.record, self.converts, self.gathers = record, converts, gathers
-        self.cache = cache  # of the FP8 copies of weights that the graph gets from outside
-        self.options = options  # that it was compiled with
+        self.record, self.converts, self.parts, self.options = record, converts, parts, options
+        self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
         self.idle: torch.Tensor | None = None  # a stand-in for state inputs that the graph does not read
 
     def __call__(self, *args: Any) -> Any:
@@ -53,8 +52,10 @@ class CompiledGraph:
         first = args[interface.weights[0]]
         if isinstance(first, compat.FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
-                pages = (state_page.new_page(rows, interface.history, first.device) for rows in interface.capacity or ())
-                return self.function(*args, *pages, *(self.cache.empty(first.device) if self.cache is not None else ()))
+                keys = self.calls.book.keys if self.calls.book is not None else ((), ())
+                sizes = [state_page.rows_for(len(slots)) for slots in keys] if interface.stateful else []
+                pages = [state_page.new_page(rows, interface.history, first.device) for rows in sizes]
+                return self.function(*args, *pages, *self._given(args, first.device, None, True))
         known = compat.owners(args, interface.packed) if interface.packed else args  # with the parameters that the user holds
         if isinstance(known[interface.weights[0]], nn.Parameter):
             key = self.owners.key(known)
@@ -63,22 +64,20 @@ class CompiledGraph:
         looked_at = bool(probe.ACTIVE or self.calls.looking.open)
         look = self._looks(known) if looked_at else None
         if look is not None:
-            self.gathers.measure(known, look)
-        copies: Sequence[torch.Tensor] = ()
-        if self.cache is not None:
-            with compat.unseen():
-                copies = self.cache.copies(args, look)
+            for part in self.parts:
+                part.measure(known, look)
+        given = self._given(args, first.device, look) if self.giving else ()
         if self.calls.book is not None:
             with compat.unseen():
                 call, *pages_of_call = self.calls.open(known, first.device, look)
-            return self.calls.run(self.function, (*args, *pages_of_call, *copies), call)
+            return self.calls.run(self.function, (*args, *pages_of_call, *given), call)
         if self.calls.groups and not self.calls.agreed and interface.trains and not (DRY.get() or compat.inferring_shapes()):
             self.calls.agree()
-        if interface.capacity is not None:  # the graph does not read its state inputs
+        if interface.stateful:  # the graph does not read its state inputs
             if self.idle is None:
-                self.idle = state_page.new_page(interface.capacity[0], interface.history, first.device)
+                self.idle = state_page.new_page(state_page.rows_for(0), interface.history, first.device)
             args = (*args, self.idle, self.idle)
-        args = (*args, *copies)
+        args = (*args, *given)
         if not looked_at:
             return self.function(*args)
         return self.calls.run(self.function, args, Call(None, look))
@@ -91,6 +90,17 @@ class CompiledGraph:
             self.calls.book.sets.clear()
             self.calls.book.by_pointer.clear()
 
+    def _given(
+        self, args: Sequence[Any], device: torch.device, look: probe.Look | None, fake: bool = False
+    ) -> list[torch.Tensor]:
+        """What features give the graph, and something for those of their inputs that it does not read."""
+        found: list[torch.Tensor] = []
+        for part in self.giving:
+            with compat.unseen() if not fake else contextlib.nullcontext():
+                made = part.stand_ins(device) if fake else part.arguments(args, look)
+            found += [*made, *[torch.empty(1, device=device)] * (part.inputs - len(made))]
+        return found
+
     def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """The first call with these parameters."""
         weights = [args[i] for i in self.interface.weights]
@@ -102,10 +112,11 @@ class CompiledGraph:
                 record_of(weight).options = self.options
             book = self.calls.book
             check_unwanted(weights, [args[i] for i in book.inputs] if book else [])
-        self.owners.meet(key, args)
+        owners = self.owners.meet(key, args)
         if self.record is not None:
             LEDGER.attach(self.record, weights)
-        self.gathers.learn(args, self.record)
+        for part in self.parts:
+            part.meet(args, owners, self.record)
 
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """The `Look` of a call that is measured, or runs beside one that is; None for any other call."""

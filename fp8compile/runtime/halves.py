@@ -24,13 +24,21 @@ from .warm_start import Half, Later, packed, unpacked
 class Halves:
     """`joint_pass` becomes one of Inductor's passes over the joint graph; `compile` replaces Inductor's inner compiler.
 
-    `rewrite` runs our passes over a joint graph. Afterwards `rewritten` is what the passes did (None: Inductor saw no joint
-    graph, because the graph has no inputs), and `converts` tells whether some matmul became FP8. With `keeps`, AOTAutograd's
-    cache keeps the halves for later processes. Then `restore` may take the place of both, and sets the same (`restored`).
+    `rewrite` runs our passes over a joint graph; `after` hears what they did, here or in an earlier process. Then `rewritten`
+    is what they did (None: Inductor saw no joint graph, because the graph has no inputs), and `converts` tells whether some
+    matmul became FP8. With `keeps`, AOTAutograd's cache keeps the halves for later processes. Then `restore` may take the place
+    of both, and sets the same (`restored`).
     """
 
-    def __init__(self, inner: Inner, rewrite: Callable[[Graph], Rewritten], calls: Calls, owners: Owners):
-        self.inner, self.rewrite, self.calls, self.owners = inner, rewrite, calls, owners
+    def __init__(
+        self,
+        inner: Inner,
+        rewrite: Callable[[Graph], Rewritten],
+        after: Callable[[Rewritten], None],
+        calls: Calls,
+        owners: Owners,
+    ):
+        self.inner, self.rewrite, self.after, self.calls, self.owners = inner, rewrite, after, calls, owners
         self.rewritten: Rewritten | None = None
         self.converts = False
         self.marker: str | None = None  # name of a tensor saved for backward; its mark tells the backward how the forward ran
@@ -41,22 +49,18 @@ class Halves:
             return  # a nested graph: `collect` lists the operator that contains it
         done = self.rewrite(graph)
         self._know(replace(done, matmuls=(), opaque=()), any(matmul.fp8 for matmul in done.matmuls))  # without the joint graph
-        if done.groups:
-            records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)
-            decisions = [f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records]
-            gathers = [f"{r.kind} of {r.tensor} {r.reason or 'fp8'}" for r in done.collectives]
-            self.calls.decisions = (*decisions, *gathers)
 
     def _know(self, done: Rewritten, converts: bool) -> None:
         self.rewritten, self.converts = done, converts
-        self.owners.multiply(done.forwards, done.inference)
         self.calls.groups = done.groups
+        self.after(done)
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one half, and keep a copy of its graph as it was before."""
         done, trains, backward = self.rewritten, self.calls.interface.trains, bool(kwargs.get("is_backward"))
         if backward:
             compat.keep_saved_tensors()
+        example_inputs = self._sized(gm, example_inputs)
         if not self.inner.computes or done is None or not (done.pages or (self.converts and trains)):
             compiled = self.inner.compile(gm, example_inputs, **kwargs)
             return self._kept(compiled, compiled, Half(), None, backward)
@@ -67,6 +71,12 @@ class Halves:
         half = _half(kept, backward)
         run = self._run(half, boxed(self.inner.eager(kept)), warm, done, backward)
         return self._kept(run, warm, half, kept, backward)
+
+    def _sized(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Sequence[Any]:
+        """The inputs of a half, with those that we have added as the passes have made them."""
+        ours = self.rewritten.added if self.rewritten is not None else ()
+        nodes = gm.graph.find_nodes(op="placeholder")
+        return [value(node) if node.name in ours else given for node, given in zip(nodes, example_inputs, strict=True)]
 
     def _kept(self, run: Boxed, compiled: Any, half: Half, graph: GraphModule | None, backward: bool) -> Any:
         """`run`, for AOTAutograd's cache if it is used."""

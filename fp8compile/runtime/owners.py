@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..ir.forward import Forward
-from . import forward_records, probe
+from . import probe
 from .calls import Interface
 
 
@@ -18,23 +17,21 @@ class Owners:
         self.interface = interface
         self.met: dict[tuple[int, ...], dict[int, weakref.ref]] = {}
         self.casts: dict[tuple[int, probe.Name], probe.CastKind] = {}  # what the graph quantizes
-        self.forwards: Mapping[int, tuple[Forward, ...]] = {}  # how the fprops of its weights cast
-        self.learns = interface.trains  # the graph has something to differentiate
 
     def key(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The ids of a call's parameters. Takes some microseconds for a hundred of them."""
         return tuple([id(args[i]) for i in self.interface.parameters])
 
-    def meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
-        """Record the first call with these parameters."""
+    def meet(self, key: tuple[int, ...], args: Sequence[Any]) -> Mapping[int, weakref.ref]:
+        """Record the first call with these parameters. Returns its weights, by input."""
         met = self.met
         owners = {i: weakref.ref(args[i]) for i in self.interface.weights}
         for i in self.interface.parameters:  # once a parameter is gone, another tensor may get its id
             owners[i] = weakref.ref(args[i], lambda _: met.pop(key, None))
         met[key] = owners
-        forward_records.know(owners, self.forwards, self.learns)
         if self.interface.trains:
             probe.know(owners, self.casts)
+        return owners
 
     def know(self, casts: Mapping[tuple[int, probe.Name], probe.CastKind]) -> None:
         """Record what one half, which was just compiled, quantizes."""
@@ -42,9 +39,3 @@ class Owners:
         if self.interface.trains:
             for owners in list(self.met.values()):
                 probe.know(owners, casts)
-
-    def multiply(self, found: Mapping[int, tuple[Forward, ...]], inference: bool) -> None:
-        """Record how the fprops of the graph, which was just rewritten, cast."""
-        self.forwards, self.learns = found, self.interface.trains and not inference
-        for owners in list(self.met.values()):
-            forward_records.know(owners, found, self.learns)

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..extension import Extras
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..config.options import Options
-    from .all_gather import Gathered
-    from .forward_records import KnownForward
-    from .phases import Steps
+    from .optimizer_steps import Steps
     from .probe import CastKind, Name
     from .repeats import Repeats
     from .state import Slot
@@ -40,15 +40,12 @@ class ParameterRecord:
     measured: dict[Name, Tensor] = field(default_factory=dict)
     outdated: bool = False  # `casts` and `measured` come from graphs that are gone
     options: Options | None = None  # of the last training graph that was called with it
-    # the forward matmuls that read it, of the newest graph that trains (True) and that evaluates: see `forwards`
-    forwards: dict[bool, tuple[KnownForward, ...]] = field(default_factory=dict)
-    # where it is in its training: see `phases`
+    # where it is in its training: see `optimizer_steps`
     steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not; the latest is last
     leads: bool = False  # a graph finds its phase by it
-    gathered: Gathered | None = None  # what FSDP2 gathers for it, where `fp8_all_gather` was asked for: see `all_gather`
     offset: int | None = None  # added to the steps that were counted; None: the offset of the process
     begins: int | None = None  # the step that `set_step` gave before any optimizer had it
-    phase: str | None = None  # set by hand; "": the schedule decides; None: the phase of the process
+    extras: Extras = field(default_factory=Extras)  # of features
 
 
 _LOCK = threading.RLock()

@@ -49,7 +49,7 @@ class Loading:
 
 @dataclass(eq=False)
 class Page:
-    """`tensor` is float32 `[capacity, 10 + history]`, see `state_page`; row i is the slot `homes[i]`: owner, (role, use)."""
+    """`tensor` is float32 `[rows, 10 + history]`, see `state_page`; row i is the slot `homes[i]`: owner, (role, use)."""
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
@@ -231,11 +231,10 @@ class Book:
         self,
         forward: Sequence[SlotKey],
         backward: Sequence[SlotKey],
-        capacity: tuple[int, int],
         history: int,
     ):
         self.keys = (tuple(forward), tuple(backward))
-        self.capacity, self.history = capacity, history
+        self.history = history
         self.inputs = tuple(dict.fromkeys(key.input for key in (*forward, *backward)))
         self.sets: dict[tuple[int, ...], PageSet] = {}
         self.by_pointer: dict[int, PageSet] = {}
@@ -264,8 +263,8 @@ class Book:
         wanted = [(slot, key.settings) for keys in self.keys for slot, key in zip(self._slots(keys, owners), keys, strict=True)]
         _check_loaded(wanted, self.history)
         forward, backward = (
-            _page_for(self._slots(keys, owners), tuple(key.settings for key in keys), capacity, self.history, device)
-            for keys, capacity in zip(self.keys, self.capacity, strict=True)
+            _page_for(self._slots(keys, owners), tuple(key.settings for key in keys), self.history, device)
+            for keys in self.keys
         )
         book = weakref.ref(self)
 
@@ -349,20 +348,20 @@ def differing(name: str, saved: SlotSettings, kept: int, settings: SlotSettings,
 def _page_for(
     slots: list[tuple[Any, tuple[str, int]]],
     settings: tuple[SlotSettings, ...],
-    capacity: int,
     history: int,
     device: torch.device,
 ) -> Page:
     """The page that holds just these slots in this order (after a recompilation), or a new one that takes them over."""
+    rows = state_page.rows_for(len(slots))
     held = [find(owner).slots.get(name) for owner, name in slots]
     pages = {id(slot.page): slot.page for slot in held if slot is not None}
     if len(pages) == 1 and all(slot is not None and slot.row == i for i, slot in enumerate(held)):
         (page,) = pages.values()
-        same = page.tensor.shape[0] == capacity and Rows(page.tensor).length == history
+        same = page.tensor.shape[0] == rows and Rows(page.tensor).length == history
         same = same and page.tensor.device == device and page.settings == settings
         if same and not page.stale:
             return page
-    tensor = state_page.new_page(capacity, history, device, settings)
+    tensor = state_page.new_page(rows, history, device, settings)
     page = Page(tensor, [(weakref.ref(owner), name) for owner, name in slots], settings)
     page.claim()
     return page

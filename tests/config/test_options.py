@@ -18,7 +18,7 @@ from fp8compile.config.options import Options, parse
 from fp8compile.config.policy import load
 from fp8compile.config.recipe import Recipe
 from fp8compile.devices import formats
-from fp8compile.errors import CapacityExceeded, Fp8CompileError, OptionError, StrictError, near
+from fp8compile.errors import Fp8CompileError, OptionError, StrictError, near
 
 
 def error_of(given, mode=None) -> str:
@@ -450,6 +450,4 @@ def test_fnuz_touches_no_device_without_rocm(monkeypatch):
 
 def test_error_classes():
     assert issubclass(OptionError, ValueError) and issubclass(StrictError, RuntimeError)
-    assert all(issubclass(error, Fp8CompileError) for error in (OptionError, StrictError, CapacityExceeded))
-    error = pickle.loads(pickle.dumps(CapacityExceeded({"forward": 12, "backward": 3})))
-    assert error.needed == {"forward": 12, "backward": 3} and "forward 12, backward 3" in str(error)
+    assert all(issubclass(error, Fp8CompileError) for error in (OptionError, StrictError))

@@ -14,7 +14,7 @@ from torch import nn
 import fp8compile
 from fp8compile.errors import OptionError, StrictError
 from fp8compile.ir.records import FP8
-from fp8compile.runtime.phases import steps_of
+from fp8compile.runtime.optimizer_steps import steps_of
 from tests.hosts.small import STATE
 from tests.support.models import ResidualMlp
 

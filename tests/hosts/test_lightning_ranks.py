@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile.runtime.phases import steps_of
+from fp8compile.runtime.optimizer_steps import steps_of
 from tests.hosts.launched import average, check_gradients, facts, gradients, launched, on_two_ranks
 from tests.hosts.small import STATE
 from tests.support.models import ResidualMlp

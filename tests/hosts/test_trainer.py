@@ -66,7 +66,7 @@ def test_a_run_that_resumes_goes_on_in_its_phase(tmp_path: Path, caplog: pytest.
             self.seen: list[int] = []
 
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            self.seen.append(fp8compile.runtime.phases.steps_of(model))
+            self.seen.append(fp8compile.runtime.optimizer_steps.steps_of(model))
 
     def fresh(phases: Phases) -> Any:
         torch._dynamo.reset()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8compile.runtime.phases import steps_of
+from fp8compile.runtime.optimizer_steps import steps_of
 from tests.hosts.launched import average, check_gradients, facts, gradients, launched, on_two_ranks
 from tests.hosts.small import STATE, examples, linears, llama, logged, saved, tokenizer, training_arguments, vanilla
 from tests.support.processes import warnings

@@ -95,14 +95,14 @@ class Search:
     def _room(self, mutant: Mutant) -> list[str]:
         """Files of tests about the same part of the package, the most likely ones first."""
         path = Path(mutant.file)
-        room = path.parts[0] if len(path.parts) > 1 else "backend"
+        room = path.parts[-2] if len(path.parts) > 1 else "backend"  # of a feature: its own folder
         rooms = [room, "distributed"] if any(word in path.stem for word in PROCESSES) else [room]
         words = set(path.stem.split("_"))
         files = {}
-        for file in sorted((self.tree.folder / "tests").glob("*/test_*.py")):
+        for file in sorted((self.tree.folder / "tests").rglob("test_*.py")):
             alike = len(words & {part.removesuffix("s") for part in file.stem.split("_")} | words & set(file.stem.split("_")))
             if alike or file.parent.name in rooms:
-                files[f"tests/{file.parent.name}/{file.name}"] = (-alike, file.parent.name not in rooms)
+                files[file.relative_to(self.tree.folder).as_posix()] = (-alike, file.parent.name not in rooms)
         return sorted(files, key=lambda name: files[name])
 
     def _found(self, run: Run, arguments: list[str]) -> str:

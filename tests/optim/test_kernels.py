@@ -10,7 +10,7 @@ import torch
 from fp8compile.devices import support
 from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun import fake_gpu
-from fp8compile.optim import AdamW, adamw
+from fp8compile.optim import AdamW
 from fp8compile.optim.update import compiled
 from tests.optim.test_adamw import MASTERS
 from tests.support import hooks
@@ -38,7 +38,7 @@ def test_one_kernel_that_moves_each_byte_once(dtype: torch.dtype, master: str | 
     weight.grad = torch.zeros_like(weight)
     optimizer = AdamW([weight], master=master, fp8_weights=with_amax)
     compiled.cache_clear()
-    with mock.patch.object(adamw, "casts_of_step", lambda _: frozenset([id(weight)])):
+    with mock.patch.object(AdamW, "_asked", lambda _: frozenset([id(weight)])):
         step = fake_gpu.trace(optimizer.step)
     compiled.cache_clear()
     (kernel,) = step.kernels

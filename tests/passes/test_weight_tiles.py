@@ -152,6 +152,7 @@ def test_experts_that_are_cast_again():
     assert not kept & {4 * 256 * 128, 4 * 128 * 128}
 
 
+@pytest.mark.feature("weight_cache")
 def test_cached_copies_of_experts_take_half_the_memory():
     cached = []
     for key in ("b200", "h100"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
+import re
 from pathlib import Path
 
 from fp8compile import Recipe
@@ -11,22 +11,26 @@ from fp8compile.config.recipe import RECIPES, SETTINGS
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 HEAD = """# Settings of a recipe
 
-Each is an option, `torch.compile(..., options={"margin": 1})`, a key of rules, `[defaults]` and `[recipes.NAME]` in a
-[policy](../policy.md), and a field of `fp8compile.Recipe`. A setting without effect gives a warning, one that is impossible
-with a recipe an error. [Options](../options.md) explains some of them at length.
+How tensors are scaled, and how matmuls run. Each setting is an option, `torch.compile(..., options={"margin": 1})`, a key of
+rules, `[defaults]` and `[recipes.NAME]` in a [policy](../policy.md), and a field of `fp8compile.Recipe`. A setting that has
+no effect with its recipe gives a warning; one that is impossible gives an error. [Options](../options.md#notes-on-settings)
+says more about some of them.
+
+| setting | values | meaning |
+|---|---|---|
 """
 
 
 def page() -> str:
-    parts = [HEAD]
+    rows = []
     for name, setting in SETTINGS.items():
         default = Recipe.__dataclass_fields__[name].default
         looks = [recipe for recipe in RECIPES if setting.matters(Recipe(recipe))]
-        which = "all recipes" if len(looks) == len(RECIPES) else ", ".join(f"`{recipe}`" for recipe in looks)
-        facts = [f"Takes {setting.values}", "default: the recipe's own" if default is None else f"default: `{default!r}`"]
-        meaning = textwrap.fill(setting.meaning, 118, break_on_hyphens=False)
-        parts.append(f"## {name}\n\n{meaning}\n\n{'; '.join(facts)}. For {which}.\n")
-    return "\n".join(parts)
+        which = "" if len(looks) == len(RECIPES) else f" Only for {', '.join(f'`{recipe}`' for recipe in looks)}."
+        values = f"{setting.values}; default: {'by recipe' if default is None else repr(default)}"
+        values = re.sub(r"'(\w+)'", r'`"\1"`', values)
+        rows.append(f"| `{name}` | {values} | {setting.meaning}{which} |\n")
+    return HEAD + "".join(rows)
 
 
 if __name__ == "__main__":

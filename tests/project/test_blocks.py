@@ -141,7 +141,7 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
         return {}
     if page.name == "README.md":
         return {"torch": torch, "build": Sum, "tokens": torch.randn(64, 128), "targets": torch.randn(64, 256)}
-    if page.name == "distributed.md":
+    if page.name in ("distributed.md", "fp8-communication.md"):
         model = Blocks()
         return {"fp8compile": fp8compile, "fully_shard": fully_shard, "dcp": dcp, "model": model, "path": folder / "saved"}
     if page.name == "estimates.md":
@@ -258,7 +258,7 @@ class Called(Exception):
 ON_A_GPU = {  # matmuls in FP8, of all
     "README.md": (5, 5),
     "docs/index.md": (5, 5),
-    "docs/how-to/which-layers.md": (5, 8),
+    "docs/report.md": (5, 8),
     "docs/how-to/lora.md": (3, 14),
     "docs/how-to/turn-off-a-layer.md": (2, 5),
     "docs/how-to/several-gpus.md": (11, 11),

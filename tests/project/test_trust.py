@@ -71,3 +71,8 @@ def test_llms_txt_has_every_page_of_the_navigation() -> None:
     assert made.startswith("# fp8compile\n\n> A backend\n\n## Start\n\n- [fp8compile](index.html): fp8compile is ")
     without = [line for line in made.splitlines() if line.startswith("- ") and "): " not in line]
     assert len(without) < 5, without  # pages of the reference that begin with a name
+
+
+def test_names_in_tables_may_break() -> None:
+    made = mkdocs_hooks.on_page_content("<td><code>a_b.c</code> x_y</td><p><code>a_b</code></p>", None, None, None)
+    assert made == "<td><code>a_<wbr>b.<wbr>c</code> x_y</td><p><code>a_b</code></p>"

@@ -58,6 +58,7 @@ def test_a_state_is_what_0_2_0_would_have_written() -> None:
     assert all(torch.equal(row, own[name]) for name, row in scaling_tensors(other).items())
 
 
+@pytest.mark.feature("schedule", "weight_cache", "frozen")
 def test_old_names_warn_and_name_the_new_one() -> None:
     for name, new in RENAMED.items():
         with pytest.warns(DeprecationWarning, match=rf"fp8compile.{name} is now fp8compile.{new}\b") as caught:
@@ -68,6 +69,7 @@ def test_old_names_warn_and_name_the_new_one() -> None:
         _ = fp8compile.scaling_stat
 
 
+@pytest.mark.feature("schedule", "weight_cache")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_old_functions_do_what_they_did() -> None:
     saved, model = torch.load(SAVED), linears()

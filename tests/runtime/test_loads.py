@@ -73,7 +73,12 @@ def in_a_function(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor
 @pytest.mark.parametrize("compile_it", [together, block_by_block, blocks_in_a_loop, in_a_function])
 @pytest.mark.parametrize("load", [by_itself, in_another, in_parts])
 @pytest.mark.parametrize(
-    ("factor", "options"), [(1e-3, {}), (30.0, {}), (1e-3, {"interval": 4, "margin": 2}), (1e-3, {"save": "fp8"})], ids=str
+    ("factor", "options"),
+    [
+        *[(1e-3, {}), (30.0, {}), (1e-3, {"interval": 4, "margin": 2})],
+        pytest.param(1e-3, {"save": "fp8"}, marks=pytest.mark.feature("save")),
+    ],
+    ids=str,
 )
 def test_the_first_call_with_other_weights(compile_it: Any, load: Any, factor: float, options: dict[str, Any]) -> None:
     """Without the event, that call is noise, and the next one is right: see tests/runtime/test_overflow.py."""

@@ -107,6 +107,7 @@ def test_after_patience_has_run_out() -> None:
     assert seen(run, 400.0, 0.0) == 300.0
 
 
+@pytest.mark.feature("schedule")
 def test_a_phase_that_observes() -> None:
     """An overflow in a high-precision phase clips nothing. The first FP8 step uses the scale from it, or the current amax."""
     model = linear(1.0)

@@ -216,6 +216,7 @@ def test_the_key_has_all_that_our_passes_read(asked: list[str], monkeypatch: pyt
     assert len({usual, *others.values()}) == 1 + len(others), (usual, others)
 
 
+@pytest.mark.feature("save", "weight_cache", "schedule")
 @pytest.mark.compat
 def test_graphs_that_do_not_use_the_cache(asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def uses(model: nn.Module, dynamic: bool | None = None, **options: Any) -> bool:

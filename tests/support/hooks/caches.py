@@ -72,7 +72,7 @@ def cached_by_aotautograd() -> Patched:
 
 def forwards_of(parameter: Any) -> list[str]:
     """What an export asks for: the forward matmuls of a parameter."""
-    from fp8compile.runtime import forward_records
+    from fp8compile.features.export import forward_records
 
     return [str(known.forward) for known in forward_records.of(parameter)]
 
@@ -82,7 +82,7 @@ def forwards_of(parameter: Any) -> list[str]:
 
 def saving_small_tensors(least: int = 0) -> Patched:
     """Inside, `save="fp8"` keeps tensors of any size in FP8, or of at least so many bytes."""
-    from fp8compile.passes import save
+    from fp8compile.features.save import save
 
     return mock.patch.object(save, "LEAST", least)
 
@@ -112,14 +112,14 @@ def generated() -> Iterator[tuple[list[Any], list[dict[str, Any]]]]:
 @contextlib.contextmanager
 def failing_passes(when: Callable[[], bool]) -> Iterator[None]:
     """Inside, our passes raise `ZeroDivisionError("ours")` for a graph at which `when()`."""
-    from fp8compile import backend
+    from fp8compile import compilation
 
-    run = backend.run_joint
+    run = compilation.run_joint
 
     def fail(*args: Any) -> Any:
         if when():
             raise ZeroDivisionError("ours")
         return run(*args)
 
-    with mock.patch.object(backend, "run_joint", fail):
+    with mock.patch.object(compilation, "run_joint", fail):
         yield

@@ -30,10 +30,10 @@ def forget() -> None:
 def forget_trainings() -> None:
     """The same, but compiled code stays, and so do its reports."""
     from fp8compile import logs
-    from fp8compile.runtime import phases, probe
+    from fp8compile.runtime import optimizer_steps, probe
 
     probe.ACTIVE.clear()  # measurements that were asked for, and whose models no collection has freed yet
-    phases._state.steps.clear()  # optimizers that no collection has freed yet: a model that had none follows the others
+    optimizer_steps.STEPS.of.clear()  # optimizers that no collection has freed yet: a model that had none follows the others
     logs.forget()  # messages that are logged once a process
 
 
@@ -159,9 +159,9 @@ def _widened(x: Any) -> Any:
 
 def joint_graphs(note: Callable[[torch.fx.Graph], Any] = lambda graph: graph) -> Patched:
     """The joint graphs that our passes make inside, or what `note` says of each before anything else changes it."""
-    from fp8compile import backend
+    from fp8compile import compilation
 
-    return noting(backend, "run_joint", lambda done, graph, *_, **__: note(graph))
+    return noting(compilation, "run_joint", lambda done, joint: note(joint.graph))
 
 
 @contextlib.contextmanager
@@ -181,3 +181,10 @@ def halves() -> Iterator[list[tuple[torch.fx.GraphModule, bool]]]:
 
     with _inner(Inner(compile, before.computes, before.eager)):
         yield found
+
+
+def without_features() -> Any:
+    """Inside, the backend looks for features of the package in vain."""
+    from fp8compile import features
+
+    return mock.patch.object(features, "FEATURES", ())

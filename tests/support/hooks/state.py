@@ -54,7 +54,7 @@ def cold_calls() -> Patched:
 
 def weight_casts() -> Patched:
     """How often `cache_weights` casts: an entry a cast, the number of its weights."""
-    from fp8compile.runtime.weight_cache import WeightCache
+    from fp8compile.features.weight_cache.weight_cache import WeightCache
 
     return noting(WeightCache, "_cast", lambda done, cache, weights, *_, **__: len(weights))
 
@@ -63,7 +63,7 @@ def weight_casts() -> Patched:
 def casts_by_place() -> Iterator[list[tuple[str, int]]]:
     """Each cast of `cache_weights`: "forward" or "step", with a "+" if the update has given the amaxes; and how many copies
     its cache held then."""
-    from fp8compile.runtime.weight_cache import WeightCache
+    from fp8compile.features.weight_cache.weight_cache import WeightCache
 
     found: list[tuple[str, int]] = []
     cast, now = WeightCache._cast, WeightCache.cast_now
@@ -85,31 +85,37 @@ def casts_by_place() -> Iterator[list[tuple[str, int]]]:
 
 @contextlib.contextmanager
 def bytes_of_copies() -> Iterator[list[int]]:
-    """The bytes of the copies that each graph compiled inside keeps between its calls, as its report's remarks count them."""
-    from fp8compile.reporting import findings
+    """The bytes of the copies that each graph compiled inside keeps between its calls."""
+    from fp8compile.features.weight_cache import KeptCopies
 
     found: list[int] = []
-    with mock.patch.object(findings, "remarks", lambda matmuls, copies=0: found.append(copies) or ()):
+    stock = KeptCopies.after
+
+    def after(self: KeptCopies, job: Any, done: Any) -> None:
+        stock(self, job, done)
+        found.append(self.hoisted.bytes if self.hoisted is not None else 0)
+
+    with mock.patch.object(KeptCopies, "after", after):
         yield found
 
 
 def kept_copies() -> int:
     """For how many sets of weights `cache_weights` keeps copies."""
-    from fp8compile.runtime.weight_cache import _STEPS
+    from fp8compile.features.weight_cache.weight_cache import _STEPS
 
     return sum(len(cache.kept) for cache in _STEPS.caches.values())
 
 
 def weights_written() -> int:
     """How many weights wait for an optimizer that casts them."""
-    from fp8compile.runtime.weight_cache import _STEPS
+    from fp8compile.features.weight_cache.weight_cache import _STEPS
 
     return len(_STEPS.written)
 
 
 def steps_noticed() -> int:
     """Steps of optimizers that `cache_weights` has noticed, and calls of `refresh`."""
-    from fp8compile.runtime.weight_cache import _STEPS
+    from fp8compile.features.weight_cache.weight_cache import _STEPS
 
     return _STEPS.changes
 
@@ -118,7 +124,7 @@ def steps_noticed() -> int:
 def weights_kept_in_fp8() -> Iterator[list[int]]:
     """An entry for each weight that a call keeps in FP8 only, as it does so: how many of them are still alive in high
     precision."""
-    from fp8compile.runtime import frozen_weights
+    from fp8compile.features.frozen import frozen_weights
 
     found: list[int] = []
     before: list[weakref.ref] = []
@@ -137,7 +143,7 @@ def weights_kept_in_fp8() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def frozen_values() -> Iterator[list[torch.Tensor]]:
     """The FP8 values of weights that are put into modules inside."""
-    from fp8compile.runtime import frozen_weights
+    from fp8compile.features.frozen import frozen_weights
 
     found: list[torch.Tensor] = []
     stock = frozen_weights._replace
@@ -152,9 +158,10 @@ def frozen_values() -> Iterator[list[torch.Tensor]]:
 
 def refresh_gathered_scales(parameter: Any) -> None:
     """What `fp8_all_gather` does before a forward, for the weights that are gathered with this one."""
+    from fp8compile.features.fsdp_gather.all_gather import Gathered
     from fp8compile.runtime.parameters import find
 
-    find(parameter).gathered.scales.refresh(False, True)
+    find(parameter).extras.get(Gathered).scales.refresh(False, True)
 
 
 def frozen(parameter: Any) -> bool:
@@ -170,27 +177,28 @@ def frozen(parameter: Any) -> bool:
 @contextlib.contextmanager
 def phases_afresh() -> Iterator[None]:
     """Inside, no optimizer has stepped and no phase, step or callback was set. After it, all is as before."""
-    from fp8compile.runtime import phases
+    from fp8compile.features.schedule import phases
+    from fp8compile.runtime import optimizer_steps
 
-    before, state = phases._state, phases._State()
-    state.hook = before.hook  # the hook finds the state through the module; a second hook would count each step twice
-    with mock.patch.object(phases, "_state", state):
-        state.listen()
+    steps = optimizer_steps.OptimizerSteps()
+    optimizer_steps.count_steps()
+    with contextlib.ExitStack() as stack:
+        for module in (optimizer_steps, phases):
+            stack.enter_context(mock.patch.object(module, "STEPS", steps))
+        stack.enter_context(mock.patch.object(phases, "_phases", phases._Phases()))
         yield
-    if before.hook is None:
-        state.hook.remove()
 
 
 def phases_of_calls() -> Patched:
     """The phase of each call of a graph with a schedule."""
-    from fp8compile.runtime.phases import ScheduledGraph
+    from fp8compile.features.schedule.phases import ScheduledGraph
 
     return noting(ScheduledGraph, "phase", lambda phase, *_, **__: phase)
 
 
 def steps_of(model: nn.Module) -> int:
     """The steps that a schedule counts for a model."""
-    from fp8compile.runtime.phases import steps_of
+    from fp8compile.runtime.optimizer_steps import steps_of
 
     return steps_of(model)
 

@@ -148,10 +148,13 @@ def refusing_waits(gpu: Gpu | None = None) -> Iterator[None]:
     from fp8compile.compat import autograd
     from fp8compile.runtime.calls import Calls
     from fp8compile.runtime.compiled_graph import CompiledGraph
-    from fp8compile.runtime.weight_cache import WeightCache
 
     gpu = gpu or Gpu()
-    places = (CompiledGraph, "__call__"), (Calls, "backward"), (Calls, "backward_done"), (WeightCache, "cast_now")
+    places: list[tuple[Any, str]] = [(CompiledGraph, "__call__"), (Calls, "backward"), (Calls, "backward_done")]
+    with contextlib.suppress(ModuleNotFoundError):  # in a copy without this feature
+        from fp8compile.features.weight_cache.weight_cache import WeightCache
+
+        places.append((WeightCache, "cast_now"))
 
     def within(stock: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +209,7 @@ def bodies() -> Iterator[list[Body]]:
 
 def addresses_of_copies() -> Patched:
     """Of each call that reads copies of `cache_weights`, where they are."""
-    from fp8compile.runtime.weight_cache import WeightCache
+    from fp8compile.features.weight_cache.weight_cache import WeightCache
 
     return noting(WeightCache, "copies", lambda made, *_, **__: [copy.data_ptr() for copy in made])
 

@@ -1,0 +1,211 @@
+"""The compilation of one Dynamo graph: the core, and what features add to it.
+
+The graph gets inputs for the scaling state, and for what features give it. AOTAutograd traces forward and backward into one
+joint graph, which our passes rewrite. There, they give the new inputs the sizes that are needed. Then the partitioner makes a
+forward and a backward, and `runtime.halves` lets Inductor compile each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from . import compat
+from .config.options import Options
+from .devices import catalog, formats
+from .devices.catalog import Device
+from .errors import StrictError
+from .extension import Extras, GraphFeature, features
+from .ir import merged, ops, state_page
+from .ir.inputs import Inputs
+from .ir.records import FP8, HIGH_PRECISION, GraphReport
+from .logs import get_logger, say_once
+from .passes.joint import Joint
+from .passes.partitioned import Partitioned
+from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
+from .reporting.findings import findings, tell
+from .runtime.calls import Calls, Interface
+from .runtime.compiled_graph import CompiledGraph
+from .runtime.halves import Halves
+from .runtime.inner import Inner
+from .runtime.owners import Owners
+
+logger = get_logger(__name__)
+RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, merged.side_by_side, merged.both_sides)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A graph to compile, and what is known of it before it is traced.
+
+    `given`: the inputs of its first call, in Dynamo's own list. `only`: the phase that is asked for,
+    whatever the schedule says. `history`: how many amaxes its slots keep; 0: it has no scaling state. `facts`: what a later
+    process has to know for certain, see `runtime.warm_start`; None: without the cache. `shared`: what features keep for both
+    phases of one graph.
+    """
+
+    gm: GraphModule
+    given: Sequence[Any]
+    inputs: Inputs
+    options: Options
+    inner: Inner
+    only: str | None
+    history: int
+    facts: str | None = None
+    shared: Extras = field(default_factory=Extras)
+
+    @property
+    def learns(self) -> bool:
+        """Is it for training?"""
+        return self.inputs.training and self.inputs.grad and bool(self.inputs.weights)
+
+    @property
+    def lowering(self) -> dict[str, Any]:
+        """Inductor's options for what is compiled beside the graph."""
+        return lowering(self.options)
+
+    def warn(self, message: str) -> None:
+        """A warning; StrictError with `strict`."""
+        warn(self.options, message)
+
+
+class Compilation:
+    """One graph, for one phase. `record`: the graph's index in the ledger, if it is there."""
+
+    def __init__(self, job: Job, phase: str, record: int | None = None):
+        self.job, self.phase, self.record, self.options = job, phase, record, job.options
+        inputs, stateful = job.inputs, bool(job.history)
+        weights = tuple(sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i)))
+        self.interface = Interface(
+            weights=weights,
+            parameters=weights[: len(inputs.parameters)],
+            packed=tuple(sorted(inputs.packed)),
+            names=tuple(inputs.names),
+            history=max(job.history, 1),
+            stateful=stateful,
+            observes=phase == HIGH_PRECISION,
+            trains=inputs.training and inputs.grad,
+        )
+        made = (feature.of_graph(job, phase) for feature in features())
+        self.parts: list[GraphFeature] = [part for part in made if part is not None]
+        self.facts = job.facts if all(part.warm for part in self.parts) else None
+        self.calls, self.owners = Calls(self.interface), Owners(self.interface)
+        self.calls.together = compat.changes_collectives(self.options.inductor)
+        self.halves = Halves(job.inner, self._rewrite, self._after, self.calls, self.owners)
+        self.halves.keeps = self.facts is not None
+
+    def run(self) -> CompiledGraph:
+        """Compile it."""
+        gm, example_inputs = self._with_inputs()
+        # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
+        at_once = self.options.policy.schedule is not None
+        restore = self.halves.restore if self.facts is not None else None
+        function = compat.compile_fx(gm, example_inputs, self.halves.compile, self._patches(), at_once, restore)
+        done = self.halves.rewritten
+        if self.halves.restored:
+            logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
+            if done is not None and done.findings is not None:
+                self.record = tell(done.findings, self.job.warn)
+        made = CompiledGraph(
+            function, self.interface, self.calls, self.owners, self.record, self.halves.converts, self.parts, self.options
+        )
+        for part in self.parts:
+            part.compiled(self.job, made)
+        self.job = dataclasses.replace(self.job, given=())  # what is compiled keeps this object, and is to keep no input
+        return made
+
+    def _with_inputs(self) -> tuple[GraphModule, list[Any]]:
+        """A copy of the graph with inputs for the state and for features, and an example of each input."""
+        gm = compat.copy_graph(self.job.gm)  # compile_fx takes ownership, and Dynamo still reads the original's placeholders
+        examples = list(self.job.given)
+        device = examples[self.interface.weights[0]].device if self.interface.weights else torch.device("cpu")
+        if self.interface.stateful:
+            for direction in ("forward", "backward"):
+                page = state_page.new_page(1, self.interface.history, device)
+                examples.append(compat.add_input(gm, f"fp8_{direction}_state", page))
+        for part in self.parts:
+            part.place(len(examples))
+            for i in range(part.inputs):
+                name = f"fp8_{type(part).__name__.lower()}_{i}"
+                examples.append(compat.add_input(gm, name, torch.empty(1, device=device), stable=False))
+        return gm, examples
+
+    def _rewrite(self, graph: Graph) -> Rewritten:
+        inputs, policy = self.job.inputs, self.options.policy
+        device = described(self.options, graph)
+        joint = Joint(graph, inputs, policy, device, formats.fnuz(), self.interface.stateful, self.interface.observes)
+        for part in self.parts:
+            part.before(self.job, joint)
+        done = run_joint(joint)
+        if done.groups:
+            records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)
+            decisions = [f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records]
+            self.calls.decisions = (*decisions, *(line for part in self.parts for line in part.decisions(done)))
+        if self.phase == FP8:
+            found = findings(done, inputs, policy.eval, device, self._report)
+            done, self.record = dataclasses.replace(done, findings=found), tell(found, self.job.warn)
+        return done
+
+    def _report(self, report: GraphReport, done: Rewritten) -> GraphReport:
+        for part in self.parts:
+            report = part.report(self.job, report, done)
+        return report
+
+    def _after(self, done: Rewritten) -> None:
+        for part in self.parts:
+            part.after(self.job, done)
+
+    def _partitioned(self, forward: GraphModule, backward: GraphModule, visible: int) -> None:
+        halves = Partitioned(forward, backward, visible, formats.fnuz())
+        run_partitioned(halves)
+        for part in self.parts:
+            part.partitioned(self.job, halves, self.record)
+
+    def _patches(self) -> dict[str, Any]:
+        """Inductor's options: the user's, and our passes."""
+        policy, theirs, inputs = self.options.policy, self.options.inductor, self.job.inputs
+        after = any(part.partitions for part in self.parts)
+        if after and theirs.get("custom_partitioner_fn"):
+            self.job.warn("save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept")
+        key = f"{policy.key}-{self.interface.stateful}-{self.phase}-{inputs.inlined}-{sorted(inputs.gathered)}-{skipped()}"
+        partitioner = compat.Partitioner(
+            [op.name() for op in RECOMPUTABLE], self._partitioned if after else None, f"-{after}-{skipped()}", inputs.packed
+        )
+        return {
+            **lowering(self.options),
+            "joint_custom_pre_pass": compat.GraphPass(
+                self.halves.joint_pass, key, theirs.get("joint_custom_pre_pass"), self.facts or ""
+            ),
+            "custom_partitioner_fn": theirs.get("custom_partitioner_fn") or partitioner,
+        }
+
+
+def warn(options: Options, message: str) -> None:
+    """A warning, said once; StrictError with `strict`."""
+    if options.strict:
+        raise StrictError(f"{message} (strict=True)")
+    say_once(logger, logging.WARNING, message)
+
+
+def lowering(options: Options) -> dict[str, Any]:
+    """The user's Inductor options, and our passes over each partitioned graph."""
+    key, theirs = f"{options.policy.key}-{skipped()}", options.inductor
+    ours: dict[str, Callable[[Graph], None]] = {"post_grad_custom_post_pass": run_post_grad}
+    if compat.async_tensor_parallel(theirs):
+        ours["post_grad_custom_pre_pass"] = run_early_post_grad
+    return {**theirs, **{name: compat.GraphPass(run, key, theirs.get(name)) for name, run in ours.items()}}
+
+
+def described(options: Options, graph: Graph) -> Device | None:
+    """The device for which the cost model weighs FP8: the policy's, else the graph's own, if that is described."""
+    if options.policy.device is not None:
+        return catalog.find(options.policy.device)
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    used = dict.fromkeys(value.device for value in values if isinstance(value, torch.Tensor))
+    return next((found for device in used if (found := catalog.of(device)) is not None), None)

@@ -1,0 +1,187 @@
+"""What a feature may add to the core. The core calls features through this file alone; `features` lists those that there are.
+
+A `Feature` is one object of the process: its passes, and what it knows between graphs. For each graph that is compiled it may
+make a `GraphFeature`, which gives the graph more inputs, tells the passes what they need, and hears of each call. Each method
+here adds nothing: a feature overrides those that it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+
+    from .compilation import Job
+    from .config.policy import Schedule
+    from .ir.inputs import Inputs
+    from .ir.records import GraphReport
+    from .passes.joint import Joint
+    from .passes.partitioned import Partitioned
+    from .passes.pipeline import Rewritten
+    from .runtime.compiled_graph import CompiledGraph
+    from .runtime.probe import CastKind, Look
+
+T = TypeVar("T")
+
+
+class Extras:
+    """Values by their class: what features keep with an object of the core."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self) -> None:
+        self._values: dict[type, Any] = {}
+
+    def get(self, kind: type[T]) -> T | None:
+        return self._values.get(kind)
+
+    def of(self, kind: type[T]) -> T:
+        """The value of this class; a new one, if there is none yet."""
+        if kind not in self._values:
+            self._values[kind] = kind()
+        return self._values[kind]
+
+    def put(self, value: object) -> None:
+        self._values[type(value)] = value
+
+    def pop(self, kind: type) -> None:
+        self._values.pop(kind, None)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """`run` changes its argument and returns a result for the log. `optional`: the graph is right without this pass."""
+
+    name: str
+    run: Callable[[Any], object]
+    optional: bool = False
+
+
+class GraphFeature:
+    """A feature's part in one compiled graph. It lives as long as the compiled code, and must not keep the `Job`, which holds
+    the inputs of the first call."""
+
+    partitions: bool = False  # its passes after the partitioner are to run
+    warm: bool = True  # AOTAutograd's cache may keep the graph for later processes
+    inputs: int = 0  # how many tensors the graph gets from `arguments`; a pass gives each its dtype and sizes
+
+    def place(self, first: int) -> None:
+        """The position of the first of its inputs among those of the graph."""
+
+    def before(self, job: Job, joint: Joint) -> None:
+        """Tell the passes what they need."""
+
+    def after(self, job: Job, done: Rewritten) -> None:
+        """The passes have run, in this process or in the one that has filled AOTAutograd's cache."""
+
+    def decisions(self, done: Rewritten) -> Sequence[str]:
+        """Those that all ranks have to make alike, a line each."""
+        return ()
+
+    def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
+        """Add to the report of the graph."""
+        return report
+
+    def partitioned(self, job: Job, halves: Partitioned, record: int | None) -> None:
+        """The passes have run over both halves. `record`: the graph's index in the ledger."""
+
+    def compiled(self, job: Job, graph: CompiledGraph) -> None:
+        """The graph is about to serve calls."""
+
+    def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
+        """The first call with these weights. `args` are those that the user holds; `owners` are the weights, by input."""
+
+    def measure(self, args: Sequence[Any], look: Look) -> None:
+        """A call that is measured begins."""
+
+    def stand_ins(self, device: torch.device) -> Sequence[Tensor]:
+        """As `arguments`, for a call with fake tensors."""
+        return ()
+
+    def arguments(self, args: Sequence[Any], look: Look | None) -> Sequence[Tensor]:
+        """The tensors for its inputs in this call; fewer than `inputs` if the graph does not read the last ones."""
+        return ()
+
+
+class Feature:
+    """A feature, once a process. `passes` says after which pass of the core its own stand: in their order, after those of
+    the features before it. `joint`, `partitioned`, `early_post_grad` and `post_grad` stand for the beginning."""
+
+    name: str = ""
+    passes: Mapping[str, Sequence[Pass]] = {}
+
+    def describe(self, job: Job) -> Inputs:
+        """What is known of a graph's inputs before it is traced, and more."""
+        return job.inputs
+
+    def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
+        """Its part in a graph that is about to be traced for "fp8" or for "high_precision"."""
+        return None
+
+    def callable(self, job: Job, graph: CompiledGraph, compiled: Callable[[str], CompiledGraph]) -> Callable[..., Any] | None:
+        """What Dynamo gets instead of `graph`. `compiled` compiles the same for another phase."""
+        return None
+
+    def in_fp8(self, parameter: Tensor, schedule: Schedule) -> bool:
+        """Whether the model with this parameter computes in FP8 in this step and in the next one, as far as is known."""
+        return True
+
+    def statistics(self, model: Module) -> Sequence[Mapping[str, Any]]:
+        """Rows of statistics of a model, beside those of its tensors."""
+        return ()
+
+    def cast_outside(self, weight: Tensor) -> tuple[CastKind, Mapping[str, float]] | None:
+        """How a weight is cast before graphs read it, and its amax, scale and inverse, by the names of statistics."""
+        return None
+
+    def records(self, tensors: Sequence[Tensor]) -> Mapping[str, Sequence[Any]]:
+        """Records of these parameters for a report, by the name that `Report` has for them."""
+        return {}
+
+    def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
+        """The parameters (ids) whose amaxes it can use at the end of this optimizer's step. None if it needs none of this
+        optimizer, and expects none."""
+        return None
+
+    def step_wrote(self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
+        """Called in a step: it has written these weights, and their amaxes, of one element each, are exact."""
+
+    def reset(self) -> None:
+        """torch._dynamo.reset() was called: all graphs are gone."""
+
+    def set_aside(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the process is as if nothing had been compiled; what happens inside is forgotten."""
+        return contextlib.nullcontext()
+
+
+_features: list[Feature] = []
+
+
+def register(features: Iterable[Feature]) -> None:
+    """Add these features to the core, in this order."""
+    _features.extend(feature for feature in features if feature not in _features)
+
+
+def features() -> Sequence[Feature]:
+    return tuple(_features)
+
+
+def in_fp8(parameter: Tensor, schedule: Schedule) -> bool:
+    """See `Feature.in_fp8`."""
+    return all(feature.in_fp8(parameter, schedule) for feature in _features)
+
+
+def with_passes(start: str, core: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes of the core, and those of all features at their places. `start` stands for the beginning."""
+
+    def after(name: str) -> list[Pass]:
+        return [step for feature in _features for step in feature.passes.get(name, ())]
+
+    return (*after(start), *(step for one in core for step in (one, *after(one.name))))

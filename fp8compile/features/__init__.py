@@ -1,0 +1,35 @@
+"""What the core can do without. A feature is a folder here and its line below: deleted, the rest works (`make features`).
+
+Features stand on the core, and know nothing of each other. `extension` says what one may add. Where several have passes at one
+place, they run in this order.
+"""
+
+from ..extension import register
+from .async_tp import AsyncTensorParallel
+from .chunked_logits import ChunkedLogits
+from .collectives import FP8Collectives
+from .compression import CompressedGradients
+from .experts import Experts
+from .export import Export
+from .frozen import FrozenWeights
+from .fsdp_gather import GatheredWeights
+from .merge import MergedMatmuls
+from .save import SavedTensors
+from .schedule import Phases
+from .weight_cache import CachedWeights
+
+FEATURES = (
+    Experts(),
+    ChunkedLogits(),
+    GatheredWeights(),
+    FrozenWeights(),
+    FP8Collectives(),
+    MergedMatmuls(),
+    Export(),
+    CachedWeights(),
+    SavedTensors(),
+    AsyncTensorParallel(),
+    Phases(),
+    CompressedGradients(),
+)
+register(FEATURES)

@@ -1,0 +1,222 @@
+"""collectives: those of a graph that carry FP8, see `all_gathers` and `all_to_alls`. The rank casts what it sends, by a scale
+that its group agrees on:
+
+* A current scale is computed from the maximum of the ranks' amaxes: an all-reduce of 4 bytes, for which the cast waits.
+* A delayed scale is the minimum of the ranks' stored scales (`votes`), one all-reduce at the beginning of each direction, for
+  which only the first collective waits. As a rule all ranks have the same state, because the amaxes enter the histories
+  reduced. But one rank may have skipped a bad batch, or may be in a cold call alone. Only if the call is cold on all ranks do
+  they take current amaxes (`ops.agreed_scale`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ...config.recipe import WHOLE
+from ...ir import ops
+from ...ir.all_gather_nodes import AllGather, wire_dtype
+from ...ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, aten, call_function, hint, value
+from ...ir.matmul import Matmul, factors
+from ...ir.metadata import OPERAND
+from ...ir.records import CollectiveRecord
+from ...passes.amax_groups import reduced
+from ...passes.joint import Joint
+from ...passes.plan import Operand
+from ...passes.quantize import current, delayed
+from ...passes.written import Written
+from .all_to_all_nodes import AllToAll
+
+LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default)
+SIZES = (aten.sym_size.int, aten.sym_numel.default)
+Collective = AllGather | AllToAll
+
+
+C = TypeVar("C", AllGather, AllToAll)
+
+
+@dataclass
+class Carried:
+    """`by`: what brings an operand in FP8. `agreements`: what ranks agree on about stored scales, by direction and group."""
+
+    by: dict[Operand, Collective] = field(default_factory=dict)
+    agreements: dict[tuple[bool, str], Node] = field(default_factory=dict)
+
+
+@dataclass
+class Collectives:
+    """Those of a graph whose result an FP8 matmul reads."""
+
+    records: list[CollectiveRecord] = field(default_factory=list)
+
+
+def choose(
+    joint: Joint,
+    collective_of: Callable[[Node], C | None],
+    reason_of: Callable[[C, Collection[Operand], Mapping[Node, Matmul]], str],
+) -> int:
+    """Note the collectives of one kind that FP8 matmuls read, and which of them can carry FP8; returns how many can.
+    `collective_of`: the one that brings a tensor. `reason_of`: why it stays in high precision, "" if it can carry FP8."""
+    if joint.high_precision:
+        return 0
+    readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in joint.matmuls}
+    found: dict[Node, dict[Operand, C]] = defaultdict(dict)
+    names: dict[Node, str] = {}
+    for matmul in (x for x in readers.values() if x.fp8):
+        for matrix, role in matmul.roles:
+            collective = collective_of(matrix.base)
+            if collective is not None:
+                found[collective.node][joint.plan.of(matrix, role, matmul)] = collective
+                names.setdefault(collective.node, f"{matmul.fqn} ({role})")
+    can = 0
+    for node, operands in found.items():
+        operand, collective = next(iter(operands.items()))
+        reason = reason_of(collective, operands.keys(), readers)
+        if not reason:
+            joint.extras.of(Carried).by[operand] = collective
+            joint.waits[collective.group] = None
+            operand.carried = True
+            can += 1
+        joint.results.of(Collectives).records.append(_record(collective, names[node], reason))
+    return can
+
+
+def _record(collective: Collective, tensor: str, reason: str) -> CollectiveRecord:
+    local = value(collective.local)
+    kind: Any = "all-gather" if isinstance(collective, AllGather) else "all-to-all"
+    before = hint(local.numel()) * local.itemsize
+    return CollectiveRecord(tensor, before if reason else hint(local.numel()), before, reason, kind)
+
+
+def reason_against(
+    operands: Collection[Operand], wait: Node, through: Callable[[Node], bool], matmuls: Mapping[Node, Matmul]
+) -> str:
+    """Why the result of a collective, which these operands hold, cannot come in FP8: there is more than one scale, or something
+    else reads its values, after nodes that they pass `through`. "" if it can."""
+    for operand in operands:
+        if operand.scaling.block != WHOLE:
+            return f"recipe {operand.recipe.name!r} has more than one scale a tensor"
+    if len(operands) > 1:
+        return "its matmuls cast it in different ways"
+    for before, reader in _readers(wait, through):
+        matmul = matmuls.get(reader)
+        if matmul is None or before not in factors(reader):
+            return f"also read by {reader.target}".removesuffix(".default")
+        if not matmul.fp8:
+            return f"also read by {matmul.fqn} {matmul.gemm} in high precision: {matmul.reason}"
+    return ""
+
+
+def _readers(node: Node, through: Callable[[Node], bool]) -> Iterator[tuple[Node, Node]]:
+    """What reads the values of a tensor: (the tensor read, by)."""
+    for user in node.users:
+        if through(user):
+            yield from _readers(user, through)
+        elif not call_function(user, SIZES):
+            yield node, user
+
+
+def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node, Node], None]) -> int:
+    """Let the chosen collectives of one kind carry FP8. `carry` rewrites a collective, and the casts of the operand that it
+    brings, given the scale that the ranks agree on, and its inverse."""
+    written, carried = joint.form, joint.extras.of(Carried)
+    mine = {operand: sent for operand, sent in carried.by.items() if isinstance(sent, kind)}
+    if written is None or not mine:
+        return 0
+    for operand, sent in mine.items():
+        before = written.amaxes[operand]
+        # all ranks have to call their collectives in one order, and not all ranks have the nodes before a gather in common: the
+        # last ones pad their part
+        emit = written.at(sent.node, operand, recompute=None, ac_graph_id=None)
+        written.amaxes[operand] = amax = emit(ops.amax, _local_matrix(emit, sent))
+        written.groups[operand] = sent.group
+        if operand.scaling.delayed:
+            agreed, number = _agreed(joint, written, operand, sent.group)
+            emit = written.at(sent.node, operand, recompute=compat.MUST_SAVE, ac_graph_id=None)
+            scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *delayed(operand))
+            inverse = emit(ops.inverse, scale)
+        else:
+            for group in dict.fromkeys(name for name in (sent.group, joint.groups.of(operand)) if name is not None):
+                amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
+            scale, inverse = current(written.after(amax, operand, recompute=compat.MUST_SAVE, ac_graph_id=None), operand, amax)
+        written.replace_scale(operand, scale, inverse)
+        if not before.users:
+            written.erase(before)
+        carry(written, operand, sent, scale, inverse)
+    _erase(written, mine.values())
+    return len(mine)
+
+
+def _agreed(joint: Joint, written: Written, operand: Operand, group: str) -> tuple[Node, int]:
+    """What the ranks of a group agree on about the stored scales of one direction; and the place of an operand in it."""
+    backward, carried = operand.backward, joint.extras.of(Carried)
+    mine = [x for x, found in carried.by.items() if found.group == group and x.backward is backward and x.slot >= 0]
+    operands = sorted(mine, key=lambda x: x.slot)
+    if (key := (backward, group)) in carried.agreements:
+        return carried.agreements[key], operands.index(operand)
+    snapshot, tag = written.snapshots[backward], "backward" if backward else "forward"
+    emit = Emitter(written.graph, snapshot.next, snapshot, partitioner_tag=f"must_be_in_{tag}", recompute=None)
+    votes = emit(ops.votes, snapshot, [x.slot for x in operands])
+    started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
+    emit.anchor = min(carried.by[x].node for x in operands)
+    carried.agreements[key] = emit(torch.ops._c10d_functional.wait_tensor.default, started)
+    return carried.agreements[key], operands.index(operand)
+
+
+def _local_matrix(emit: Emitter, collective: Collective) -> Node:
+    """What this rank sends, as a matrix, without the padding of an uneven shard: what its amax is taken of."""
+    local = collective.local
+    kept = None
+    if isinstance(collective, AllGather) and collective.size is not None:
+        kept = collective.kept(compat.rank_in(collective.group))
+    if kept == 0:
+        return emit(aten.full.default, [1, 1], 0.0, dtype=torch.float32, device=value(local).device)
+    if kept is not None:
+        assert isinstance(collective, AllGather)
+        local = emit(aten.clone.default, emit(aten.slice.Tensor, local, collective.dim, 0, kept))
+    return _matrix(emit, local)
+
+
+def _matrix(emit: Emitter, node: Node) -> Node:
+    if value(node).dim() == 2:
+        return node
+    dense = node if value(node).is_contiguous() else emit(aten.clone.default, node, memory_format=torch.contiguous_format)
+    return emit(aten.view.default, dense, [-1, value(node).shape[-1]])
+
+
+def cast_local(emit: Emitter, operand: Operand, collective: Collective, scale: Node) -> Node:
+    """What this rank sends, in FP8, in its shape, as the collective takes it."""
+    local = value(collective.local)
+    part = emit(ops.quantize, _matrix(emit, collective.local), scale, operand.format.dtype, operand.format.max, False)
+    part.meta[OPERAND] = operand.key
+    if local.dim() != 2:
+        part = emit(aten.view.default, part, _sizes(emit, collective.local))
+    sent = wire_dtype(local, operand.format.dtype) if isinstance(collective, AllGather) else torch.uint8
+    return part if sent == operand.format.dtype else emit(aten.view.dtype, part, sent)
+
+
+def _sizes(emit: Emitter, node: Node) -> list[int | Node]:
+    """The sizes of a tensor, as arguments of a node."""
+    return [
+        size if isinstance(size, int) else emit(aten.sym_size.int, node, dim) for dim, size in enumerate(value(node).shape)
+    ]
+
+
+def _erase(written: Written, moved: Iterable[Collective]) -> None:
+    """Erase the collectives that nothing reads any more. Their waits have side effects for torch.fx: they are no dead code."""
+    stale: dict[Node, None] = {}
+    for collective in moved:
+        stack = [collective.node]
+        while stack:
+            node = stack.pop()
+            stale[node] = None
+            stack += [user for user in node.users if user not in stale and user.op == "call_function"]
+    for node in sorted(stale, reverse=True):
+        if not node.users:
+            written.erase(node)

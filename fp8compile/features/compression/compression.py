@@ -1,0 +1,213 @@
+"""Gradients that cross the wire in FP8: what `compress_gradients` asks of DDP and FSDP2, and its statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ... import compat
+from ...logs import get_logger, say_once
+from .wire import all_reduce as all_reduce_fp8
+from .wire import dequantize, reduce_scatter, to_rows
+
+logger = get_logger(__name__)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass
+class Bucket:
+    """Gradients that are reduced together. `signal` and `error` are sums of squares of the last call that was measured, of this
+    rank's gradients and of their error on the wire: tensors on the device, so that nothing waits for it."""
+
+    elements: int
+    parameters: int
+    signal: Tensor | None = None
+    error: Tensor | None = None
+    calls: int = 0
+    lost: Tensor | None = None  # [blocks, 128]: with error feedback, what the last call has rounded away
+
+    def numbers(self) -> dict[str, Any]:
+        """The columns `mse` and `sqnr` (dB) of `stats`."""
+        if self.signal is None or self.error is None:
+            return {}
+        signal, error = self.signal.item(), self.error.item()
+        if not math.isfinite(signal + error):
+            return {}
+        ratio = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
+        return {"mse": error / max(1, self.elements), "sqnr": ratio}
+
+
+class Compression:
+    """What is compressed, and how: the state of the hooks. `group` is DDP's; None is the default one. Buckets are known by the
+    ids of their parameters (DDP), or by that of FSDP2's group."""
+
+    def __init__(self, group: Any = None, min_elements: int = 4096, error_feedback: bool = False, sqnr_every: int = 1000):
+        self.group, self.min_elements = group, min_elements
+        self.error_feedback, self.sqnr_every = error_feedback, sqnr_every
+        self.buckets: dict[Any, Bucket] = {}
+        self._streams: dict[torch.device, Any] = {}
+
+    def takes(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Is a gradient of this shape compressed? Norms, biases and small parameters are not."""
+        return len(shape) > 1 and math.prod(shape) >= max(1, self.min_elements) and dtype in FLOATS
+
+    def bucket(self, key: Any, elements: int, parameters: int) -> Bucket:
+        """The bucket of these parameters, new if DDP has filled its buckets in another way."""
+        found = self.buckets.get(key)
+        if found is None or found.elements != elements:
+            if isinstance(key, tuple):
+                self.buckets = {k: bucket for k, bucket in self.buckets.items() if set(k).isdisjoint(key)}
+            found = self.buckets[key] = Bucket(elements, parameters)
+        return found
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """For `stats`: a row for each bucket that was measured."""
+        for index, bucket in enumerate(self.buckets.values()):
+            if bucket.signal is not None:
+                name = f"bucket {index} ({bucket.parameters} parameters)"
+                yield {"name": name, "role": "reduced", "format": "e4m3fn", **bucket.numbers()}
+
+    # -- DDP -------------------------------------------------------------------------------------------------------------
+
+    def reduce_bucket(self, bucket: Any) -> torch.futures.Future:
+        """DDP's hook: the mean over all ranks, in place, in a future. On a GPU in a stream beside the backward."""
+        buffer, gradients = bucket.buffer(), bucket.gradients()
+        key = tuple(id(p) for p in bucket.parameters())
+        if buffer.device.type == "cpu":
+            self._mean(buffer, gradients, key)
+            future: torch.futures.Future = torch.futures.Future()
+            future.set_result(buffer)
+            return future
+        device = buffer.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        future = torch.futures.Future(devices=[device])
+        with torch.cuda.stream(stream):
+            self._mean(buffer, gradients, key)
+            buffer.record_stream(stream)
+            future.set_result(buffer)  # whoever waits for the future waits for this stream
+        return future
+
+    @torch.no_grad()
+    def _mean(self, buffer: Tensor, gradients: Sequence[Tensor], key: Any) -> None:
+        ranks = dist.get_world_size(self.group)
+        if buffer.dtype not in FLOATS:
+            buffer.div_(ranks)
+            dist.all_reduce(buffer, group=self.group)
+            return
+        large = [g for g in gradients if self.takes(g.shape, g.dtype)]
+        small = [g for g in gradients if not self.takes(g.shape, g.dtype)]
+        if small:
+            flat = torch.cat([g.reshape(-1) for g in small]) / ranks
+            dist.all_reduce(flat, group=self.group)
+            for g, mean in zip(small, flat.split([g.numel() for g in small]), strict=True):
+                g.copy_(mean.view_as(g))
+        if not large:
+            return
+        parts = [to_rows(g.reshape(-1)) for g in large]
+        rows = torch.cat(parts)
+        mine = self.bucket(key, sum(g.numel() for g in large), len(large))
+        if mine.lost is not None:
+            rows = rows + mine.lost
+        total, sent = all_reduce_fp8(rows, self.group)
+        self._measure(mine, rows, sent)
+        if self.error_feedback:
+            lost = rows.float() - dequantize(sent)
+            mine.lost = torch.where(lost.isfinite(), lost, 0.0).to(buffer.dtype)
+        for g, mean in zip(large, (total / ranks).split([len(part) for part in parts]), strict=True):
+            g.copy_(mean.view(-1)[: g.numel()].view_as(g))
+
+    def _measure(self, bucket: Bucket, rows: Tensor, sent: Tensor) -> None:
+        bucket.calls += 1
+        if self.sqnr_every and (bucket.calls - 1) % self.sqnr_every == 0:
+            values = rows.float()
+            bucket.signal = values.square().sum()
+            bucket.error = (dequantize(sent).view_as(values) - values).square().sum()
+
+    # -- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce_shards(
+        self, out: Tensor, flat: Tensor, group: Any, factor: float, shards: Sequence[compat.Shard], key: Any
+    ) -> None:
+        """FSDP2's reduce-scatter. `flat` is [ranks, n], of which each row has the same `shards` one after another; `out` [n]
+        becomes their sum over all ranks, times `factor`. One collective for large parameters, one for the rest."""
+        chunks = flat.view(dist.get_world_size(group), -1)
+        parts = list(zip(chunks.split([s.elements for s in shards], 1), out.split([s.elements for s in shards]), strict=True))
+        takes = [self.takes(shard.shape, flat.dtype) for shard in shards]
+        small = [part for part, taken in zip(parts, takes, strict=True) if not taken]
+        large = [part for part, taken in zip(parts, takes, strict=True) if taken]
+        if small:
+            given = torch.cat([theirs for theirs, _ in small], 1)
+            result = torch.empty(given.shape[1], dtype=out.dtype, device=out.device)
+            compat.reduce_scatter(result, given.view(-1), group)
+            for (_, mine), total in zip(small, (result * factor).split([mine.numel() for _, mine in small]), strict=True):
+                mine.copy_(total)
+        if large:
+            blocks = [to_rows(theirs) for theirs, _ in large]
+            rows = torch.cat(blocks, 1)
+            sums, sent = reduce_scatter(rows, group)
+            self._measure(self.bucket(key, sum(theirs.numel() for theirs, _ in large), len(large)), rows, sent)
+            for (_, mine), total in zip(large, (sums * factor).split([x.shape[1] for x in blocks]), strict=True):
+                mine.copy_(total.view(-1)[: mine.numel()])
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
+
+
+def compress(model: nn.Module, min_elements: int, error_feedback: bool, sqnr_every: int) -> None:
+    """Register the hooks: see `distributed.compress_gradients`."""
+    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    sharded = [module for module in model.modules() if compat.is_fully_sharded(module)]
+    if not wrapped and not sharded:
+        raise ValueError(
+            "compress_gradients: the model is neither wrapped in DistributedDataParallel nor sharded by fully_shard; call it "
+            "after them"
+        )
+    if error_feedback and sharded:
+        raise ValueError(
+            "compress_gradients: error_feedback keeps a buffer as large as all gradients on each rank, which is what "
+            "fully_shard avoids; it is for DistributedDataParallel"
+        )
+    ranks = dist.get_world_size(wrapped[0].process_group) if wrapped else max(map(compat.shard_ranks, sharded))
+    if ranks == 1:
+        why = "no gradients are exchanged by DistributedDataParallel, or scattered by fully_shard, so that none is compressed"
+        say_once(logger, logging.WARNING, f"compress_gradients: {why}")
+    for module in wrapped:
+        state = Compression(module.process_group, min_elements, error_feedback, sqnr_every)
+        module.register_comm_hook(state, hook)
+        _KNOWN[module.module] = state
+    for part in sharded:
+        state = _KNOWN[part] = Compression(None, min_elements, False, sqnr_every)
+        compat.reduce_shards_by(part, state.reduce_shards)
+
+
+def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and takes no strings
+    """A DDP communication hook. `state` is a Compression, a process group, or None for the default group."""
+    if not isinstance(state, Compression):
+        state = _of_group(state)
+    return state.reduce_bucket(bucket)
+
+
+_GROUPS: dict[Any, Compression] = {}
+
+
+def _of_group(group: Any) -> Compression:
+    return _GROUPS.setdefault(group, Compression(group))
+
+
+def rows_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The rows of `stats` about reduced gradients of a model, DDP's or FSDP2's."""
+    return [row for module in model.modules() if module in _KNOWN for row in _KNOWN[module].rows()]

@@ -1,0 +1,42 @@
+"""Writing FP8 checkpoints for servers: `fp8compile.export`. Graphs say how they multiply by each weight."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...extension import Feature, GraphFeature, Pass
+from ...ir.records import FP8
+from ...passes.pipeline import Rewritten
+from . import forward_records
+from .forward import Forwards
+from .forwards import forwards as run_forwards
+
+if TYPE_CHECKING:
+    from ...compilation import Job
+
+
+class ForwardsOfGraph(GraphFeature):
+    """How the fprops of one graph cast. `learns`: the graph has something to differentiate."""
+
+    def __init__(self, trains: bool):
+        self.trains = self.learns = trains
+        self.found = Forwards()
+
+    def after(self, job: Job, done: Rewritten) -> None:
+        self.found, self.learns = done.results.of(Forwards), self.trains and not done.inference
+
+    def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
+        forward_records.know(owners, self.found.by_input, self.learns)
+
+
+class Export(Feature):
+    name = "export"
+    passes = {"amax_groups": (Pass("forwards", run_forwards),)}  # how the fprop of each weight casts
+
+    def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
+        return ForwardsOfGraph(job.inputs.training and job.inputs.grad) if phase == FP8 else None
+
+    def reset(self) -> None:
+        forward_records.forget()

@@ -1,0 +1,106 @@
+"""The files of a checkpoint: safetensors, in several files if it is large, their index, and config.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ExportError
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|config\.json")
+
+
+def check_installed() -> None:
+    """ImportError if safetensors is missing."""
+    try:
+        import safetensors.torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "safetensors":
+            raise
+        fix = "pip install 'fp8compile[export]', or pip install safetensors"
+        raise ImportError(f"fp8compile.export needs safetensors, which is not installed: {fix}", name="safetensors") from None
+
+
+def check_directory(directory: Path, overwrite: bool) -> None:
+    """ExportError if `directory` is a file, or has files already."""
+    if directory.exists() and not directory.is_dir():
+        raise ExportError(f"{directory} is a file: name a directory")
+    if directory.is_dir() and not overwrite and (held := sorted(path.name for path in directory.iterdir())):
+        shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
+        raise ExportError(f"{directory} has files already ({shown}): name another directory, or pass overwrite=True")
+
+
+def own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, as safetensors takes them: contiguous, each with its own memory. Of tied tensors, which are the
+    same memory in the same way, the first name stays, as in checkpoints of transformers."""
+    found: dict[str, Tensor] = {}
+    seen: set[tuple[Any, ...]] = set()
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage()
+        at = (tensor.device, storage.data_ptr(), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel() and at in seen:
+            continue
+        seen.add(at)
+        part = storage.nbytes() != tensor.numel() * tensor.element_size() or storage.data_ptr() in storages
+        storages.add(storage.data_ptr())
+        tensor = tensor.to("cpu").contiguous()
+        found[name] = tensor.clone() if part else tensor
+    return found
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """The model's own configuration, as `save_pretrained` of transformers writes it; {} if it has none."""
+    config = getattr(model, "config", None)
+    if not callable(getattr(config, "to_dict", None)):
+        return {}
+    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else json.dumps(config.to_dict())  # type: ignore[union-attr]
+    found = json.loads(text)
+    if not found.get("architectures"):
+        found["architectures"] = [type(model).__name__]  # servers find the class of the model by it
+    kinds = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    key = "torch_dtype" if "torch_dtype" in found else "dtype"
+    found[key] = str(next(kinds, torch.float32)).removeprefix("torch.")
+    return found
+
+
+def write(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], max_shard_size: int | str) -> list[str]:
+    """Write the checkpoint, instead of one that may be there: that one goes when all files are written. Returns their
+    names."""
+    from safetensors.torch import save_file
+
+    shards, index = _split(dict(tensors), max_shard_size)
+    directory.mkdir(parents=True, exist_ok=True)
+    texts = {CONFIG: config, **({INDEX: index} if index else {})}
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".export-") as folder:
+        for name, held in shards.items():
+            save_file(held, Path(folder, name), metadata={"format": "pt"})
+        for name, content in texts.items():
+            Path(folder, name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        for path in directory.iterdir():
+            if OURS.fullmatch(path.name):
+                path.unlink()  # shards of an older checkpoint would be loaded, too
+        for name in (*shards, *texts):
+            Path(folder, name).replace(directory / name)
+    return [*shards, *texts]
+
+
+def _split(tensors: dict[str, Tensor], max_shard_size: int | str) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The tensors of each file, and the index; {} with one file. One file as well without huggingface_hub."""
+    try:
+        from huggingface_hub import split_torch_state_dict_into_shards
+    except ModuleNotFoundError:
+        return {WEIGHTS: tensors}, {}
+    pattern = WEIGHTS.replace(".", "{suffix}.")
+    made = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
+    shards = {name: {key: tensors[key] for key in keys} for name, keys in made.filename_to_tensors.items()}
+    return shards, {"metadata": made.metadata, "weight_map": made.tensor_to_filename} if made.is_sharded else {}

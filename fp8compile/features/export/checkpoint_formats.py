@@ -1,0 +1,138 @@
+"""Checkpoint formats: names of tensors, and the `quantization_config` that says which layers have them.
+
+    "compressed-tensors"   `weight`, `weight_scale`, and `input_scale` where inputs have a static scale; `ignore` lists the
+                           other layers. Read in compressed-tensors 0.20 (quantization/quant_config.py, quant_args.py and
+                           lifecycle/initialize.py; compressors/mxfp8), vLLM (quantization/compressed_tensors) and
+                           transformers 5.24.
+    "fp8"                  `weight`, `weight_scale_inv`, for 128 x 128 blocks: the layout of DeepSeek-V3;
+                           `modules_to_not_convert` lists the other layers. Read in transformers 5.24
+                           (integrations/finegrained_fp8.py) and vLLM (quantization/fp8.py).
+
+In both, a stored scale multiplies the FP8 values: it is our `scale_inv`, whatever it is called there. Scales are float32, or
+with mxfp8 the exponent bytes of E8M0: the byte b is 2**(b - 127).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import ExportError, describe, did_you_mean, near
+from .exported_layers import BLOCKS, GROUP, Chosen, ExportedLayer, Strategy
+from .weight_casts import WeightCast
+
+COMPRESSED_TENSORS, FINE_GRAINED = "compressed-tensors", "fp8"
+MX = {"strategy": "group", "group_size": GROUP.columns, "scale_dtype": "torch.uint8"}
+# what has a scale, in the words of compressed-tensors: of weights, of inputs
+ARGUMENTS: Mapping[Strategy, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor": ({"strategy": "tensor"}, {"strategy": "tensor"}),
+    "channel": ({"strategy": "channel"}, {"strategy": "token"}),
+    "block": ({"strategy": "block", "block_structure": list(BLOCKS)}, {"strategy": "group", "group_size": BLOCKS.columns}),
+    "group": (MX, MX),
+}
+
+
+class CheckpointFormat(NamedTuple):
+    """`tensors`: what replaces a layer's weight, by the names in the layer. `config`: the `quantization_config`."""
+
+    tensors: Callable[[ExportedLayer, WeightCast], dict[str, Tensor]]
+    config: Callable[[Chosen], dict[str, Any]]
+
+
+def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
+    """The name of the format: `name`, or the recipes' own. ExportError if there is no such format, or it cannot hold them."""
+    others = [layer for layer in layers if layer.strategy != "block"]
+    if name is None:
+        return COMPRESSED_TENSORS if others else FINE_GRAINED
+    if name not in FORMATS:
+        allowed = ", ".join(map(repr, FORMATS))
+        raise ExportError(f"format must be one of {allowed}; got {describe(name)}.{did_you_mean(near(name, FORMATS))}")
+    if name == FINE_GRAINED and others:
+        raise ExportError(
+            f"format {name!r} has scales of 128 x 128 elements only, and {others[0].name} was trained with "
+            f"{others[0].recipe!r}: take format={COMPRESSED_TENSORS!r}"
+        )
+    return name
+
+
+# --- compressed-tensors ---------------------------------------------------------------------------
+
+
+def _compressed(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
+    static = {"input_scale": layer.input_scale_inv.clone()} if layer.input_scale_inv is not None else {}
+    scale = _e8m0(layer, cast.scale_inv) if layer.strategy == "group" else cast.scale_inv
+    return {"weight": cast.values, "weight_scale": scale, **static}
+
+
+def _e8m0(layer: ExportedLayer, scale_inv: Tensor) -> Tensor:
+    """The bytes of the scales, uint8 ``[out, in / 32]``; the rows of a tile get a copy each. Nothing is rounded: scales are
+    powers of two, and their inverses lie between 2**-127 and 2**126 (`ir.scale`), which E8M0 holds."""
+    rows = scale_inv.repeat_interleave(layer.scaling.block.rows, dim=0)[: layer.weight.shape[0]]
+    return rows.to(torch.float8_e8m0fnu).view(torch.uint8)
+
+
+def _compressed_config(chosen: Chosen) -> dict[str, Any]:
+    schemes: dict[tuple[Strategy, bool], list[str]] = {}
+    for name, layer in chosen.layers.items():
+        schemes.setdefault((layer.strategy, layer.static), []).append(name)
+    groups = {}
+    # mxfp8 last: `dequantize=True` of transformers 5.24 reads all layers by the first group, and E8M0 would fit any scale
+    for i, ((strategy, static), names) in enumerate(sorted(schemes.items(), key=lambda item: item[0][0] == "group")):
+        targets = ["Linear"] if len(schemes) == 1 else names
+        form = "mxfp8-quantized" if strategy == "group" else "float-quantized"
+        groups[f"group_{i}"] = {"targets": targets, "format": form, **_arguments(strategy, static)}
+    forms = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": COMPRESSED_TENSORS,
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(chosen.ignored),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _arguments(strategy: Strategy, static: bool) -> dict[str, Any]:
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights, inputs = ARGUMENTS[strategy]
+    return {
+        "weights": {**fp8, **weights, "dynamic": False},
+        "input_activations": {**fp8, **inputs, "dynamic": not static},
+        "output_activations": None,
+    }
+
+
+# --- fine-grained FP8 -----------------------------------------------------------------------------
+
+
+def _fine_grained(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
+    return {"weight": cast.values, "weight_scale_inv": cast.scale_inv}
+
+
+def _fine_grained_config(chosen: Chosen) -> dict[str, Any]:
+    return {
+        "quant_method": FINE_GRAINED,
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCKS),
+        "modules_to_not_convert": [_alone(name, chosen.layers) for name in chosen.ignored],
+    }
+
+
+def _alone(name: str, layers: Iterable[str]) -> str:
+    """A pattern that leaves this module out, and no exported one: transformers takes a name as a pattern for the beginning of
+    other names, and as their end. vLLM compares names; there, a name that had to be anchored is not found."""
+    hit = re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))")
+    collides = any(hit.match(other) or other.endswith(name) for other in layers)
+    return f"^{re.escape(name)}$" if collides else name
+
+
+FORMATS: Mapping[str, CheckpointFormat] = {
+    COMPRESSED_TENSORS: CheckpointFormat(_compressed, _compressed_config),
+    FINE_GRAINED: CheckpointFormat(_fine_grained, _fine_grained_config),
+}

@@ -1,0 +1,141 @@
+"""Which layers of a model are exported in FP8, how their tensors are scaled, and why the others stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...config.recipe import ROW, WHOLE, Block, Scaling
+from ...errors import ExportError
+from ...ir.inputs import plain
+from ...runtime.state import Slot
+from . import forward_records
+from .forward_records import KnownForward
+
+BLOCKS, GROUP, TILE = Block(128, 128), Block(1, 32), Block(32, 32)
+Strategy = Literal["tensor", "channel", "block", "group"]
+STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", BLOCKS: "block", GROUP: "group", TILE: "group"}
+
+
+@dataclass(frozen=True)
+class ExportedLayer:
+    """A Linear that is exported in FP8.
+
+    `weight`: the parameter ``[out, in]``. `strategy`: what has a scale of its own: the tensor, an output channel (a row),
+    128 x 128 elements, or a group of 32 elements of a row (with `weight_tiles`, 32 rows have equal scales). `scaling`: of the
+    weight. `known`: the forward matmuls. `partners`: weights that share the scale of this one, itself among them.
+    `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own amax, each in its
+    tensor, token, or group of 128 or 32 elements of a token.
+    """
+
+    name: str
+    weight: Tensor
+    recipe: str
+    strategy: Strategy
+    scaling: Scaling
+    known: tuple[KnownForward, ...]
+    partners: tuple[Tensor, ...]
+    input_scale_inv: Tensor | None
+
+    @property
+    def static(self) -> bool:
+        return self.input_scale_inv is not None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """`left`: why a layer whose forward matmul is FP8 stays in high precision. `ignored`: every module, by name, that owns a
+    matrix and stays in high precision, those of `left` among them."""
+
+    layers: dict[str, ExportedLayer]
+    left: dict[str, str]
+    ignored: tuple[str, ...]
+
+
+def choose(model: nn.Module) -> Chosen:
+    """The layers of a bare module (see `runtime.state.unwrapped`). ExportError for what no server could run."""
+    layers: dict[str, ExportedLayer] = {}
+    left: dict[str, str] = {}
+    ignored: list[str] = []
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(plain(name))
+    for name, module in model.named_modules():
+        name = plain(name)
+        matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
+        why = ""
+        for matrix in matrices:
+            known = forward_records.of(matrix)
+            if not known or any(one.forward.reason for one in known):
+                continue
+            why = _obstacle(module, matrix, known, owners[id(matrix)])
+            if not why:
+                layers[name] = _layer(name, matrix, known)
+        if why:
+            left[name] = why
+        # a Linear whose weight is parametrized has no matrix of its own, but a server would replace it
+        if (matrices or isinstance(module, nn.Linear)) and name not in layers:
+            ignored.append(name)
+    _refuse(layers.values())
+    # a server may take a name for the whole subtree below it
+    ignored = [name for name in ignored if name and not any(layer.startswith(f"{name}.") for layer in layers)]
+    return Chosen(layers, left, tuple(ignored))
+
+
+def _obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...], owners: list[str]) -> str:
+    """Why a layer whose forward matmuls are FP8 cannot be exported so; "" if it can."""
+    first = known[0].forward
+    if weight.dim() != 2 or first.groups:
+        return "a stack of expert weights: no layout of one checkpoint format fits all models"
+    if not isinstance(module, nn.Linear):
+        return f"a {type(module).__name__}: servers replace Linear only"
+    if len(owners) > 1:
+        return f"its weight is shared: {', '.join(owners)}"
+    if not all(one.forward.whole and one.forward.rows_are_outputs for one in known):
+        return "its matmul reads a part of the weight, its transpose, or a tensor computed from it"
+    if len({(one.forward.weight, one.forward.data, one.forward.recipe, one.forward.fnuz) for one in known}) > 1:
+        return "its matmuls are scaled in different ways"
+    block = first.weight.block if first.weight is not None else WHOLE
+    if block == BLOCKS and any(size % 128 for size in weight.shape):
+        return f"{weight.shape[0]} x {weight.shape[1]} is no multiple of 128 x 128"
+    if block in (GROUP, TILE) and weight.shape[1] % GROUP.columns:
+        return f"{weight.shape[0]} x {weight.shape[1]}: the second size is no multiple of {GROUP.columns}"
+    return ""
+
+
+def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> ExportedLayer:
+    first = known[0].forward
+    assert first.weight is not None and first.data is not None
+    scaling = first.weight
+    if first.fnuz:
+        raise ExportError(
+            f"{name}: its FP8 values have AMD's fnuz encoding, and checkpoints hold e4m3fn. Load the high-precision checkpoint "
+            "on a CPU, compile the model there with fp8_encoding='ocp', call it once, and export that"
+        )
+    partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
+    strategy, scale_inv = STRATEGIES[scaling.block], _input_scale_inv(known)
+    return ExportedLayer(name, weight, first.recipe, strategy, scaling, known, partners, scale_inv)
+
+
+def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
+    """The inverse of the scale that the next training call uses for the layer's input: of the smallest scale, if the layer is
+    used several times. None if some input has no history."""
+    slots: list[Slot] = []
+    for one in known:
+        slot: Slot | None = one.slot(one.forward.data_slot, "input")
+        if slot is None or (slot.numbers.cold and not slot.numbers.overflowed):
+            return None
+        slots.append(slot)
+    return torch.tensor([max(slot.scale_inv() for slot in slots)], dtype=torch.float32)
+
+
+def _refuse(layers: Iterable[ExportedLayer]) -> None:
+    """ExportError for a weight whose values cannot be exported."""
+    for layer in layers:
+        if not bool(layer.weight.detach().isfinite().all()):
+            raise ExportError(f"{layer.name}.weight has NaN or infinite values: export the last checkpoint that is finite")

@@ -1,0 +1,302 @@
+"""Frozen weights that are kept in FP8 only, with `frozen="fp8"`: about 1 byte a parameter.
+
+The first training graph that reads a frozen weight says whether nothing but FP8 matmuls reads it, which cast it alike
+(`passes.gathered`). Such a weight becomes an `ir.frozen.FrozenWeight`: a parameter of the same module, with the same name,
+shape and dtype. Then Dynamo traces the forward again, and the graph reads the FP8 values themselves. So the first step reads
+them already, and nothing is compiled twice.
+
+Where blocks are compiled one by one, one piece of code serves all blocks of a class. So what the graph of one block says holds
+for the same parameters of the others that are compiled so.
+
+A weight stays as it is, with the reason in the report, if it is tied, sharded, in no module of the model that is compiled, or
+read by anything but FP8 matmuls. `state_dict()` gives plain tensors, `load_state_dict` casts what it loads,
+`restore_frozen_weights` gives plain parameters back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from ... import compat
+from ...devices.formats import pick
+from ...ir.frozen import FrozenWeight, cast
+from ...ir.inputs import Inputs, plain
+from ...ir.records import FrozenRecord, Gatherable
+from ...logs import get_logger, say_once
+from ...passes.joint import Joint
+from ...runtime.parameters import adopt
+from ...runtime.state import unwrapped
+
+logger = get_logger(__name__)
+
+SHARDED = "sharded by FSDP"
+CUT = "DDP has cut the graph (torch._dynamo.config.optimize_ddp = False keeps it whole)"
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_pretends: dict[torch.device, Tensor] | None = None  # in `set_aside`: the memory that all weights share, by device
+_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose `state_dict()` has our hook
+
+
+class Home(NamedTuple):
+    """Where a parameter is: `module._parameters[name]`. `root` is the module whose forward the graph is, `whole` the outermost
+    one around it that is being called."""
+
+    module: nn.Module
+    name: str
+    root: nn.Module
+    whole: nn.Module
+
+
+class FrozenMatrix(NamedTuple):
+    """A frozen matrix. `block`: that of its scales, if it is kept in FP8 only. `before`: its bytes without that."""
+
+    before: int
+    bytes: int
+    block: int | None
+
+
+class Candidates(NamedTuple):
+    """The frozen `matrices` among the inputs of a graph. `possible`: those that may be kept in FP8 only; `refused`: why others
+    may not. `asked`: some rule asks for it. Holds no tensor and no module: it lives as long as the compiled code."""
+
+    matrices: Mapping[int, FrozenMatrix]
+    possible: frozenset[int] = frozenset()
+    refused: Mapping[int, str] = {}
+    asked: bool = False
+
+    @property
+    def stored(self) -> frozenset[int]:
+        """Those that are kept in FP8 only."""
+        return frozenset(i for i, matrix in self.matrices.items() if matrix.block is not None)
+
+
+def candidates(
+    gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, asked: bool
+) -> tuple[Candidates, Mapping[int, Home]]:
+    """To be asked within the backend. What the graph says of them is not known yet. And where the possible ones live."""
+    held = compat.owners(example_inputs, inputs.packed)  # FSDP1's views require gradients where any parameter of theirs does
+    found = [i for i in sorted(inputs.parameters) if example_inputs[i].dim() == 2 and not held[i].requires_grad]
+    matrices = {i: _matrix(example_inputs[i]) for i in found}
+    if not asked:
+        return Candidates(matrices), {}
+    roots = compat.root_modules(gm, inputs.packed)
+    places: dict[int, tuple[nn.Module, dict[int, list[tuple[nn.Module, str, str]]]]] = {}
+    for root in {id(root): root for root, _ in roots.values()}.values():
+        whole = compat.outermost(root)
+        known: dict[int, list[tuple[nn.Module, str, str]]] = {}
+        for path, module in whole.named_modules():
+            for name, parameter in module._parameters.items():
+                known.setdefault(id(parameter), []).append((module, name, plain(f"{path}.{name}".lstrip("."))))
+        places[id(root)] = whole, known
+    sharded = {id(read) for _, read in compat.sharded_pairs()}
+    cut = compat.uncut(gm) is not None
+    homes: dict[int, Home] = {}
+    refused: dict[int, str] = {}
+    for i in (i for i, matrix in matrices.items() if matrix.block is None):
+        parameter = example_inputs[i]
+        known = places[id(roots[i][0])][1] if i in roots else {}
+        owned = known.get(id(parameter), [])
+        if id(parameter) in sharded or i in inputs.packed:
+            refused[i] = SHARDED
+        elif cut:
+            refused[i] = CUT
+        elif type(parameter) is not nn.Parameter:
+            refused[i] = f"of another type: {type(parameter).__name__}"
+        elif parameter.dtype not in FLOATS:
+            refused[i] = f"dtype {str(parameter.dtype).removeprefix('torch.')}"
+        elif not owned:
+            refused[i] = "no module of the compiled model has it"
+        elif len(owned) > 1:
+            refused[i] = f"tied: {' and '.join(name for _, _, name in owned)}"
+        else:
+            homes[i] = Home(*owned[0][:2], roots[i][0], places[id(roots[i][0])][0])
+    return Candidates(matrices, frozenset(homes), refused, True), homes
+
+
+def freezable(joint: Joint) -> dict[int, Gatherable]:
+    """Which parameters can be kept in FP8 only, and are asked to be so by each matmul that reads them."""
+    asked: dict[int | None, bool] = {}
+    for matmul in joint.matmuls:
+        index = compat.input_index(matmul.parameter) if matmul.parameter is not None else None
+        asked[index] = asked.get(index, True) and matmul.recipe.frozen == "fp8"
+    found = joint.gatherable.items()
+    return {i: verdict for i, verdict in found if i in joint.freezable and not verdict.reason and asked.get(i, False)}
+
+
+def _matrix(x: Tensor) -> FrozenMatrix:
+    before = x.numel() * x.dtype.itemsize
+    return FrozenMatrix(before, x.nbytes, x.block) if isinstance(x, FrozenWeight) else FrozenMatrix(before, before, None)
+
+
+def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_inputs: Sequence[Any], of: str) -> None:
+    """Keep these parameters, and the same ones of modules of the same class, in FP8 only. The memory of each is free before the
+    next one is cast, unless somebody else holds it. `example_inputs`: those that Dynamo gave. `of`: the name of the graph."""
+    count = before = after = held = 0
+    compat.let_go(example_inputs, found)
+    for i, form in found.items():
+        for module, name in _alike(homes[i]):
+            old = weakref.ref(module._parameters[name])  # type: ignore[arg-type]
+            was, now = _frozen(module, name, form)
+            count, before, after = count + 1, before + was, after + now
+            held += was if old() is not None else 0
+    if _pretends is not None:
+        return
+    said = "state_dict() and all other readers get the FP8-rounded values"
+    sizes = f"{after / 1e6:,.4g} MB instead of {before / 1e6:,.4g}"
+    if held:
+        fix = "an optimizer should get only parameters that train"
+        said += f". {held / 1e6:,.4g} MB are not freed: something still holds the old parameters ({fix})"
+    say_once(logger, logging.WARNING, f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}")
+
+
+def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
+    """The home of a parameter, and those of the parameters that the compiled code of its root reads for modules like it."""
+    parameter: Any = home.module._parameters[home.name]
+    alike = parameter.shape, parameter.dtype, parameter.device
+    del parameter  # its memory is to be free after the first one
+    yield home.module, home.name
+    path = next((path for path, module in home.root.named_modules() if module is home.module), None)
+    siblings = [x for x in home.whole.modules() if type(x) is type(home.root) and x is not home.root]
+    if path is None or not siblings:
+        return
+    by = dict(_compiled_by(home.whole, None))
+    counts = Counter(id(other) for module in home.whole.modules() for other in module._parameters.values())
+    for sibling in siblings:
+        mine, theirs = by[home.root], by[sibling]
+        own = (_wraps(mine, home.root), _wraps(theirs, sibling))
+        if not (all(own) and type(mine) is type(theirs) if any(own) else mine is theirs is not None):
+            continue  # compiled in another way, or not at all
+        owner = dict(sibling.named_modules()).get(path)
+        other = owner._parameters.get(home.name) if owner is not None else None
+        if type(other) is nn.Parameter and not other.requires_grad and counts[id(other)] == 1:
+            if (other.shape, other.dtype, other.device) == alike:
+                del other
+                yield owner, home.name  # type: ignore[misc]
+
+
+def _compiled_by(module: nn.Module, by: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Each module with the innermost one, itself or around it, that torch.compile has compiled."""
+    by = module if compat.is_compiled_itself(module) else by
+    yield module, by
+    for child in module.children():
+        yield from _compiled_by(child, by)
+
+
+def _wraps(by: nn.Module | None, module: nn.Module) -> bool:
+    """Is a module compiled by itself?"""
+    return by is module or (by is not None and getattr(by, "_orig_mod", None) is module)
+
+
+@torch.no_grad()
+def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
+    """Replace one parameter; returns its bytes before and after."""
+    parameter: Any = module._parameters[name]
+    dtype, how = pick(False, form.fnuz).dtype, (form.block, form.margin, form.power_of_2)
+    if _pretends is not None:
+        data, inv = _unwritten(parameter, dtype, _pretends), _ones(parameter, form.block)
+    else:
+        data, inv = cast(parameter.detach(), dtype, *how)
+    _replace(module, name, nn.Parameter(FrozenWeight(data, inv, parameter.dtype, *how), requires_grad=False))
+    before = parameter.nbytes
+    if _pretends is None:
+        if module not in _hooked:
+            _hooked.add(module)
+            module.register_state_dict_post_hook(_plain_entries)
+    return before, data.nbytes + inv.nbytes
+
+
+def _unwritten(parameter: Tensor, dtype: torch.dtype, memory: dict[torch.device, Tensor]) -> Tensor:
+    """An FP8 tensor of a parameter's shape: the longest one so far has memory of its own, and the others lie in it."""
+    known = memory.get(parameter.device)
+    if known is None or known.numel() < parameter.numel():
+        memory[parameter.device] = known = torch.empty(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+    return known[: parameter.numel()].view(dtype).view(parameter.shape).detach()
+
+
+def _ones(parameter: Tensor, block: int) -> Tensor:
+    shape = [-(-size // block) for size in parameter.shape] if block else [1]
+    return torch.ones(shape, dtype=torch.float32, device=parameter.device)
+
+
+_OWN = frozenset({"data_", "inv_", "read", "block", "margin", "power_of_2", "_is_param"})
+
+
+def _replace(module: nn.Module, name: str, made: Any) -> None:
+    parameter: Any = module._parameters[name]
+    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in _OWN})
+    adopt(parameter, made)
+    module._parameters[name] = made
+
+
+def _plain_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook of `state_dict()`: plain tensors, unless `keep_vars` asks for the parameters themselves."""
+    for name, parameter in module._parameters.items():
+        entry = state.get(f"{prefix}{name}")
+        if isinstance(entry, FrozenWeight) and entry is not parameter:
+            state[f"{prefix}{name}"] = entry.dequantized()
+
+
+@torch.no_grad()
+def restore_frozen_weights(model: nn.Module) -> None:
+    """Give the weights of a model that are kept in FP8 only (`frozen="fp8"`) back as plain parameters of their own dtype, with
+    the FP8-rounded values. To be called before anything that writes to them or trains them: a merge of adapters,
+    `requires_grad_()`, `model.to()` another dtype or device.
+
+    A further training call of a model that was compiled with `frozen="fp8"` keeps what is still frozen in FP8 only again.
+    TypeError if `model` is no module.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in unwrapped(model).modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, FrozenWeight):
+                again = made.setdefault(id(parameter), nn.Parameter(parameter.dequantized(), requires_grad=False))
+                _replace(module, name, again)
+
+
+def records(inputs: Inputs, known: Candidates, verdicts: Mapping[int, Gatherable]) -> tuple[FrozenRecord, ...]:
+    """What a report says of the frozen matrices of a graph, where some are kept in FP8 only, or were asked to be."""
+    found = []
+    for i, matrix in known.matrices.items():
+        verdict = verdicts.get(i)
+        reason = known.refused.get(i) or (verdict.reason if verdict is not None else "")
+        if matrix.block is not None:
+            found.append(FrozenRecord(inputs.names[i], matrix.before, matrix.bytes))
+        elif known.asked and reason:
+            found.append(FrozenRecord(inputs.names[i], matrix.before, matrix.bytes, reason))
+    return tuple(found)
+
+
+def check(
+    inputs: Inputs, known: Candidates, verdicts: Mapping[int, Gatherable], complain: Callable[[str], None]
+) -> None:
+    """Complain of a training graph that reads a weight that is kept in FP8 only otherwise than it was cast, and where the way
+    of training leaves the option without effect."""
+    for reason in sorted({SHARDED, CUT} & {*known.refused.values()}):
+        complain(f"frozen='fp8' has no effect on weights of {inputs.root}: {reason}")
+    for i in sorted(known.stored):
+        verdict = verdicts.get(i)
+        if verdict is None:
+            continue
+        other = "cast with other blocks" if not verdict.reason and verdict.block != known.matrices[i].block else ""
+        if reason := verdict.reason or other:
+            what = f"{inputs.names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
+            complain(f"{what}: it has the values that FP8 has left. A rule with frozen = 'high_precision' keeps all of them")
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, nothing is cast: weights that would be kept in FP8 share memory that nobody has written."""
+    global _pretends
+    before, _pretends = _pretends, {}
+    try:
+        yield
+    finally:
+        _pretends = before

@@ -1,0 +1,342 @@
+"""FP8 all-gather: FSDP2 gathers weights as the FP8 values that compiled matmuls read, one byte an element.
+
+    fully_shard(block); fully_shard(model)
+    fp8compile.distributed.fp8_all_gather(model)
+
+Modules, parameters, `state_dict()` and optimizers stay as they are: the hooks hang on the tensors of the shards, where FSDP2
+looks for them. A weight is cast on each rank, in every gather, by the scale of the whole weight's current amax, or by those of
+its blocks' current amaxes: bitwise what the graph would have made of the gathered weight (`gathered_scales`).
+
+Which weights: the first training calls gather all of them in high precision, and the compiled graphs say which ones nothing but
+FP8 matmuls read (`passes.gathered`). These are gathered in FP8 from the second step on. Their graphs are compiled once more
+then, for another kind of input. The ranks agree on it, or would gather different things: what each rank knows travels with the
+amaxes, in one all-reduce for all weights before the first forward after an optimizer step, a backward that reduced gradients,
+or a loaded state: version counters of tensors do not tell (fused optimizers do not move them). What the graphs of some rank
+find out later counts one step later, so that no step waits for the device.
+
+A forward without gradients gathers in high precision: FSDP2 has two unsharded parameters for each weight then, of which one is
+in use. Backward gathers what a forward with gradients did: what is gathered only changes while no backward is due.
+
+With a `[schedule]`, weights are gathered in high precision in phases of high precision. Agreements hold from the next step on,
+so a rank is for FP8 if this step and the next one are in an FP8 phase. A phase that is set by hand is not foreseen: where
+weights have arrived in FP8, the call runs in FP8, and the phase begins one step later.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import compat
+from ...config.policy import Schedule
+from ...errors import ShardingError, StrictError
+from ...extension import in_fp8
+from ...ir.gathered_weight import GatheredWeight
+from ...ir.inputs import plain
+from ...ir.records import FP8, HIGH_PRECISION, Gatherable, GatherRecord
+from ...logs import get_logger, say_once
+from ...runtime import probe
+from ...runtime.ledger import LEDGER
+from ...runtime.optimizer_steps import listen
+from ...runtime.parameters import find, record_of, share_records
+from .gathered_scales import HIGH_PRECISION as IN_HIGH_PRECISION
+from .gathered_scales import Scales, cast_of, code_of, form_of, format_of, misfit
+
+logger = get_logger(__name__)
+
+UNREAD = "no compiled training graph has multiplied it yet"
+EARLY = 3  # so many agreements are read at once, the later ones a step later
+WEIGHT = ("weight", 0, "")  # a weight among statistics
+_all: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class Gathered:
+    """One weight. `objection`: why it is never gathered in FP8; `verdict`: what the graphs that read it say."""
+
+    parameter: compat.ShardedParameter
+    owner: GatheredParameter
+    objection: str = ""
+    verdict: Gatherable | None = None
+    strict: bool = False
+    schedule: Schedule | None = None
+    code: int = IN_HIGH_PRECISION  # how all ranks gather it in training
+    scales: Scales | None = None  # those of its group, in which it has this position
+    position: int = 0
+
+    @property
+    def own_code(self) -> int:
+        """As `code`, if this rank were asked."""
+        verdict = self.verdict
+        if self.objection or verdict is None or verdict.reason or self.waits:
+            return IN_HIGH_PRECISION
+        return code_of(verdict)
+
+    @property
+    def waits(self) -> bool:
+        """Is it for the schedule alone that it is gathered in high precision?"""
+        able = not self.objection and self.verdict is not None and not self.verdict.reason
+        return able and self.schedule is not None and not in_fp8(self.parameter.sharded, self.schedule)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not gathered in FP8."""
+        said = self.verdict.reason if self.verdict is not None else UNREAD
+        said = said or ("a phase of high precision" if self.waits else "")
+        said = said or ("since a forward, no optimizer has taken a step, and no backward has run" if self.owner.put_off else "")
+        return self.objection or said or ("other ranks keep it" if self.owner.agreed > 1 else "from the second step on")
+
+    def learn(self, verdict: Gatherable, strict: bool, schedule: Schedule | None) -> None:
+        """What one graph says; the first that is against it counts."""
+        self.strict = self.strict or strict
+        self.schedule = schedule or self.schedule
+        if not verdict.reason and not self.objection and (reason := misfit(self, verdict)):
+            verdict = Gatherable(reason)
+        if self.verdict is None or (verdict.reason and not self.verdict.reason):
+            self.verdict = verdict
+        elif not verdict.reason and not self.verdict.reason and verdict != self.verdict:
+            self.verdict = Gatherable("graphs cast it in different ways")
+
+    def read(self, operator: str) -> None:
+        """An operator outside of compiled graphs has read the values that FP8 left."""
+        reason = f"read by {operator} outside of compiled graphs"
+        message = f"{self.parameter.name} was gathered in FP8, and is {reason}: it gets the values that FP8 left of it"
+        if self.strict:
+            raise StrictError(f"{message} (strict=True)")
+        say_once(logger, logging.WARNING, f"{message}. It is gathered in {_name(self.parameter.dtype)} from the next step on")
+        self.verdict = Gatherable(reason)
+
+    @property
+    def cast(self) -> probe.CastKind | None:
+        """As statistics show it; None if it is gathered in high precision."""
+        return cast_of(form_of(self.code)) if self.code else None
+
+    def numbers(self) -> dict[str, float]:
+        """amax, scale and its inverse of the last forward, by the names of statistics. Waits for the device. Empty where it
+        has several scales, or none yet."""
+        scales, i = self.scales, self.position
+        if not self.code or form_of(self.code).block or scales is None or scales.scale is None or scales.inverse is None:
+            return {}
+        assert scales.amax is not None
+        amax, scale, inverse = torch.stack((scales.amax[i], scales.scale[i], scales.inverse[i, 0])).tolist()
+        return {"amax": amax, "scale": scale, **dict.fromkeys(("scale_inv", "scale_inv_min", "scale_inv_max"), inverse)}
+
+
+def gather_in_fp8(model: nn.Module) -> None:
+    """See `fp8compile.distributed.fp8_all_gather`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")
+    parameters = compat.sharded_parameters(model)
+    if not parameters:
+        raise ShardingError(f"fp8_all_gather: nothing of this {type(model).__name__} is sharded: call fully_shard(model) first")
+    known = [entry for parameter in parameters if (entry := find(parameter.sharded).extras.get(Gathered)) is not None]
+    if known:
+        for entry in known:
+            entry.owner.written()
+        return
+    for parameter in parameters:
+        _check(parameter)
+    _all.add(GatheredParameter(model, parameters))
+    listen(_stepped)
+
+
+def _stepped(_: torch.optim.Optimizer) -> None:
+    for gather in list(_all):
+        gather.written()
+
+
+def _check(parameter: compat.ShardedParameter) -> None:
+    fixes = {
+        "is offloaded to the CPU": (parameter.on_cpu, "fully_shard without CPUOffloadPolicy"),
+        "has an all-gather extension already": (parameter.extended, "leave one of the two out"),
+        "is resharded to fewer ranks after forward": (parameter.partly_resharded, "take reshard_after_forward=True or False"),
+    }
+    for what, (found, fix) in fixes.items():
+        if found:
+            raise ShardingError(f"fp8_all_gather: {parameter.name} {what}: {fix}")
+
+
+def _objection(parameter: compat.ShardedParameter) -> str:
+    """Why a parameter can never be gathered in FP8."""
+    if parameter.is_tensor_parallel:
+        return "a tensor-parallel parameter"
+    if parameter.is_replicated:
+        return "not sharded"
+    if parameter.shard.dim() != 2:
+        return "not a matrix"
+    if not parameter.shard.is_floating_point() or parameter.shard.element_size() > 4:
+        return f"dtype {_name(parameter.shard.dtype)}"
+    return "tied: another module has it, too" if parameter.tied else ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class GatheredParameter:
+    """What is gathered for one model: hears from FSDP2 when a forward begins."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[compat.ShardedParameter]):
+        self.entries = [Gathered(parameter, self, _objection(parameter)) for parameter in parameters]
+        self.possible = [entry for entry in self.entries if not entry.objection]
+        groups: dict[int, list[Gathered]] = {}
+        for entry in self.possible:
+            groups.setdefault(id(entry.parameter.process_group), []).append(entry)
+        self.scales = [Scales(entries) for entries in groups.values()]
+        for scales in self.scales:
+            for i, entry in enumerate(scales.entries):
+                entry.scales, entry.position = scales, i
+        self.outdated, self.evaluates, self.told = True, False, False
+        self.agreed = 0  # how often
+        self.codes: tuple[int, ...] = ()  # what this rank wanted at the last agreement
+        self.due = 0  # backwards of forwards
+        self.put_off = False  # the last agreement, because a backward is due
+        for entry in self.entries:
+            record_of(entry.parameter.sharded).extras.put(entry)
+        self.install()
+        for module in {id(entry.parameter.module): entry.parameter.module for entry in self.possible}.values():
+            module.register_load_state_dict_post_hook(_Loaded(self))
+        compat.listen(model, self)
+
+    def install(self) -> None:
+        """Hang the hooks on the tensors of the shards, where they are not: new tensors have none."""
+        for scales in self.scales:
+            for i, entry in enumerate(scales.entries):
+                if not entry.parameter.installed:
+                    entry.parameter.install(partial(scales.prepare, i), partial(scales.finish, i))
+                    record_of(entry.parameter.sharded).extras.put(entry)
+                    self.outdated = True
+
+    def begin(self, evaluates: bool) -> None:
+        self.evaluates = evaluates
+        self.install()
+        if self.outdated and not evaluates:
+            self.agreed += 1
+            self.put_off = self.due > 0
+            for scales in self.scales:
+                scales.refresh(self.agreed <= EARLY, not self.put_off)
+            codes = tuple(entry.own_code for entry in self.possible)
+            # what changes now, the ranks agree on at the next step
+            known = codes == self.codes or any(entry.code for entry in self.possible)
+            self.codes = codes
+            if self.agreed >= EARLY and not self.told and known and not any(entry.waits for entry in self.possible):
+                self.tell()
+            self.outdated = False
+        self.due += not evaluates
+
+    def end(self) -> None:
+        self.due = max(0, self.due - 1)
+
+    def written(self) -> None:
+        """Somebody has written into weights, so no backward of an earlier forward is due."""
+        self.outdated, self.due = True, 0
+
+    def tell(self) -> None:
+        """Once, what became of it."""
+        self.told = True
+        fp8 = sum(entry.code > 0 for entry in self.entries)
+        logger.info("fp8: all-gather: %d of %d matrices in FP8", fp8, len(self.possible))
+        if fp8:
+            return
+        why = Counter(entry.reason for entry in self.possible)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in why.most_common())
+        message = f"fp8_all_gather: no weight is gathered in FP8: {reasons}"
+        if any(entry.strict for entry in self.entries):
+            raise StrictError(f"{message} (strict=True)")
+        say_once(logger, logging.WARNING, message)
+
+    def differs(self, group: Any) -> bool:
+        return any(entry.code for entry in self.entries if entry.parameter.group is group)
+
+    def reduces(self) -> None:
+        self.outdated = True
+
+
+class _Loaded:
+    """A hook after `load_state_dict`. An object, since a bound method would keep the model alive."""
+
+    def __init__(self, owner: GatheredParameter):
+        self.owner = weakref.ref(owner)
+
+    def __call__(self, *_: Any) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.written()
+
+
+# --- what graphs say, and what is reported ----------------------------------------------------------
+
+
+def asked(tensors: Sequence[Any]) -> dict[int, str]:
+    """Which inputs of a graph are weights that may be gathered in FP8, with their names."""
+    if not _all:
+        return {}
+    share_records(tensors)
+    known = [find(x).extras.get(Gathered) if isinstance(x, nn.Parameter) else None for x in tensors]
+    return {i: plain(entry.parameter.name) for i, entry in enumerate(known) if entry is not None and not entry.objection}
+
+
+def of_graph(
+    found: Mapping[int, Gatherable], sharded: Mapping[int, str], complain: Callable[[str], None]
+) -> dict[int, Gatherable]:
+    """What a graph says of the weights that it was `asked` about."""
+    said = {i: verdict for i, verdict in found.items() if i in sharded}
+    for i, verdict in said.items():
+        if verdict.shared:
+            complain(f"fp8_all_gather: {sharded[i]} is gathered in high precision: beside FP8 matmuls, it is {verdict.reason}")
+    return said
+
+
+class Gathers:
+    """What one graph says of the weights that it reads, by input."""
+
+    def __init__(self, found: Mapping[int, Gatherable], strict: bool, schedule: Schedule | None):
+        self.found, self.strict, self.schedule = found, strict, schedule
+
+    def learn(self, args: Sequence[Any], record: int | None) -> None:
+        """The first call with these weights."""
+        for i, verdict in self.found.items():
+            entry = find(args[i]).extras.get(Gathered)
+            if entry is not None:
+                entry.learn(verdict, self.strict, self.schedule)
+        gathered = [args[i] for i in self.found if isinstance(args[i], GatheredWeight)]
+        if gathered and record is not None:
+            LEDGER.supersede(record, [x for x in args if isinstance(x, nn.Parameter)])
+
+    def measure(self, args: Sequence[Any], look: probe.Look) -> None:
+        """Measure the weights that have arrived in FP8: no cast in the graph does."""
+        for i in self.found:
+            entry = find(args[i]).extras.get(Gathered)
+            if isinstance(args[i], GatheredWeight) and look.measurements and entry is not None and entry.code:
+                assert entry.scales is not None
+                look.note(args[i], WEIGHT, entry.scales.measured(entry.position))
+
+
+def forget() -> None:
+    """Graphs are gone, and what they have said with them."""
+    for gather in list(_all):
+        for entry in gather.entries:
+            entry.verdict = None
+
+
+def gather_records(tensors: Iterable[Any]) -> list[GatherRecord]:
+    """What is gathered for each of these parameters, where `fp8_all_gather` was asked for."""
+    entries = {id(entry): entry for tensor in tensors if (entry := find(tensor).extras.get(Gathered)) is not None}
+    return [
+        GatherRecord(
+            parameter=plain(entry.parameter.name),
+            gathered=FP8 if entry.code else HIGH_PRECISION,
+            dtype=format_of(form_of(entry.code)).name if entry.code else _name(entry.parameter.dtype),
+            reason="" if entry.code else entry.reason,
+            matrix=entry.parameter.shard.dim() == 2,
+        )
+        for entry in entries.values()
+    ]

@@ -1,0 +1,209 @@
+"""merge: which matmuls of one input become one matmul ("horizontal fusion").
+
+    q = linear(x, wq); k = linear(x, wk); v = linear(x, wv)      ->    q, k, v = split(linear(x, [wq; wk; wv]))
+
+fprop    one matmul with the weights' FP8 copies below each other; q, k and v are slices of its result
+dgrad    one matmul that contracts all output features: no sum of three gradients of x is left
+wgrad    one matmul; the parameters' gradients are slices of its result, each of them contiguous
+
+No parameter is touched: the copies of the weights, and those of the gradients of q, k and v, are written side by side into one
+buffer. A matmul takes one scale an operand. So the weights share a scale, that of the largest of them, and so do the gradients.
+Each keeps its own amax and its own history.
+
+Merged are the layers that agree in all that a matmul has one of, and whose gradients of x are terms of one sum. With
+`merge_matmuls="auto"` the device has to be described, and the model of `devices.cost` has to say that it pays. The pass changes
+nothing; `quantize` writes what it returns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from ... import compat
+from ...config.recipe import COSTS, WHOLE
+from ...devices import cost
+from ...devices.catalog import Device
+from ...ir.fx_utils import ALIASES, CASTS, SAME, VIEWS, Ranks, aten, call_function, hint, value
+from ...ir.matmul import GEMMS, Gemm, Matmul
+from ...passes.addends import split_addend
+from ...passes.joint import Joint
+from ...passes.plan import Plan
+from ...passes.readers import BLOCK, delicate, unreadable
+
+MERGED = "one matmul each: {}"
+SUMS = (aten.add.Tensor,)
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """Layers whose matmuls are merged. `gemms`: for each kind that they have, one matmul a layer, in the same order. `total`:
+    a sum of the gradients of their input, if they have dgrads. `apart`: the layers whose result is copied out, because
+    backward reads it and does not read those of others (or only their FP8 copies), which would be kept as long."""
+
+    gemms: Mapping[Gemm, tuple[Matmul, ...]]
+    total: Node | None
+    apart: frozenset[Matmul]
+
+    @property
+    def every(self) -> list[Matmul]:
+        return [matmul for members in self.gemms.values() for matmul in members]
+
+
+@dataclass
+class MergedGroups:
+    """What is merged in a graph."""
+
+    merged: list[Merged] = field(default_factory=list)
+
+
+def merge(joint: Joint) -> int:
+    """Choose the groups, in the order of the graph. Layers of several blocks are not merged: cross-attention reads one
+    tensor in all of them, and the gradients of all blocks would be kept until the last one is there."""
+    if joint.high_precision:
+        return 0
+    matmuls, plan, groups = joint.matmuls, joint.plan, joint.extras.of(MergedGroups).merged
+    ranks = Ranks(matmuls[0].node.graph) if matmuls else None
+    of_layer: dict[Matmul, list[Matmul]] = defaultdict(list)
+    uses: dict[Node, int] = defaultdict(int)
+    for matmul in matmuls:
+        if matmul.weight is not None:
+            of_layer[matmul.fprop or matmul].append(matmul)
+        for matrix in (matmul.a, matmul.b):
+            uses[matrix.base] += 1
+    together: dict[tuple, list[Matmul]] = defaultdict(list)
+    for fprop, its in of_layer.items():
+        if all(map(_mergeable, its)) and uses[fprop.b.base] == 1 + any(x.gemm == "dgrad" for x in its):
+            roles = [plan.of(matrix, role, x) for x in its for matrix, role in x.roles]
+            if not any(operand.carried for operand in roles):
+                together[joint.inputs.block(fprop.fqn), _key(fprop, its, plan)].append(fprop)
+    for fprops in together.values():
+        made = _merged(fprops, of_layer, ranks, joint.saves) if ranks is not None and len(fprops) > 1 else None
+        if made is not None and _wanted(made, joint.device):
+            groups.append(made)
+            for matmul in made.every:
+                matmul.merged = made.gemms[matmul.gemm]
+    names = dict.fromkeys(" + ".join(x.fqn.rpartition(".")[2] for x in of) for one in groups for of in one.gemms.values())
+    joint.remarks += [MERGED.format("; ".join(names))] if groups else []
+    return len(groups)
+
+
+def _mergeable(matmul: Matmul) -> bool:
+    """Is it one of the three FP8 matmuls of a linear layer with a parameter as weight, and with one scale an operand?"""
+    weight, sizes = matmul.weight_operand, (matmul.m, matmul.n, matmul.k)
+    if not matmul.fp8 or matmul.offs is not None or value(matmul.node).dim() != 2 or matmul.recipe.merge_matmuls is False:
+        return False
+    if any(matmul.recipe.scaling(role, matmul.gemm).block != WHOLE for _, role in matmul.roles):
+        return False
+    (_, role), _ = matmul.roles
+    if matmul.gemm == "wgrad":
+        n, shaped = sizes[0], role == "gradient" and matmul.a.transposed and not matmul.b.transposed
+    else:
+        n = sizes[1] if matmul.gemm == "fprop" else sizes[2]
+        forward = matmul.gemm == "fprop"
+        shaped = weight is matmul.b and weight.base is matmul.parameter and weight.transposed is forward  # type: ignore[union-attr]
+        shaped = shaped and not matmul.a.transposed and value(weight.base).dim() == 2  # type: ignore[union-attr]
+    late = matmul.gemm == "fprop" and compat.is_backward(matmul.node)
+    return shaped and not matmul.flipped and isinstance(n, int) and n % 16 == 0 and not late and _addend(matmul) is not None
+
+
+def _addend(matmul: Matmul) -> str | None:
+    """What kind of bias a layer has, "" for none; None if it adds something else."""
+    bias, rest = split_addend(matmul)
+    if rest is not None:
+        return None
+    return "" if bias is None else str(value(bias).dtype) if bias.op == "placeholder" else None
+
+
+def _key(fprop: Matmul, its: list[Matmul], plan: Plan) -> tuple:
+    """Layers with equal keys have one input, and agree in dtypes, recipes, bias, and in how the user checkpoints them."""
+    gemms = {
+        x.gemm: (str(value(x.node).dtype), x.recipe, x.node.meta.get("recompute"), x.node.meta.get("ac_graph_id")) for x in its
+    }
+    source = plan.of(fprop.a, "input", fprop), str(fprop.a.shape), str(value(fprop.b.base).dtype)
+    return (*source, _addend(fprop), *(gemms.get(gemm) for gemm in GEMMS))
+
+
+def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks: Ranks, save: bool) -> Merged | None:
+    gemms: dict[Gemm, tuple[Matmul, ...]] = {}
+    for gemm in GEMMS:
+        members = tuple(x for fprop in fprops for x in of_layer[fprop] if x.gemm == gemm)
+        if members and len(members) != len(fprops):
+            return None
+        if members:
+            gemms[gemm] = members
+    if any(ranks.reach(_inputs(members), {x.node for x in members}) for members in gemms.values()):
+        return None  # one is computed from another one
+    if any(user.op == "output" for fprop in fprops for user in _readers(fprop.node)):
+        return None  # a slice has other strides than the tensor that the caller expects
+    total = total_of([x.node for x in gemms["dgrad"]]) if "dgrad" in gemms else None
+    if "dgrad" in gemms and total is None:
+        return None
+    through = (*ALIASES, *CASTS)  # backward casts again what it reads in another dtype
+    kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(compat.is_backward, _readers(x.node, through)))]
+    direct = [x for x in kept if any("attention" in str(user.target) for user in _readers(x.node))]
+    if len(kept) == len(fprops) and 0 < len(direct) < len(fprops):
+        # attention reads a copy of its slice, and backward keeps that as well: after norms of q and k, v stays apart
+        rest = [x for x in fprops if x not in direct]
+        return _merged(rest, of_layer, ranks, save) if len(rest) > 1 else None
+    if save:  # slices that are kept in FP8 do not keep the result of the matmul
+        kept = [x for x in kept if x.n % BLOCK.columns or delicate(x.node) or unreadable(x.node, joint=True)]
+    return Merged(gemms, total, frozenset(kept if len(kept) < len(fprops) else ()))
+
+
+def _inputs(members: Iterable[Matmul]) -> list[Node]:
+    return [x for matmul in members for x in matmul.node.all_input_nodes]
+
+
+def _readers(node: Node, through: tuple = ALIASES) -> Iterator[Node]:
+    """What reads the memory of a tensor, directly or through views."""
+    for user in node.users:
+        yield user
+        if call_function(user, through):
+            yield from _readers(user, through)
+
+
+def total_of(parts: Collection[Node]) -> Node | None:
+    """The first sum that contains all of these tensors, each after views and casts. What is summed up on the way has no other
+    reader. None if there is no such sum."""
+    paths = []
+    for node in parts:
+        paths.append({node: None})
+        while len(node.users) == 1 and call_function(user := next(iter(node.users)), (*VIEWS, *SAME, *CASTS, *SUMS)):
+            if call_function(user, SUMS) and (user.kwargs or user.args[0] is user.args[1]):
+                break
+            paths[-1][user] = None
+            node = user
+    return next((node for node in paths[0] if all(node in path for path in paths)), None)
+
+
+def _wanted(merged: Merged, device: Device | None) -> bool:
+    if all(matmul.recipe.merge_matmuls is True for matmul in merged.every):
+        return True
+    return device is not None and device.has_fp8 and gain(merged, device) > 0
+
+
+def gain(merged: Merged, device: Device) -> float:
+    """Seconds that merging saves: of the matmuls, and of the sum of the gradients of the input; less the copies of results."""
+    saved = -sum(4 * hint(x.m) * x.n / device.bandwidth + device.launch for x in merged.apart)
+    for gemm, members in merged.gemms.items():
+        first = members[0]
+        sizes = [(hint(x.m), hint(x.n), hint(x.k)) for x in members]
+        along = {"fprop": 1, "dgrad": 2, "wgrad": 0}[gemm]
+        whole = tuple(sum(size[i] for size in sizes) if i == along else sizes[0][i] for i in range(3))
+        times = [_seconds(first, size, device) for size in (*sizes, whole)]
+        saved += sum(times[:-1]) - times[-1]
+        if gemm == "dgrad":
+            saved += (len(members) - 1) * whole[0] * whole[1] * value(first.node).dtype.itemsize / device.bandwidth
+    return saved
+
+
+def _seconds(matmul: Matmul, sizes: tuple[int, ...], device: Device) -> float:
+    """Seconds of an FP8 matmul like this one of other sizes."""
+    m, n, k = sizes
+    scaling, fast = COSTS[matmul.recipe.name], matmul.recipe.use_fast_accum[GEMMS.index(matmul.gemm)]
+    emulated, itemsize = matmul.decision.emulated, value(matmul.node).dtype.itemsize
+    return cost.block_gemm(device, m, n, k, scaling, itemsize, emulated=emulated, fast=fast)

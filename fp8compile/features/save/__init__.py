@@ -1,0 +1,44 @@
+"""Large tensors are kept for backward in FP8: the option `save="fp8"`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...extension import Feature, GraphFeature, Pass
+from ...ir.records import FP8
+from ...logs import get_logger
+from ...passes.joint import Joint
+from ...passes.partitioned import Partitioned
+from ...passes.pipeline import skipped
+from ...reporting.kept import brief
+from ...runtime.ledger import LEDGER
+from .save import SavedInFP8
+from .save import save as run_save
+
+if TYPE_CHECKING:
+    from ...compilation import Job
+
+logger = get_logger(__name__)
+
+
+class _SavedOfGraph(GraphFeature):
+    partitions, warm = True, False
+
+    def before(self, job: Job, joint: Joint) -> None:
+        joint.saves = "save" not in skipped()
+
+    def partitioned(self, job: Job, halves: Partitioned, record: int | None) -> None:
+        kept = tuple(halves.extras.of(SavedInFP8).records)
+        if kept:
+            logger.info("fp8: %s: %s", job.inputs.root, brief(kept))
+        if record is not None:
+            LEDGER.keeps(record, kept)
+
+
+class SavedTensors(Feature):
+    name = "save"
+    passes = {"partitioned": (Pass("save", run_save, optional=True),)}
+
+    def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
+        asked = job.options.policy.save == "fp8" and job.inputs.training and phase == FP8
+        return _SavedOfGraph() if asked else None

@@ -1,0 +1,89 @@
+"""FP8 copies of weights that are kept between calls: the option `cache_weights`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ... import compat
+from ...extension import Feature, GraphFeature, Pass
+from ...logs import get_logger, say_once
+from ...passes.joint import Joint
+from ...passes.pipeline import Rewritten
+from .hoist import ROOM, Cache, Hoisted
+from .hoist import hoist as run_hoist
+from .weight_cache import WeightCache, casts_of_step, step_wrote
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...compilation import Job
+    from ...runtime.compiled_graph import CompiledGraph
+    from ...runtime.probe import Look
+
+logger = get_logger(__name__)
+
+
+class KeptCopies(GraphFeature):
+    """The copies of one graph. `weights`: the parameters whose copies may be kept, by input."""
+
+    warm = False
+
+    def __init__(self, weights: frozenset[int]):
+        self.weights, self.inputs = weights, ROOM * len(weights)
+        self.first = 0
+        self.hoisted: Hoisted | None = None
+        self.cache: WeightCache | None = None
+
+    def place(self, first: int) -> None:
+        self.first = first
+
+    def before(self, job: Job, joint: Joint) -> None:
+        joint.cached = self.weights
+        joint.extras.put(Cache(self.weights, self.first))
+
+    def after(self, job: Job, done: Rewritten) -> None:
+        self.hoisted = done.results.get(Hoisted)
+
+    def compiled(self, job: Job, graph: CompiledGraph) -> None:
+        if self.hoisted is not None:
+            self.cache = WeightCache(self.hoisted, job.inner, job.lowering)
+            graph.owners.know(self.cache.casts)
+
+    def stand_ins(self, device: torch.device) -> Sequence[torch.Tensor]:
+        return self.cache.empty(device) if self.cache is not None else ()
+
+    def arguments(self, args: Sequence[Any], look: Look | None) -> Sequence[torch.Tensor]:
+        return self.cache.copies(args, look) if self.cache is not None else ()
+
+
+class CachedWeights(Feature):
+    name = "weight_cache"
+    passes = {"reduce_current": (Pass("hoist", run_hoist),)}  # casts of weights that are made outside of the graph
+
+    def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
+        weights = _cacheable(job) if job.learns and job.only is None else frozenset()
+        return KeptCopies(weights) if weights else None
+
+
+    def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
+        return casts_of_step(optimizer)
+
+    def step_wrote(
+        self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]
+    ) -> None:
+        step_wrote(optimizer, weights, amaxes)
+
+
+def _cacheable(job: Job) -> frozenset[int]:
+    """The parameters whose FP8 copies may be kept between calls. Not those that FSDP frees. And none where CUDA graphs would
+    copy the copies in each call, or where compiled autograd makes the calls."""
+    inputs, options = job.inputs, job.options
+    if not any(recipe.cache_weights for recipe in options.policy.possible) or inputs.inlined:
+        return frozenset()
+    if compat.cuda_graphs(options.inductor):
+        say_once(logger, logging.WARNING, "fp8: cache_weights has no effect with CUDA graphs, which copy what they read")
+        return frozenset()
+    freed = {id(read) for _, read in compat.sharded_pairs()}
+    return frozenset(i for i in inputs.parameters if id(job.given[i]) not in freed and i not in inputs.packed)

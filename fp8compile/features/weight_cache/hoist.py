@@ -1,0 +1,190 @@
+"""hoist: take the casts of weights out of the graph, with `cache_weights`.
+
+    w8, w8t = quantize_both(w, scale); y = scaled_mm(x8, w8, ..)     ->     y = scaled_mm(x8, copy_0, ..)
+
+The copies become inputs of the graph, and the operators that made them a graph of their own, from parameters to copies. It is
+called when a weight has changed (`weight_cache`). So under gradient accumulation a weight is cast once a step and not once a
+micro-batch.
+
+What moves is what is computed from parameters alone by our operators and by views. That holds for every recipe, and for
+merged matmuls, whose copies are one buffer. With `cache_weights` a weight is scaled by its current amax, so nothing here reads
+or moves scaling state. With `recast_weights=True`, one copy of a weight is kept where that is enough (`turned`).
+
+`with_amaxes` makes a second graph of the casts, for an optimizer that computes the amaxes of the weights that it writes:
+
+    amax_w = amax(w); scale_w = current_scale(amax_w, ..)     ->     amax_w = amaxes[0:1]; scale_w = current_scale(amax_w, ..)
+
+It reads each weight once, for the cast.
+
+The inputs of a graph are fixed before it is traced, and the copies are known after `quantize`. So a graph has `ROOM` inputs to
+spare for each of these parameters. The copies take the first of them, which get their sizes here. What does not fit is cast in
+the graph.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from ... import compat
+from ...ir import merged, ops
+from ...ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, become, behind, is_tensor, value
+from .turned import turn, turned
+
+if TYPE_CHECKING:
+    from ...passes.joint import Joint
+
+CACHED = "FP8 copies of weights are kept between calls (cache_weights): {:.1f} MB"
+ROOM = 4  # in two layouts, each with scales of its own
+MADE: tuple = (ops.amax, ops.amax_blocks, ops.current_scale, ops.inverse, ops.quantize, ops.quantize_both, ops.transposed)
+MADE += (merged.largest, merged.side_by_side, merged.both_sides)
+PASSED_ON = (*VIEWS, *PERMUTES, *SLICES, *SAME, *CASTS, aten.clone.default, operator.getitem)
+
+
+class Layout(NamedTuple):
+    """A tensor that a graph gets from outside."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """`inputs`: the positions of the parameters whose casts may move. The graph has `room` inputs for their copies, from
+    position `first` on."""
+
+    inputs: frozenset[int] = frozenset()
+    first: int = 0
+
+    @property
+    def room(self) -> int:
+        return ROOM * len(self.inputs)
+
+
+@dataclass(frozen=True)
+class Hoisted:
+    """The casts of a graph. `graph` has the parameters at the positions `inputs` as its inputs, and returns the copies."""
+
+    graph: Graph
+    inputs: tuple[int, ...]
+    copies: tuple[Layout, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in self.copies)
+
+
+def hoist(joint: Joint) -> int:
+    """Move the casts, if there are any to move; returns how many copies that are. The amaxes that the state reads stay
+    (also that of a weight, where it is the input of another matmul)."""
+    written = joint.form
+    cache = joint.extras.of(Cache)
+    if joint.inference or written is None or not cache.inputs:
+        return 0
+    graph, matmuls, amaxes = joint.graph, joint.matmuls, written.amaxes.values()
+    placeholders = {compat.input_index(node): node for node in graph.find_nodes(op="placeholder")}
+    wanted = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.cache_weights}
+    weights = {node: i for i, node in placeholders.items() if i in cache.inputs and node in wanted and compat.is_whole(node)}
+    moving, copies = _movable(graph, weights)
+    while len(copies) > cache.room:  # many layers with one weight, or slices of it
+        del weights[max(weights, key=lambda weight: len(_movable(graph, {weight: weights[weight]})[1]))]
+        moving, copies = _movable(graph, weights)
+    keep = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.recast_weights is not True}
+    sparing = {node: i for node, i in weights.items() if node not in keep}
+    alone = _from(graph, sparing) if sparing else {}
+    spared = turned([node for node in copies if node in alone], moving)
+    copies = [node for node in copies if node not in spared]
+    if not copies:
+        return 0
+    layouts = tuple(Layout(x.dtype, tuple(x.shape), tuple(x.stride())) for x in map(value, copies))
+    made, used = _extracted(copies, weights)
+    for i, node in enumerate(copies):
+        become(placeholders[cache.first + i], value(node))
+        node.replace_all_uses_with(placeholders[cache.first + i], lambda user: user not in moving)
+    for node, other in spared.items():
+        turn(graph, node, placeholders[cache.first + copies.index(other)])
+    for node in reversed(moving):
+        if node not in weights and not node.users and node not in amaxes:
+            graph.erase_node(node)
+    hoisted = Hoisted(made, used, layouts)
+    joint.added += [placeholders[cache.first + i].name for i in range(len(copies))]
+    joint.remarks.append(CACHED.format(hoisted.bytes / 1e6))
+    joint.results.put(hoisted)
+    return len(copies)
+
+
+def _movable(graph: Graph, weights: Mapping[Node, int]) -> tuple[dict[Node, bool], list[Node]]:
+    """As `_from`; and the copies among them that the rest of the graph reads."""
+    moving = _from(graph, weights)
+    copies = [node for node, ours in moving.items() if ours and is_tensor(node) and any(x not in moving for x in node.users)]
+    return moving, [node for node in copies if all(isinstance(size, int) for size in value(node).shape)]
+
+
+def _from(graph: Graph, weights: Mapping[Node, int]) -> dict[Node, bool]:
+    """What is computed from these inputs alone, in order; True: one of our operators is on the way. Without the views at the
+    end, which the graph takes by itself: two views of one copy are one copy."""
+    found = dict.fromkeys(weights, False)
+    for node in graph.nodes:
+        its = node.all_input_nodes
+        if node.op == "call_function" and its and all(x in found for x in its) and node.target in (*MADE, *PASSED_ON):
+            found[node] = node.target in MADE or any(found[x] for x in its)
+    for node in reversed(list(found)):
+        if found[node] and node.target in (*VIEWS, *PERMUTES) and not any(user in found for user in node.users):
+            del found[node]
+    return found
+
+
+def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Graph, tuple[int, ...]]:
+    """A graph that makes the copies, and the positions of the parameters that it reads."""
+    needed: set[Node] = set()
+    stack = list(copies)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    made = Graph()
+    twins: dict[Node, Node] = {}
+    for node in sorted(needed):
+        twins[node] = made.placeholder(node.name) if node in weights else made.node_copy(node, twins.__getitem__)
+        twins[node].meta = dict(node.meta)
+    made.output(tuple(twins[node] for node in copies))
+    return made, tuple(index for node, index in weights.items() if node in needed)
+
+
+def with_amaxes(hoisted: Hoisted) -> tuple[Graph, tuple[int, ...]] | None:
+    """The casts, from the weights and one more input: a float32 vector of their amaxes. And the places, among the weights, of
+    those whose amaxes it has. None if no amax is that of a whole weight, as it lies there (amaxes of rows and
+    blocks, of slices, of a weight that is cast first)."""
+    made = Graph()
+    twins: dict[Node, Node] = {}
+    made.output(made.graph_copy(hoisted.graph, twins))
+    weights = list(hoisted.graph.find_nodes(op="placeholder"))
+    readers: dict[int, list[Node]] = {}
+    for node in hoisted.graph.find_nodes(op="call_function", target=ops.amax):
+        source = behind(arg(node, 0), (*VIEWS, *PERMUTES, *SAME, aten.clone.default))
+        if source in weights and len(node.all_input_nodes) == 1 and value(arg(node, 0)).numel() == value(source).numel():
+            readers.setdefault(weights.index(source), []).append(twins[node])
+    if not readers:
+        return None
+    places = tuple(sorted(readers))
+    with made.inserting_after(twins[weights[-1]]):
+        vector = made.placeholder("amaxes")
+    for i, place in enumerate(places):
+        with made.inserting_after(vector):
+            amax = made.call_function(aten.slice.Tensor, (vector, 0, i, i + 1))
+        for node in readers[place]:
+            node.replace_all_uses_with(amax)
+            made.erase_node(node)
+    made.eliminate_dead_code()
+    return made, places

@@ -1,0 +1,260 @@
+"""FP8 copies of weights that are kept between calls, with `cache_weights`.
+
+`hoist` takes the casts out of a graph. Here they are called, and their results kept as long as the weights are certainly what
+they were. Copies serve a further call if
+
+* every weight that requires gradients belongs to a `torch.optim.Optimizer` that has stepped, so that its hook will tell of the
+  next step. Without one (weights that a trainer updates by itself, the sharded ones of FSDP) every call casts;
+* no optimizer has stepped since, and none that has a weight is in its step now (LBFGS calls the model from there);
+* no weight has other memory, or another version: what writes into a weight under `torch.no_grad()` counts its version up, as
+  `load_state_dict` does. `torch.optim`'s fused updates do not, and neither does what writes to `weight.data`;
+* `refresh_weight_cache` was not called since.
+
+So a write to `weight.data` between two micro-batches of one step is the only one that needs `refresh_weight_cache`. Frozen
+weights are cast with the others, and alone after each step of any optimizer. While a CUDA graph is captured, each call casts,
+because a replay runs no code of ours. New copies are new tensors: a backward that has not run yet keeps those of its forward.
+
+`fp8compile.optim.AdamW(.., fp8_weights=True)` has the casts made at the end of its step (`step_wrote`), so that no forward
+casts. It hands over the amaxes of the weights that it wrote, so that the casts read each weight once. The copies are those that
+the next forward would make, bitwise. The forward casts, as ever, where a graph was not called since its last cast, where
+another optimizer has one of its weights or steps between, and where another library has a hook after all steps. Amaxes are
+computed anew if one of a graph's weights was not updated in this step (no gradient, frozen), was written since, or if a hook of
+the user's ran after the update. Only a write to `weight.data` after the step is not noticed: it needs `refresh_weight_cache`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from ... import compat
+from ...errors import Fp8CompileError
+from ...logs import get_logger, say_once
+from ...runtime import probe
+from ...runtime.inner import Inner
+from ...runtime.interpreter import Eager, How, boxed
+from ...runtime.optimizer_steps import listen
+from .hoist import Hoisted, Layout, with_amaxes
+
+logger = get_logger(__name__)
+
+PACKAGE = __name__.split(".")[0] + "."
+WASTED = 2  # casts in a row after which a forward casts again
+Mark = tuple[int, int]  # of a weight: its memory and its version
+
+
+class _Steps:
+    """What optimizers of this process do. Held weakly: an optimizer that is gone tells nothing."""
+
+    def __init__(self) -> None:
+        self.changes = 0  # steps of all optimizers, and calls of `refresh_weight_cache`
+        self.inside: Any = WeakKeyDictionary()  # optimizer that is in its step -> ids of its parameters
+        self.parameters: Any = WeakKeyDictionary()  # optimizer -> ids of its parameters, at its last step
+        self.written: Any = WeakKeyDictionary()  # optimizer -> what `step_wrote` was told in this step
+        self.caches: Any = WeakValueDictionary()  # all of this process, numbered: an order that ranks agree on
+        self.made = 0
+
+    def add(self, cache: WeightCache) -> None:
+        listen(_stepped, before=_steps_now)
+        self.caches[self.made] = cache
+        self.made += 1
+
+    def tell_of(self, weights: Sequence[Tensor]) -> bool:
+        """Will a step that changes one of these be noticed?"""
+        stepping, stepped = list(self.inside.values()), list(self.parameters.values())
+        if not stepped or any(id(weight) in its for its in stepping for weight in weights):
+            return False
+        return all(any(id(weight) in its for its in stepped) for weight in weights if weight.requires_grad)
+
+
+_STEPS = _Steps()
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _steps_now(optimizer: torch.optim.Optimizer) -> None:
+    _STEPS.inside[optimizer] = _ids(optimizer)
+    _STEPS.written.pop(optimizer, None)  # of a step that failed
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> None:
+    _STEPS.inside.pop(optimizer, None)
+    ids = _STEPS.parameters[optimizer] = _ids(optimizer)
+    _STEPS.changes += 1
+    written = _STEPS.written.pop(optimizer, None)
+    if written is None:
+        return
+    theirs, of_all = compat.hooks_after_step(optimizer)
+    if not all(getattr(hook, "__module__", "").startswith(PACKAGE) for hook in of_all):
+        say_once(logger, logging.INFO, "fp8_weights: forward casts weights, for a hook after all steps may write to them")
+        return
+    if theirs:
+        say_once(logger, logging.INFO, "fp8_weights: amaxes are computed anew, for a hook after the step may write to weights")
+    with compat.unseen():
+        for cache in list(_STEPS.caches.values()):
+            cache.cast_now(ids, {} if theirs else written)
+
+
+def refresh_weight_cache() -> None:
+    """Cast all weights anew at their next use, where `cache_weights` keeps copies. Only needed after a write to `weight.data`
+    between two micro-batches of one optimizer step and, with `AdamW(.., fp8_weights=True)`, between a step and the next
+    forward; all other changes are noticed."""
+    _STEPS.changes += 1
+
+
+def casts_of_step(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
+    """The parameters (ids) whose amaxes the casts at the end of this optimizer's step can use. None if no graph that was called
+    has copies of any of its parameters, and no graph is still to be called."""
+    ids, known = _ids(optimizer), False
+    found: set[int] = set()
+    for cache in list(_STEPS.caches.values()):
+        known = known or not cache.called or any(i in ids for key in list(cache.kept) for i in key)
+        if cache.given is not None:
+            found.update(id(weights[i]) for _, weights in cache.due(ids) for i in cache.given.places)
+    return frozenset(found & ids) if known else None
+
+
+def step_wrote(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
+    """To be called in a step: when it ends, the weights of this optimizer are cast for graphs that keep copies. `weights` are
+    some that the step has written, and `amaxes` theirs, of one element each and exact."""
+    pairs = zip(weights, amaxes, strict=True)
+    _STEPS.written[optimizer] = {id(weight): (_mark(weight), amax) for weight, amax in pairs}
+
+
+@dataclass
+class _KeptCopies:
+    """What was cast for a set of weights. Without a `stamp` there are no copies that could serve again."""
+
+    references: list[weakref.ref] = field(default_factory=list)  # to the weights
+    stamp: tuple | None = None
+    copies: Sequence[Tensor] = ()
+    used: bool = True  # by a forward, since the last cast
+    wasted: int = 0  # casts at the end of steps, the latest ones in a row, whose copies no forward could use
+
+    def drop(self) -> None:
+        """So that the memory serves again, before new copies are made."""
+        self.stamp, self.copies = None, ()
+
+
+class _Casts:
+    """A graph from weights to copies. With `places`, a vector of the amaxes of the weights there is one more input."""
+
+    def __init__(self, graph: Graph, places: tuple[int, ...] = ()):
+        self.graph, self.places = GraphModule({}, graph), places
+        self.function: Callable[..., Any] | None = None
+
+
+class WeightCache:
+    """The copies that one graph reads, for each set of weights that it is called with (a graph may serve many layers)."""
+
+    def __init__(self, hoisted: Hoisted, inner: Inner, patches: Mapping[str, Any]):
+        self.inputs, self.layouts = hoisted.inputs, hoisted.copies
+        self.inner, self.patches = inner, dict(patches)
+        self.own = _Casts(hoisted.graph)
+        given = with_amaxes(hoisted)
+        self.given = _Casts(*given) if given is not None else None
+        self.kept: dict[tuple[int, ...], _KeptCopies] = {}
+        self.called = False
+        self.lock = threading.Lock()
+        _STEPS.add(self)
+
+    @property
+    def casts(self) -> dict[tuple[int, probe.Name], probe.CastKind]:
+        return probe.casts_of(self.own.graph.graph)
+
+    def empty(self, device: torch.device) -> Sequence[Tensor]:
+        """Stand-ins for the copies, for a call with fake tensors."""
+        return [layout.empty(device) for layout in self.layouts]
+
+    def copies(self, args: Sequence[Any], look: probe.Look | None = None) -> Sequence[Tensor]:
+        """The copies of these arguments of the graph; `look` measures their casts."""
+        weights = [args[i] for i in self.inputs]
+        if look is not None:
+            return boxed(Eager(self.own.graph))([x.detach() for x in weights], How(False, look))
+        self.called = True
+        key, stamp = tuple(map(id, weights)), _stamp(weights)
+        kept = self.kept.get(key)
+        if kept is not None and kept.stamp == stamp and stamp is not None and _STEPS.tell_of(weights):
+            kept.used, kept.wasted = True, 0
+            return kept.copies
+        if kept is None:
+            entries = self.kept
+            kept = _KeptCopies([weakref.ref(weight, lambda _: entries.pop(key, None)) for weight in weights])
+        elif not kept.used:
+            kept.wasted += 1
+        kept.drop()
+        made, kept.used = self._cast(weights), True
+        if stamp is None:
+            self.kept.pop(key, None)
+            return made
+        self.kept[key] = kept
+        if _STEPS.tell_of(weights):  # else only the weights are known, for the end of the next step
+            kept.stamp, kept.copies = stamp, made
+        return made
+
+    def due(self, ids: Collection[int]) -> list[tuple[_KeptCopies, list[Tensor]]]:
+        """What is to be cast at the end of a step of the optimizer with these parameters: what a forward has read since it was
+        cast. The optimizer must have all weights that are trained, and one at least."""
+        found = []
+        for kept in list(self.kept.values()):
+            weights = [weight for reference in kept.references if (weight := reference()) is not None]
+            trained = [weight for weight in weights if weight.requires_grad]
+            theirs = bool(trained) and all(id(weight) in ids for weight in trained)
+            if len(weights) == len(kept.references) and theirs and kept.used and kept.wasted < WASTED:
+                found.append((kept, weights))
+        return found
+
+    def cast_now(self, ids: Collection[int], written: Mapping[int, tuple[Mark, Tensor]]) -> None:
+        """Cast what is `due`. `written`: marks and amaxes of weights that the step wrote."""
+        for kept in list(self.kept.values()):  # a step makes all copies old
+            kept.drop()
+        for kept, weights in self.due(ids):
+            stamp = _stamp(weights)
+            if stamp is not None and _STEPS.tell_of(weights):
+                kept.copies = self._cast(weights, self._amaxes(weights, written))
+                kept.stamp, kept.used = stamp, False
+
+    def _amaxes(self, weights: Sequence[Tensor], written: Mapping[int, tuple[Mark, Tensor]]) -> Sequence[Tensor]:
+        """Those of the weights at the `places` of `given`, or none if one is not known."""
+        wanted = [weights[i] for i in self.given.places] if self.given is not None else []
+        found = [written[id(x)][1] for x in wanted if id(x) in written and written[id(x)][0] == _mark(x)]
+        if len(found) == len(wanted):
+            return found
+        missing = f"{len(wanted) - len(found)} of {len(wanted)} weights were not updated in this step, or written since"
+        say_once(logger, logging.INFO, f"fp8_weights: a graph computes its amaxes anew: {missing}")
+        return ()
+
+    def _cast(self, weights: Sequence[Tensor], amaxes: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+        casts = self.given if amaxes and self.given is not None else self.own
+        with torch.no_grad():
+            inputs = [*weights, torch.stack(list(amaxes)).float()] if amaxes else weights
+            if casts.function is None:
+                with self.lock:
+                    casts.function = casts.function or compat.compile_fx(casts.graph, inputs, self.inner.compile, self.patches)
+            made = casts.function(*inputs)
+        for copy, layout in zip(made, self.layouts, strict=True):
+            if Layout(copy.dtype, tuple(copy.shape), tuple(copy.stride())) != layout:
+                raise Fp8CompileError(f"cache_weights: a cast made {copy.dtype} {list(copy.shape)}; please report this")
+        return made
+
+
+def _stamp(weights: Sequence[Tensor]) -> tuple | None:
+    """Differs from an earlier one if some weight may have changed; None if nobody can tell."""
+    if any(weight.is_inference() for weight in weights) or compat.capturing():
+        return None
+    return _STEPS.changes, *map(_mark, weights)
+
+
+def _mark(weight: Tensor) -> Mark:
+    return weight.data_ptr(), weight._version

@@ -1,0 +1,341 @@
+"""What an export writes: bytes and scales of weights, names, configuration, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile
+from tests.features.export.small import Small, evaluated, next_forward, tokens, trained
+from tests.support.harness import load_scaling, sqnr
+from tests.support.hooks import slots_of
+from tests.support.reference_casts import OCP, Quantized, block_amaxes, quantize
+from tests.support.served import config_of, serve, tensors_of
+
+pytest.importorskip("safetensors")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
+
+E4M3 = OCP[0]
+FP8 = ("up", "down")
+# recipe -> (blocks of a weight that share a scale, whether scales are powers of two)
+CURRENT = {
+    "tensorwise": ((0, 0), False),
+    "rowwise": ((1, 0), False),
+    "rowwise_with_gw_hp": ((1, 0), False),
+    "blockwise": ((128, 128), True),
+}
+# The order of float32 sums, and 1 / scale against scale, move results by 2**-24, or let one value in some 100,000 round to
+# the other neighbour. Other scales, or another block, give 20 to 30 dB.
+CLOSE_DB = 60.0
+
+
+def stored(directory: Path, name: str) -> Quantized:
+    """A weight of a checkpoint with its scales."""
+    tensors = tensors_of(directory)
+    key = f"{name}.weight_scale_inv" if f"{name}.weight_scale_inv" in tensors else f"{name}.weight_scale"
+    return Quantized(tensors[f"{name}.weight"], tensors[key], (0, 0))
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        ("tensorwise", torch.float32),
+        ("rowwise", torch.float32),
+        ("blockwise", torch.float32),
+        pytest.param("rowwise_with_gw_hp", torch.float32, marks=pytest.mark.slow),
+        pytest.param("rowwise", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_and_scales_of_current_scaling(recipe: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A server computes with them what evaluation computes."""
+    model = Small().to(dtype)
+    compiled = trained(model, 2, recipe)
+    made = fp8compile.export(model, tmp_path / "out")
+    block, rounded = CURRENT[recipe]
+    for name in FP8:
+        weight = model.get_submodule(name).weight
+        expected, found = quantize(weight, E4M3, block, rounded=rounded), stored(made.directory, name)
+        assert same_bytes(found.values, expected.values), name
+        assert found.scale_inv.dtype == torch.float32
+        assert torch.equal(found.scale_inv.reshape(expected.scale_inv.shape), expected.scale_inv), name
+    if dtype == torch.float32:
+        theirs = serve(Small(), made.directory, rounded=rounded)(tokens(9))
+        assert sqnr(evaluated(compiled, tokens(9)), theirs) > CLOSE_DB
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_the_decompressor_of_compressed_tensors(recipe: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    model = Small()
+    trained(model, 1, recipe)
+    made = fp8compile.export(model, tmp_path / "out", format="compressed-tensors")
+    (scheme,) = QuantizationConfig.model_validate(config_of(made.directory)).config_groups.values()
+    tensors, (block, rounded) = tensors_of(made.directory), CURRENT[recipe]
+    for name in FP8:
+        own = {last: tensors[f"{name}.{last}"] for last in ("weight", "weight_scale")}
+        found = BaseCompressor.get_value_from_registry(scheme.format).decompress(own, scheme)["weight"]
+        expected = quantize(model.get_submodule(name).weight, E4M3, block, rounded=rounded).exact().float()
+        assert found.dtype == torch.float32 and torch.equal(found, expected), name
+
+
+@pytest.mark.slow
+def test_margin_and_power_of_2_are_in_the_scale(tmp_path: Path) -> None:
+    model = Small()
+    trained(model, 1, "tensorwise", margin=(0, 1, 0), power_of_2_scale=True)
+    made = fp8compile.export(model, tmp_path / "out")
+    expected, found = quantize(model.up.weight, E4M3, margin=1, rounded=True), stored(made.directory, "up")
+    assert same_bytes(found.values, expected.values) and found.scale_inv.item() == expected.scale_inv.item()
+
+
+@pytest.mark.slow
+def test_delayed_takes_the_scales_of_its_state(tmp_path: Path) -> None:
+    model = Small()
+    compiled = trained(model, 4)
+    with torch.no_grad():
+        model.up.weight.mul_(1.5)  # beyond its history: what does not fit saturates, as in training
+    made = fp8compile.export(compiled, tmp_path / "out")
+    tensors = tensors_of(made.directory)
+    for name in FP8:
+        slots = {role: slots_of(model)[f"{name}.weight", role, 0] for role in ("weight", "input")}
+        expected = quantize(model.get_submodule(name).weight, E4M3, scale=slots["weight"].scale())
+        assert same_bytes(tensors[f"{name}.weight"], expected.values), name
+        assert tensors[f"{name}.weight_scale"].tolist() == [slots["weight"].scale_inv()]
+        assert tensors[f"{name}.input_scale"].tolist() == [slots["input"].scale_inv()]
+    values = tensors["up.weight"].float()
+    assert (values.abs() == 448.0).sum() > 10
+    theirs = serve(Small(), made.directory)(tokens(9))
+    assert sqnr(next_forward(compiled, tokens(9)), theirs) > CLOSE_DB
+
+
+def test_delayed_without_a_history_takes_the_current_amax(tmp_path: Path) -> None:
+    """After an overflow training scales by the current amax, and so does the export."""
+    model = Small()
+    compiled = trained(model, 2)
+    load_scaling(model, None)
+    made = fp8compile.export(compiled, tmp_path / "out")
+    assert "up.input_scale" not in tensors_of(made.directory)
+    assert same_bytes(stored(made.directory, "up").values, quantize(model.up.weight, E4M3).values)
+    trained_ = Small()
+    compiled = trained(trained_, 2)
+    with torch.no_grad():
+        trained_.up.weight.mul_(8.0)
+    compiled(tokens(5)).sum().backward()
+    made = fp8compile.export(compiled, tmp_path / "other")
+    assert same_bytes(stored(made.directory, "up").values, quantize(trained_.up.weight, E4M3).values)
+    assert stored(made.directory, "down").scale_inv.item() == slots_of(trained_)["down.weight", "weight", 0].scale_inv()
+
+
+class UsedTwice(nn.Module):
+    """One layer, first on small inputs, then on larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(96, 128), nn.Linear(128, 128), nn.Linear(128, 96)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(50.0 * torch.tanh(self.layer(self.embed(ids)))))
+
+
+@pytest.mark.slow
+def test_a_layer_that_is_used_twice_takes_the_range_of_both_inputs(tmp_path: Path) -> None:
+    model = UsedTwice()
+    trained(model, 2)
+    made = fp8compile.export(model, tmp_path / "out")
+    small, large = (slots_of(model)["layer.weight", "input", use].scale_inv() for use in (0, 1))
+    assert small < large and tensors_of(made.directory)["layer.input_scale"].tolist() == [large]
+
+
+def test_merged_weights_share_a_scale(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(96, 128)
+            self.q, self.k = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
+            self.head = nn.Linear(128, 96)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            return self.head(torch.nn.functional.silu(self.q(x)) * self.k(x))
+
+    model = Two()
+    with torch.no_grad():
+        model.k.weight.mul_(4.0)
+    compiled = trained(model, 1, "tensorwise", merge_matmuls=True)
+    assert any("merged" in record.how for record in fp8compile.report(model).matmuls if record.gemm == "fprop")
+    made = fp8compile.export(compiled, tmp_path / "out")
+    scale = 1.0 / quantize(model.k.weight, E4M3).scale_inv.double().item()
+    for name in ("q", "k"):
+        weight = model.get_submodule(name).weight
+        assert same_bytes(stored(made.directory, name).values, quantize(weight, E4M3, scale=float(scale)).values), name
+    assert block_amaxes(model.q.weight, (0, 0)) < block_amaxes(model.k.weight, (0, 0))
+
+
+def test_what_is_not_fp8_is_written_as_it_is(tmp_path: Path) -> None:
+    model = Small()
+    trained(model, 1, "rowwise")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = fp8compile.export(model, tmp_path / "out")
+    assert made.ignored == ("embed", "head") and made.layers == dict.fromkeys(FP8, "rowwise") and not made.left
+    tensors = tensors_of(made.directory)
+    for name, tensor in before.items():
+        assert torch.equal(model.state_dict()[name], tensor), f"{name} of the model has changed"
+        if name not in ("up.weight", "down.weight"):
+            assert torch.equal(tensors.pop(name), tensor), name
+    assert sorted(tensors) == ["down.weight", "down.weight_scale", "up.weight", "up.weight_scale"]
+
+
+@pytest.mark.slow
+def test_layers_are_those_whose_fprop_the_report_says_is_fp8(tmp_path: Path) -> None:
+    model = Small()
+    rules = {"rules": [{"module": "down", "override_linear_precision": [True, False, False]}]}
+    trained(model, 1, "tensorwise", policy=rules)
+    made = fp8compile.export(model, tmp_path / "out")
+    records = [record for graph in fp8compile.report(model).graphs if not graph.note for record in graph.matmuls]
+    fprops = {record.fqn for record in records if record.gemm == "fprop" and record.decision == "fp8"}
+    assert fprops == set(made.layers) == {"up"}
+    assert "down" in made.ignored and tensors_of(made.directory)["down.weight"].dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_configurations(tmp_path: Path) -> None:
+    def config(recipe: str, **given: Any) -> dict[str, Any]:
+        model = Small()
+        trained(model, 2, recipe, **given.pop("options", {}))
+        return config_of(fp8compile.export(model, tmp_path / f"{recipe}{len(list(tmp_path.iterdir()))}", **given).directory)
+
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    (rowwise,) = config("rowwise")["config_groups"].values()
+    assert rowwise["weights"] == {**fp8, "strategy": "channel", "dynamic": False}
+    assert rowwise["input_activations"] == {**fp8, "strategy": "token", "dynamic": True}
+    assert rowwise["targets"] == ["Linear"]
+    (delayed,) = config("delayed")["config_groups"].values()
+    assert delayed["input_activations"] == {**fp8, "strategy": "tensor", "dynamic": False}
+    (tensorwise,) = config("tensorwise")["config_groups"].values()
+    assert tensorwise["input_activations"] == {**fp8, "strategy": "tensor", "dynamic": True}
+    blocks = config("blockwise")
+    assert blocks == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["embed", "head"],
+    }
+    (other,) = config("blockwise", format="compressed-tensors")["config_groups"].values()
+    assert other["weights"]["block_structure"] == [128, 128] and other["input_activations"]["group_size"] == 128
+    mixed = {"policy": {"rules": [{"module": "down", "recipe": "blockwise"}]}}
+    found = config("rowwise", options=mixed)
+    assert found["quant_method"] == "compressed-tensors" and found["ignore"] == ["embed", "head"]
+    assert [group["targets"] for group in found["config_groups"].values()] == [["up"], ["down"]]
+
+
+def test_files(tmp_path: Path) -> None:
+    model = Small()
+    trained(model, 1, "tensorwise")
+    made = fp8compile.export(model, tmp_path / "out")
+    assert sorted(path.name for path in made.directory.iterdir()) == sorted(made.files) == ["config.json", "model.safetensors"]
+    whole = tensors_of(made.directory)
+    (made.directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(fp8compile.ExportError, match=r"has files already \(config.json, .*overwrite=True"):
+        fp8compile.export(model, made.directory)
+    again = fp8compile.export(model, made.directory, overwrite=True, max_shard_size=40_000)
+    names = {path.name for path in made.directory.iterdir()}
+    assert names == {*again.files, "tokenizer.json"} and "model.safetensors" not in names and len(names) > 4
+    index = json.loads((made.directory / "model.safetensors.index.json").read_text())
+    parts = tensors_of(made.directory)
+    assert set(index["weight_map"]) == set(parts) == set(whole)
+    assert all(same_bytes(parts[name].reshape(-1), whole[name].reshape(-1)) for name in whole)
+
+
+def test_tied_and_overlapping_tensors_have_their_own_memory(tmp_path: Path) -> None:
+    model = Small()
+    model.head.weight = model.embed.weight
+    buffer = torch.arange(8.0)
+    model.register_buffer("first", buffer[:4])
+    model.register_buffer("second", buffer[2:6])
+    trained(model, 1, "tensorwise")
+    tensors = tensors_of(fp8compile.export(model, tmp_path / "out").directory)
+    assert "head.weight" not in tensors and torch.equal(tensors["embed.weight"], model.embed.weight)
+    assert tensors["first"].tolist() == [0, 1, 2, 3] and tensors["second"].tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_fp8_is_enough(tmp_path: Path) -> None:
+    model = Small()
+    evaluated(trained(model, 0, "delayed"), tokens())
+    made = fp8compile.export(model, tmp_path / "out")
+    assert set(made.layers) == set(FP8)
+    (group,) = config_of(made.directory)["config_groups"].values()
+    assert group["input_activations"]["dynamic"]
+
+
+class Block(nn.Module):
+    """Two layers that read one tensor: their input has one history, which belongs to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate(x) + torch.tanh(self.up(x))
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled_one_by_one(tmp_path: Path) -> None:
+    """All blocks run the code of one graph; each has scales of its own."""
+    model = nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96))
+    for block in model[1:4]:
+        block.compile(backend="fp8")
+    for step in range(3):
+        model(tokens(step)).logsumexp(-1).mean().backward()
+    made = fp8compile.export(model, tmp_path / "out")
+    tensors = tensors_of(made.directory)
+    assert list(made.layers) == [f"{i}.{name}" for i in (1, 2, 3) for name in ("gate", "up")]
+    scales = [tensors[f"{i}.up.input_scale"].item() for i in (1, 2, 3)]
+    assert len(set(scales)) == 3
+    for i, scale in zip((1, 2, 3), scales, strict=True):
+        assert tensors[f"{i}.gate.input_scale"].item() == scale == slots_of(model)[f"{i}.gate.weight", "input", 0].scale_inv()
+        assert (f"{i}.up.weight", "input", 0) not in slots_of(model)
+    model.train()
+    server = serve(nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96)), made.directory)
+    assert sqnr(next_forward(model, tokens(9)), server(tokens(9))) > CLOSE_DB
+
+
+@pytest.mark.slow
+def test_float32_weights_under_autocast(tmp_path: Path) -> None:
+    """They are cast from float32, not from the bf16 copy that autocast would multiply with."""
+    model = Small()
+    with torch.autocast("cpu", torch.bfloat16):
+        trained(model, 1, "rowwise")
+    made = fp8compile.export(model, tmp_path / "out")
+    assert set(made.layers) == set(FP8)
+    assert same_bytes(stored(made.directory, "up").values, quantize(model.up.weight, E4M3, (1, 0)).values)
+
+
+def test_an_older_checkpoint_goes_when_the_new_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    model = Small()
+    trained(model, 1, "rowwise")
+    made = fp8compile.export(model, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in made.directory.iterdir()}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        fp8compile.export(model, made.directory, overwrite=True)
+    assert {path.name: path.read_bytes() for path in made.directory.iterdir()} == before

@@ -1,0 +1,410 @@
+"""`save="fp8"`: what forward keeps for backward in FP8, each gradient is as exact. (tests/equivalence: outputs and
+state are those without it, bitwise.)"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+import fp8compile
+from fp8compile.dryrun import fake_gpu
+from fp8compile.ir.records import KeptRecord
+from tests.support import hooks
+from tests.support.executed import executed
+from tests.support.gpu_steps import unallocated
+from tests.support.harness import ALL_FP8, assert_close, compiled, grads_of, histories, leaf, noise
+from tests.support.models import Checkpointed, Ffn, GptLayer, LlamaLayer, Mlp, NormalHeads, Stack, SwiGlu, make
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+for_a_gpu = pytest.mark.compiled  # nothing is interpreted
+needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def tiny() -> Iterator[None]:
+    """No tensor of a test is large."""
+    with hooks.saving_small_tensors():
+        yield
+
+
+class Chunked(nn.Module):
+    """SwiGLU with one linear for gate and up."""
+
+    def __init__(self, width: int = 128, hidden: int = 256) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Squared(nn.Module):
+    """A tensor that a linear and the backward of a product read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 256, bias=False), nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y) * y
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: LlamaLayer(128, 2, 2, 256),
+    "gpt": lambda: GptLayer(128, 4, causal=True),
+    "vit": lambda: GptLayer(128, 4, causal=False),
+    "ffn": lambda: Ffn(128),
+    "half": lambda: Stack(SwiGlu(), Checkpointed(Mlp())),
+    "gate and up": SwiGlu,
+    "chunked": Chunked,
+    "q and k": NormalHeads,
+}
+
+
+def aim(out: Tensor) -> Tensor:
+    """The gradient of the tests' loss: it does not depend on the model."""
+    return noise(*out.shape, seed=99).to(out.dtype)
+
+
+def kept(model: nn.Module) -> list[KeptRecord]:
+    return [record for graph in fp8compile.report(model).graphs for record in graph.kept]
+
+
+def saving(saved: list[Tensor]) -> Any:
+    """Inside, forward's tensors for backward are noted."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+
+
+class Twins:
+    """A model compiled without and with `save`; both take the same steps."""
+
+    def __init__(self, model: nn.Module, **options: Any):
+        self.models = [model, copy.deepcopy(model)]
+        how = {"policy": ALL_FP8, **options}
+        self.compiled = [compiled(x, save=kind, **how) for x, kind in zip(self.models, ("auto", "fp8"), strict=True)]
+
+    def __call__(self, x: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
+        """(output, the input as a leaf) of each; outputs are bitwise equal."""
+        leaves = [leaf(x), leaf(x)]
+        outputs = [function(given) for function, given in zip(self.compiled, leaves, strict=True)]
+        assert torch.equal(*outputs)
+        return [(out, [given]) for out, given in zip(outputs, leaves, strict=True)]
+
+    def backward(self, *made: list[tuple[Tensor, list[Tensor]]]) -> None:
+        """Run the backwards of such calls. Gradients are those of the other twin, but for roundings to FP8."""
+        for calls in made:
+            for out, _ in calls:
+                (out * aim(out)).mean().backward()
+        both = [grads_of(model, [x for calls in made for x in calls[i][1]]) for i, model in enumerate(self.models)]
+        assert_close(*both, 18.0, "a gradient")
+        for model in self.models:
+            model.zero_grad()
+
+    def merged(self) -> list[set[int]]:
+        """For each twin: how many layers there are to a matmul, 0 where it is its own."""
+        return [{len(x.merged) for x in fp8compile.report(model).matmuls} for model in self.models]
+
+    def kept(self) -> list[KeptRecord]:
+        return kept(self.models[1])
+
+    def same_state(self) -> None:
+        """What forward sees is the same; gradients differ a little."""
+        one, other = map(histories, self.models)
+        assert one.keys() == other.keys()
+        for key, found in one.items():
+            assert len(found[0]) == len(other[key][0])
+            assert found == other[key] or key[1] == "gradient", key
+
+
+def exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Gradients in float64."""
+    model, leaf_ = copy.deepcopy(model).double(), leaf(x.double())
+    (model(leaf_) * aim(x).double()).mean().backward()
+    return grads_of(model, [leaf_])
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("name", "merge", "dtype"),
+    [
+        ("llama", True, BF16),
+        pytest.param("gpt", False, torch.float32, marks=pytest.mark.slow),
+        pytest.param("vit", False, BF16, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_as_exact(name: str, merge: bool, dtype: torch.dtype) -> None:
+    """Within 1 dB, against high precision, over some steps."""
+    twins = Twins(make(MODELS[name], dtype), merge_matmuls=merge)
+    noises: dict[str, list[float]] = {}
+    for number in range(5):
+        x = noise(4, 128, 128, seed=number, dtype=dtype)
+        expected = exact(twins.models[0], x)
+        for i, (out, leaves) in enumerate(twins(x)):
+            (out * aim(out)).mean().backward()
+            if number:  # the first step is cold
+                for key, grad in grads_of(twins.models[i], leaves).items():
+                    error = (grad.double() - expected[key]).square().sum() / expected[key].square().sum()
+                    noises.setdefault(key, [0.0, 0.0])[i] += float(error)
+            twins.models[i].zero_grad()
+    assert len(twins.kept()) >= 2
+    assert twins.merged() == 2 * ([{0, 2, 3}] if merge else [{0}])
+    lost = {key: 10 * math.log10(with_ / without) for key, (without, with_) in noises.items()}
+    assert max(lost.values()) <= (1.02 if merge else 1.0), lost
+    twins.same_state()
+
+
+def test_beside_a_checkpointed_layer_in_any_order() -> None:
+    """What a checkpoint recomputes is not kept. Two forwards come before their backwards, and an evaluation between."""
+    twins = Twins(make(MODELS["half"]), merge_matmuls=True)
+    for number in range(2):
+        twins.backward(twins(noise(2, 24, 128, seed=number)))
+        with torch.no_grad():
+            twins(noise(2, 24, 128, seed=5, scale=50.0))
+    first, second = (twins(noise(2, 24, 128, seed=number)) for number in (50, 51))
+    twins.backward(second, first)
+    twins.same_state()
+    assert twins.kept() and not any(record.module.startswith("inner.1") for record in twins.kept())
+    assert all(2 in sizes for sizes in twins.merged())
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize(
+    ("name", "recipe", "dtype"),
+    [
+        ("llama, merged", "delayed", BF16),
+        ("gpt", "delayed", torch.float32),
+        ("ffn", "blockwise", BF16),
+    ],
+)
+@for_a_gpu
+@needs_description
+def test_the_plan_for_a_gpu(name: str, recipe: str, dtype: torch.dtype) -> None:
+    """The kernels for an H200 compute what the operators do one by one."""
+    name, _, merge = name.partition(", ")
+    options = {"policy": ALL_FP8, "save": "fp8", "recipe": recipe, "merge_matmuls": bool(merge)}
+    found = []
+    for inside in (executed, hooks.lowered):
+        torch._dynamo.reset()
+        model = make(MODELS[name], dtype)
+        made = {}
+        with inside():
+            run = torch.compile(model, backend="fp8", options=options)
+            for number in range(2):
+                x = leaf(noise(2, 32, 128, seed=number, dtype=dtype))
+                model.zero_grad()
+                out = run(x)
+                (out * aim(out)).mean().backward()
+                made |= {f"{key} {number}": tensor for key, tensor in {**grads_of(model, [x]), "out": out.detach()}.items()}
+        found.append(made)
+    assert_close(*found, 30.0 if dtype == torch.float32 else 24.0, "a gradient")
+
+
+class Unkept(nn.Module):
+    """Kept tensors that have to stay as they are, each after a linear."""
+
+    def __init__(self, what: str, width: int = 128) -> None:
+        super().__init__()
+        self.what, self.linear = what, nn.Linear(128, width, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        match self.what:
+            case "softmax":
+                return F.log_softmax(y.float(), -1)
+            case "largest":
+                return y.amax(-1)
+            case "output":
+                return y, y * y
+            case "view of an output":
+                return y.flatten(), y * y
+            case "phase":
+                return torch.sin(y)
+            case "bounds":
+                return F.hardtanh(y)
+            case "matmul":
+                return y @ y.transpose(-1, -2)
+            case "attention":
+                q = y.unflatten(-1, (2, -1)).transpose(1, 2)
+                return F.scaled_dot_product_attention(q, q, q)
+            case "router":
+                return torch.softmax(y, -1)
+            case "rotation":
+                return (y * torch.cos(torch.arange(128.0) * x.shape[1]).expand(y.shape).contiguous()) + y * x.cos().detach()
+            case "input":
+                return x * x
+        return y * y
+
+
+UNKEPT = "softmax,largest,output,view of an output,phase,bounds,matmul,attention,input,router,rotation".split(",")
+
+
+class Several(nn.ModuleDict):
+    """Models side by side, in one graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [part(x) for part in self.values()]
+        flat = [x for out in outputs for x in (out if isinstance(out, tuple) else (out,))]
+        return tuple(flat)
+
+
+def kept_by(parts: dict[str, nn.Module]) -> set[str]:
+    """The names of the parts that keep a tensor in FP8, if they are parts of one model."""
+    model = make(lambda: Several(parts))
+    found = compiled(model, policy=ALL_FP8, save="fp8")(leaf(noise(2, 32, 128)))
+    sum(x.square().mean() for x in found).backward()
+    return {record.module.split(".")[0] for record in kept(model)}
+
+
+def test_what_stays_as_it_is() -> None:
+    assert kept_by({what: Unkept(what) for what in [*UNKEPT, "square"]}) == {"square"}
+
+
+@pytest.mark.cases(test=1, slow=2)
+@pytest.mark.parametrize(("least", "found"), [(0, {"wide"}), (64 * 256 * 4, {"wide"}), (64 * 256 * 4 + 1, set())])
+def test_96_features_and_small_tensors(least: int, found: set[str]) -> None:
+    """Rows of 96 features have no blocks of 128. A tensor below the limit is not worth a copy."""
+    with hooks.saving_small_tensors(least):
+        assert kept_by({"narrow": Unkept("", 96), "wide": Unkept("", 256)}) == found
+
+
+@pytest.mark.cases(test=2, slow=1)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
+def test_a_copy_that_a_matmul_made_is_kept(recipe: str) -> None:
+    """With one scale for all, the copy of the second linear is kept; with a scale a row, one is made."""
+    twins = Twins(make(Squared), recipe=recipe)
+    for number in range(2):
+        twins.backward(twins(noise(4, 32, 128, seed=number)))
+    ours, theirs = 128 * 256 + 4 * 128 * 2, 128 * 256 + 4
+    assert sorted(record.bytes for record in twins.kept()) == sorted([ours, ours if recipe == "rowwise" else theirs])
+
+
+def test_what_is_kept_and_reported() -> None:
+    """The tensors between forward and backward are those of the report."""
+    model = make(SwiGlu)
+    run = torch.compile(model, backend="fp8", options={"policy": {**ALL_FP8, "save": "fp8"}})
+    saved: list[Tensor] = []
+    with saving(saved):
+        out = run(leaf(noise(4, 48, 128)))
+    out.mean().backward()
+    report = fp8compile.report(model)
+    assert [(x.module, x.tensor, x.before, x.bytes) for x in report.graphs[0].kept] == [
+        (name, "float32 [192 x 256]", 4 * 192 * 256, 192 * 256 + 4 * 192 * 2) for name in ("gate", "up")
+    ]
+    assert sum(x.dtype == FP8 and x.shape == (192, 256) for x in saved) == 2
+    assert not any(x.dtype == torch.float32 and x.shape == (192, 256) for x in saved)
+    assert "kept for backward in FP8" in str(report) and report.to_dict()["graphs"][0]["kept"][0]["module"] == "gate"
+    assert "kept for backward in FP8" in report.to_html()
+
+
+@pytest.mark.slow
+def test_a_schedule_saves_in_its_fp8_phases_only() -> None:
+    model = make(SwiGlu)
+    run = compiled(model, policy={**ALL_FP8, "schedule": {"warmup_steps": 1}}, save="fp8")
+    optimizer, kinds = torch.optim.SGD(model.parameters(), 0.0), []
+    for number in range(3):
+        saved: list[Tensor] = []
+        with saving(saved):
+            out = run(leaf(noise(4, 48, 128, seed=number)))
+        out.mean().backward()
+        optimizer.step()
+        kinds.append(sum(x.dtype == FP8 and x.shape == (192, 256) for x in saved))
+    assert kinds[0] == 0 and kinds[-1] == 2
+
+
+class Theirs(CustomPartitionerFn):
+    """A partitioner of the user's own."""
+
+    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        return "theirs"
+
+
+def test_refused_with_a_partitioner_of_the_users_own_and_as_another_format() -> None:
+    run = compiled(make(SwiGlu), policy=ALL_FP8, save="fp8", strict=True, custom_partitioner_fn=Theirs())
+    with pytest.raises(fp8compile.StrictError, match="custom_partitioner_fn"):
+        run(leaf(noise(4, 32, 128)))
+    with pytest.raises(ValueError, match="save"):
+        compiled(nn.Linear(128, 128), save="fp4")(noise(8, 128))
+
+
+def test_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8COMPILE_SKIP", "save")
+    assert not kept_by({"square": Unkept("")})
+
+
+# -- tensors of which backward reads parts: results of merged matmuls, and what a model splits ----------------------------
+
+
+@pytest.mark.cases(test=2, slow=1)
+@pytest.mark.parametrize(
+    ("name", "width", "dtype"), [("gate and up", 128, BF16), ("chunked", 128, torch.float32), ("q and k", 256, torch.float32)]
+)
+def test_each_part_gets_a_copy_and_the_whole_is_free(name: str, width: int, dtype: torch.dtype) -> None:
+    """Nothing that is kept lives in the memory of a merged result."""
+    twins = Twins(make(MODELS[name], dtype), merge_matmuls=True)
+    for number in range(2):
+        twins.backward(twins(noise(2, 48, width, seed=number, dtype=dtype)))
+    first, second = (twins(noise(2, 48, width, seed=number, dtype=dtype)) for number in (5, 6))
+    twins.backward(second, first)
+    twins.same_state()
+    assert len(twins.kept()) == 2
+    assert all(max(sizes) == (0 if name == "chunked" else 2) for sizes in twins.merged())
+    alive: list[Tensor] = []
+    with saving(alive):
+        twins.compiled[1](leaf(noise(2, 48, width, dtype=dtype)))
+    assert sum(x.dtype == FP8 and x._base is None and x.shape == (96, x.shape[-1]) for x in alive) >= 2
+    wide = max(2 * 96 * 128, 96 * 2 * width)
+    assert not any(x.dtype == dtype and x.untyped_storage().nbytes() >= wide * x.itemsize for x in alive)
+
+
+def test_parts_that_128_does_not_divide() -> None:
+    """They are kept as one copy, if 128 divides their whole."""
+    model = make(lambda: Chunked(128, 192))
+    compiled(model, policy=ALL_FP8, save="fp8")(leaf(noise(2, 48, 128))).sum().backward()
+    assert [record.tensor for record in kept(model)] == ["float32 [96 x 384]"]
+
+
+LARGE: dict[str, tuple[Callable[[], nn.Module], float]] = {  # how much is kept, as a part of what bf16 keeps
+    "llama": (LlamaLayer, 0.62),
+    "ffn": (Ffn, 0.60),
+    "chunked": (lambda: Chunked(4096, 14336), 0.36),
+}
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", LARGE)
+@for_a_gpu
+@needs_description
+def test_bytes_kept_on_a_gpu(name: str) -> None:
+    """Casts and reads are parts of kernels that were there before, and merged matmuls keep no more."""
+    build, most = LARGE[name]
+    x = torch.empty(1, 8192, 4096, dtype=BF16, requires_grad=True)
+
+    def step(**how: Any) -> fake_gpu.Step:
+        torch._dynamo.reset()
+        layer = torch.compile(unallocated(build, BF16), **how)
+        return fake_gpu.trace(lambda: layer(x).sum().backward())
+
+    def ours(save: str, merge: bool) -> fake_gpu.Step:
+        return step(backend="fp8", options={"policy": ALL_FP8, "save": save, "merge_matmuls": merge})
+
+    bf16, auto, apart, together = step(), ours("auto", True), ours("fp8", False), ours("fp8", True)
+    assert together.kept_for_backward <= 1.001 * apart.kept_for_backward <= 1.001 * most * bf16.kept_for_backward
+    assert together.kept_for_backward < 0.85 * auto.kept_for_backward
+    assert len(together.kernels) <= len(auto.kernels) + 2
+    assert together.bytes_outside_matmuls <= 1.05 * auto.bytes_outside_matmuls

@@ -1,0 +1,438 @@
+"""`cache_weights`: FP8 copies of weights serve until the weights change, bitwise as if they were cast in each call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.dryrun import fake_gpu
+from tests.support import hooks
+from tests.support.cached import BF16, Checkpointed, compiled, executed_steps, same, trained
+from tests.support.gpu_steps import unallocated
+from tests.support.harness import ALL_FP8, assert_close, grads_of, noise
+from tests.support.models import Mlp, Uses, make
+
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
+needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+counted = hooks.weight_casts
+
+
+def mlp() -> nn.Module:
+    return make(lambda: Mlp(128, 256))
+
+
+def begun(cache: bool = True, recipe: str = "tensorwise") -> tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]:
+    """A small model after one step: its optimizer is known."""
+    model = mlp()
+    call, optimizer = compiled(model, cache, recipe), fused(model)
+    trained(model, call, optimizer, 1, 1)
+    return model, call, optimizer
+
+
+def frozen_up() -> nn.Module:
+    model = mlp()
+    model.up.weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.cases(test=1, slow=2)
+@pytest.mark.parametrize(
+    ("build", "recipe"),
+    [(Checkpointed, "blockwise"), (lambda: make(Uses), "delayed"), (frozen_up, "tensorwise")],
+)
+def test_one_cast_a_step(build: Callable[[], nn.Module], recipe: str) -> None:
+    """And two more before the first step, when nobody knows that there is an optimizer."""
+    model = build()
+    with counted() as casts:
+        trained(model, compiled(model, True, recipe), torch.optim.AdamW(model.parameters(), lr=1e-2))
+    assert len(casts) == 3 + 1 + 1
+
+
+# -- never stale -------------------------------------------------------------------------------------------------------
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+class Data(torch.optim.Optimizer):
+    """Writes to `.data`, which changes no version."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(0.01 * p.grad)
+
+
+class Compiled:
+    """An optimizer whose step is compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        self.step = torch.compile(self.optimizer.step, backend="eager")
+        self.zero_grad = self.optimizer.zero_grad
+
+
+class ByHand:
+    """A training loop without an optimizer of torch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            p.data.sub_(0.01 * p.grad)
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+class Clamped(torch.optim.SGD):
+    """A hook of the user's writes to `.data` after each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=1e-2)
+        self.register_step_post_hook(lambda *_: [p.data.clamp_(-0.05, 0.05) for p in model.parameters()] and None)
+
+
+class EachInBackward:
+    """An optimizer for each parameter, which steps in backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizers = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self.stepped)
+
+    def stepped(self, p: Any) -> None:
+        self.optimizers[p].step()
+
+    def step(self) -> None: ...
+    def zero_grad(self) -> None: ...
+
+
+STEPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True),
+    "one by one": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
+    "fused": fused,
+    "data": lambda model: Data(model.parameters()),
+    "compiled": Compiled,
+    "by hand": ByHand,
+    "clamped": Clamped,
+    "in backward": EachInBackward,
+}
+
+
+@pytest.mark.cases(test=6, slow=2)
+@pytest.mark.parametrize("name", STEPPERS)
+def test_every_kind_of_step_is_noticed(name: str) -> None:
+    results = []
+    for cache in (False, True):
+        model = mlp()
+        optimizer = STEPPERS[name](model)
+        with counted() as casts:
+            results.append(trained(model, compiled(model, cache), optimizer))
+        expected = 9 if name in ("by hand", "in backward") else 5
+        assert len(casts) == (expected if cache else 0)
+    assert same(*results)
+
+
+class Ascending(torch.optim.Optimizer):
+    """As SAM: it moves the weights, calls the model there, and moves them again; by `.data`, which changes no version."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:
+        for amount in (-1.0, 2.0):
+            closure()
+            for p in self.param_groups[0]["params"]:
+                p.data.sub_(amount * p.grad)
+
+
+def test_a_step_that_moves_weights_and_calls_the_model() -> None:
+    """Within a step of the weights' own optimizer no copy serves twice."""
+    results = []
+    for cache in (False, True):
+        model, found = mlp(), []
+        call, optimizer = compiled(model, cache), Ascending(model)
+
+        def closure(model: Any = model, call: Any = call, found: Any = found) -> None:
+            model.zero_grad()
+            y = call(noise(1, 48, 128, seed=1))
+            y.square().mean().backward()
+            found.append({"y": y.detach(), **grads_of(model)})
+
+        for _ in range(2):
+            optimizer.step(closure)
+        results.append(found)
+    assert same(*results)
+    assert not torch.equal(results[1][2]["y"], results[1][3]["y"])
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def assign(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.detach() * 2)
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+def of_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 2
+
+
+def told(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(2)
+    fp8compile.refresh_weight_cache()
+
+
+@pytest.mark.parametrize("change", [load, assign, in_place, of_data, told])
+def test_every_change_between_micro_batches_is_noticed(change: Callable[[nn.Module], None]) -> None:
+    results = []
+    for cache in (False, True):
+        model, call, optimizer = begun(cache)
+        before = call(noise(1, 48, 128, seed=1)).detach()
+        change(model)
+        results.append([{"y": call(noise(1, 48, 128, seed=1)).detach()}])
+        assert not torch.equal(before, results[-1][0]["y"])
+    assert same(*results)
+
+
+def test_without_its_optimizer_a_weight_is_not_trusted() -> None:
+    model = mlp()
+    call = compiled(model)
+    optimizer: Any = fused(model)
+    trained(model, call, optimizer, 2, 1)
+    del optimizer
+    gc.collect()
+    with counted() as casts:
+        first = call(noise(1, 48, 128)).detach()
+        for p in model.parameters():
+            p.data.mul_(2)
+        assert not torch.equal(first, call(noise(1, 48, 128)))
+    assert len(casts) == 2
+
+
+def test_another_optimizers_step_is_enough() -> None:
+    """Two models, two optimizers: a step of either casts anew. Weights that no optimizer has are cast in each call."""
+    models = [mlp() for _ in range(2)]
+    calls = [compiled(models[0]), torch.compile(models[1], backend="fp8", options={"policy": ALL_FP8, "cache_weights": True})]
+    optimizer = fused(models[0])
+    trained(models[0], calls[0], optimizer, 1, 1)
+    with counted() as casts:
+        for call in calls:
+            for _ in range(2):
+                call(noise(1, 48, 128)).sum().backward()
+    assert len(casts) == 1 + 2
+
+
+def test_a_step_that_failed_stops_no_other_model() -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("out of memory")
+
+    other = nn.Linear(4, 4)
+    failed = Fails(other.parameters(), lr=1e-2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failed.step()
+    model = mlp()
+    with counted() as casts:
+        trained(model, compiled(model), fused(model))
+    assert len(casts) == 5 and failed.param_groups
+
+
+def test_a_backward_keeps_the_copies_of_its_forward() -> None:
+    """New copies are new tensors, so that what a forward has saved stays as it was."""
+    model, call, optimizer = begun()
+    x = noise(1, 48, 128).requires_grad_()
+    gradients = []
+    for refreshed in (False, True):
+        y = call(x)
+        if refreshed:
+            for p in model.parameters():
+                p.data.mul_(2)
+            fp8compile.refresh_weight_cache()
+            call(noise(1, 48, 128, seed=1))
+        gradients.append(torch.autograd.grad(y.sum(), x)[0])
+    assert torch.equal(*gradients)
+
+
+def test_copies_go_with_their_weights() -> None:
+    before = hooks.kept_copies()
+    model: Any = mlp()
+    call: Any = compiled(model)
+    optimizer: Any = fused(model)
+    trained(model, call, optimizer, 2, 1)
+    call(noise(1, 48, 128))
+    assert hooks.kept_copies() == before + 1
+    del model, call, optimizer
+    gc.collect()
+    assert hooks.kept_copies() == before
+
+
+@pytest.mark.slow
+def test_phases() -> None:
+    """In a phase of high precision no weight is cast; FP8 begins with fresh copies."""
+    results = []
+    for cache in (False, True):
+        model = mlp()
+        call = compiled(model, cache, "delayed", policy={**ALL_FP8, "schedule": {}})
+        optimizer = fused(model)
+        with counted() as casts:
+            fp8compile.set_precision("bf16", model)
+            results.append(trained(model, call, optimizer, 2, 2))
+            assert not casts
+            fp8compile.set_precision("fp8", model)
+            results[-1] += trained(model, call, optimizer, 2, 2)
+        assert len(casts) == (2 if cache else 0)
+    assert same(*results)
+
+
+@pytest.mark.slow
+def test_phases_decide_alike(tmp_path: Path) -> None:
+    """Also where the cost model decides: the warm-up observes what FP8 will scale."""
+    model = make(lambda: Mlp(256, 512), BF16)
+    with hooks.slow_gpu(tmp_path) as gpu:
+        policy = {"device": gpu, "schedule": {"warmup_steps": 1}}
+        call = torch.compile(model, backend="fp8", options={"policy": policy, "cache_weights": True})
+        call(noise(128, 256, dtype=BF16)).sum().backward()
+    assert all(record.decision == "fp8" and record.fp8_us for record in fp8compile.report(model).matmuls)
+    slots = hooks.slots_of(model)
+    assert {role for _, role, _ in slots} == {"input", "gradient"}
+    assert all(any(slot.history()) for slot in slots.values())
+
+
+def test_measured_calls_see_the_casts_of_weights() -> None:
+    found = []
+    for cache in (False, True):
+        model, call, optimizer = begun(cache)
+        fp8compile.stats(model, measure=True)
+        trained(model, call, optimizer, 1, 1)
+        rows = fp8compile.stats(model).rows()
+        found.append({(row["name"], row["role"], row["layout"]): row["sqnr"] for row in rows})
+    assert found[0] == found[1] and any(role == "weight" and value for (_, role, _), value in found[0].items())
+
+
+def test_where_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    """Evaluation, and CUDA graphs."""
+    model = mlp().eval()
+    with counted() as casts:
+        compiled(model)(noise(1, 48, 128))
+        compiled(model, **{"triton.cudagraphs": True})
+        model.train()
+        call = compiled(model, **{"triton.cudagraphs": True})
+        call(noise(1, 48, 128)).sum().backward()
+    assert not casts
+    assert "cache_weights has no effect with CUDA graphs" in caplog.text
+
+
+def test_weights_that_are_computed_are_cast_in_the_graph() -> None:
+    results = []
+    for cache in (False, True):
+        model = make(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(128, 128)))
+        with counted() as casts:
+            results.append(trained(model, compiled(model, cache), fused(model)))
+        assert not casts
+    assert same(*results)
+
+
+class Slices(nn.Module):
+    """One weight, read by parts: more copies than a graph has inputs for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.down = nn.Parameter(torch.randn(1024, 128) / 8), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(sum(torch.tanh(x @ part.t()) for part in self.weight.chunk(8)))
+
+
+def test_what_does_not_fit_is_cast_in_the_graph() -> None:
+    def run(cache: bool) -> list[dict[str, Tensor]]:
+        model = make(Slices)
+        return trained(model, compiled(model, cache, "tensorwise"), fused(model), 2, 2)
+
+    with counted() as casts:
+        found = run(True)
+    assert len(casts) == 2 + 1  # of `down` alone
+    assert same(found, run(False))
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_product_of_two_weights(recipe: str) -> None:
+    """The first one is the input of a matmul, too: it is cast in the graph for that, with a history of its own."""
+
+    class Penalty(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (self.up.weight.t() @ self.up.weight).square().mean()
+
+    results = []
+    for cache in (False, True):
+        model = make(lambda: Penalty(128, 256))
+        results.append(trained(model, compiled(model, cache, recipe), fused(model)))
+    assert same(*results)
+
+
+def test_hooks_are_registered_once() -> None:
+    for _ in range(2):
+        model = mlp()
+        trained(model, compiled(model), fused(model), 1, 1)
+    before = hooks.steps_noticed()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    optimizer.step()
+    assert hooks.steps_noticed() == before + 1
+
+
+# -- for a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.weekly
+@pytest.mark.compiled
+@needs_description
+def test_the_plan_of_a_gpu() -> None:
+    """Executed on a CPU: what the plan computes without. In the first call no weight was rounded otherwise."""
+    (expected, never), (found, casts) = (executed_steps("delayed", cache_weights=cache) for cache in (False, True))
+    assert (never, casts) == (0, 2 + 1 + 1)
+    for step, pair in enumerate(zip(expected, found, strict=True)):
+        assert_close(*pair, 41.0, f"step {step}")
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@needs_description
+def test_a_micro_batch_casts_no_weight() -> None:
+    """The graphs of forward and backward read no weight, and the casts are a graph of their own without a matmul."""
+    model = unallocated(lambda: Mlp(1024, 2048, bias=False), BF16)
+    found = {}
+    for cache in (False, True):
+        call = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "cache_weights": cache})
+        x = torch.empty((2048, 1024), dtype=BF16, requires_grad=True)
+        found[cache] = fake_gpu.trace(lambda call=call, x=x: call(x).sum().backward())
+    (casts,) = [graph for graph in found[True].graphs if not any(x.matmul is not None for x in graph.kernels)]
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    cast_bytes = sum(kernel.bytes for kernel in casts.kernels)
+    assert 4 * weights <= cast_bytes < 6.1 * weights  # read twice, for the amax and the cast, and written in two layouts
+    micro = found[True].bytes_outside_matmuls - cast_bytes
+    assert micro < found[False].bytes_outside_matmuls - 3.5 * weights
+    assert found[True].kept_for_backward <= found[False].kept_for_backward
