@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 import fp8compile
-from tests.support import hooks, shared_files
+from tests.support import hooks
 
 pytest_plugins = ["tests.support.budget", "tests.support.tiers"]
 
@@ -52,14 +52,11 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     compiled: another instance of a class, with the same options and shapes, runs the same graph with a state of its own.
 
     AOTAutograd's cache is off: tests put other passes instead of ours, which is no part of a cache key.
-    `FP8COMPILE_TEST_CACHE=1` leaves it on. The full garbage collection that Dynamo runs after each compilation is off, too. C++
-    kernels of tests that are marked `compiled` share files.
+    `FP8COMPILE_TEST_CACHE=1` leaves it on. The full garbage collection that Dynamo runs after each compilation is off, too.
 
     pytest gives its handlers to all loggers that do not propagate. At torch's structured trace, they would make torch write
     down every graph and guard, which takes about a twentieth of the time.
     """
-    if request.node.get_closest_marker("compiled"):
-        shared_files.install()
     trace = logging.getLogger("torch.__trace")
     trace.propagate = True
     trace.handlers.clear()

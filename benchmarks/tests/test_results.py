@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +41,12 @@ def test_table_of_kernels():
     assert any("torchao: its_cast" in line for line in lines)
 
 
-TABLES = ("static", "ceilings", "measured", "kernels", "instructions")
+def page_in(folder: Path) -> Path:
+    """A page with a place for each table, the measured one of before."""
+    path, names = folder / "page.md", ("static", "ceilings", "measured", "kernels", "instructions")
+    places = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in names)
+    path.write_text(f"a\n{places}z\n".replace("measured -->\n", "measured -->\nold\n"))
+    return path
 
 
 def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):
@@ -49,8 +55,7 @@ def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):
     with pytest.raises(ValueError, match="row 'fp8' lacks share"):
         results.check(made)
     results.write(kernel_result(), tmp_path / "k.json")
-    page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in TABLES))
+    page = page_in(tmp_path)
     assert tables.main([str(tmp_path / "k.json"), "--update", str(page)]) == 0
     before, _, after = page.read_text().partition("<!-- table: kernels -->")
     assert "gelu" not in before and "| gelu 8x8" in after
@@ -112,12 +117,7 @@ def test_tables(tmp_path):
     made = result("dit", [row("bf16", 100), row("fp8-delayed", 140), failed("torchao-rowwise")])
     text = tables.text(made)
     assert "goal 1.4" in text and "1.40" in text and "torchao-rowwise: OutOfMemoryError: too much" in text
-    page = tmp_path / "page.md"
-    page.write_text(
-        "a\n<!-- table: measured -->\nold\n<!-- end -->\n<!-- table: static -->\n<!-- end -->\n"
-        "<!-- table: kernels -->\n<!-- end -->\n<!-- table: ceilings -->\n<!-- end -->\n"
-        "<!-- table: instructions -->\n<!-- end -->\nz\n"
-    )
+    page = page_in(tmp_path)
     results.write(made, tmp_path / "r.json")
     assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
     assert "| fp8-delayed |" in page.read_text() and "old" not in page.read_text() and page.read_text().endswith("z\n")

@@ -617,13 +617,13 @@ def test_policy_show_and_schema(tmp_path, capsys):
 # --- pipes and terminals --------------------------------------------------------------------------
 
 
-def test_a_reader_that_leaves(tmp_path):
+def test_a_reader_that_leaves():
     command = f"{sys.executable} -m fp8compile devices --json | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout == "[\n" and "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 
-def test_colour_on_terminals_only(tmp_path):
+def test_colour_on_terminals_only():
     """A pseudo-terminal gets a red "error:"; NO_COLOR and a pipe get none."""
     pty = pytest.importorskip("pty")
 

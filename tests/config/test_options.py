@@ -432,11 +432,6 @@ def test_maximum_is_the_dtypes(fmt):
     assert fmt.max == torch.finfo(fmt.dtype).max and isinstance(fmt.max, float)
 
 
-def test_pick():
-    assert formats.pick(wide=False, fnuz=False) == formats.E4M3 and formats.pick(wide=True, fnuz=False) == formats.E5M2
-    assert formats.pick(wide=False, fnuz=True) == formats.E4M3_FNUZ and formats.pick(wide=True, fnuz=True) == formats.E5M2_FNUZ
-
-
 @pytest.mark.parametrize("arch, expected", [("gfx942:sramecc+", True), ("gfx950", False), ("gfx1201", False)])
 def test_fnuz_follows_the_architecture(monkeypatch, arch, expected):
     monkeypatch.setattr(torch.version, "hip", "6.4")

@@ -41,20 +41,9 @@ from fp8compile.distributed import compress_gradients, fp8_all_gather
 from tests.equivalence.protocols import Run
 from tests.support import hooks
 from tests.support.harness import grads_of, load_scaling, scaling_tensors
-from tests.support.models import ResidualMlp, SwiGlu
+from tests.support.models import Gated, ResidualMlp
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-
-
-class Gated(nn.Module):
-    """A norm and a gated MLP with a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(128), SwiGlu(128, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
 
 
 class Net(nn.Module):

@@ -12,15 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 from fp8compile.errors import StateError
 from fp8compile.ir.state_page import HISTORY, SlotSettings, merged, new_page, next_page, snapshot_of
+from tests.distributed.ranks import Way, build, parallel
 from tests.support.harness import scaling_tensors
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks
@@ -29,18 +26,18 @@ KINDS = ("ddp", "fsdp", "tp", "pp", "fsdp x tp")
 
 
 class Net(nn.Module):
-    """Some of the layers of a model, under the names that they have in it."""
+    """Some of the blocks of a model, under the names that they have in it."""
 
-    def __init__(self, layers: tuple[int, ...] = (0, 1)) -> None:
+    def __init__(self, blocks: tuple[int, ...] = (0, 1)) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict()
-        for i in layers:
+        self.blocks = nn.ModuleDict()
+        for i in blocks:
             torch.manual_seed(i)
-            self.layers[str(i)] = ResidualMlp()
+            self.blocks[str(i)] = ResidualMlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers.values():
-            x = layer(x)
+        for block in self.blocks.values():
+            x = block(x)
         return x
 
 
@@ -58,29 +55,14 @@ class Run:
 
     def __init__(self, kind: str, rank: int, **options: Any) -> None:
         torch._dynamo.reset()
-        self.kind, self.rank, self.data = kind, rank, rank
-        self.model: nn.Module = Net((rank,)) if kind == "pp" else Net()
-        self.schedule: Any = None
-        how = {"backend": "fp8", "options": options}
-        ranks = dist.get_world_size()
-        if kind in ("tp", "fsdp x tp"):
-            mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
-            self.data = rank // 2
-            for layer in self.model.layers.values():
-                parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        if kind == "ddp":
-            self.run: Any = torch.compile(DistributedDataParallel(self.model), **how)
-        elif kind == "pp":
-            stage = PipelineStage(torch.compile(self.model, **how), rank, ranks, torch.device("cpu"))
-            self.schedule = Schedule1F1B(stage, ranks, loss_fn=loss_of)
+        self.rank, self.data, self.schedule, ranks = rank, rank, None, dist.get_world_size()
+        self.model: nn.Module = Net((rank,)) if kind == "pp" else build("mlps")
+        if kind == "pp":
+            run = torch.compile(self.model, backend="fp8", options=options)
+            self.schedule: Any = Schedule1F1B(PipelineStage(run, rank, ranks, torch.device("cpu")), ranks, loss_fn=loss_of)
         else:
-            for layer in self.model.layers.values():
-                layer.compile(fullgraph=True, **how)
-                if kind.startswith("fsdp"):
-                    fully_shard(layer, **({"mesh": mesh["dp"]} if kind == "fsdp x tp" else {}))
-            if kind.startswith("fsdp"):
-                fully_shard(self.model, **({"mesh": mesh["dp"]} if kind == "fsdp x tp" else {}))
-            self.run = self.model
+            mesh = (ranks // 2, 2) if kind == "fsdp x tp" else ()
+            self.run, self.data = parallel(self.model, Way(kind, options, mesh=mesh))
 
     def step(self, number: int) -> dict[str, Tensor]:
         """The gradients of one step, as this rank has them."""
@@ -234,18 +216,18 @@ def test_stages_take_the_state_of_their_layers(found) -> None:
     for rank, one in enumerate(loaded):
         state = one["four: stages"]
         assert not isinstance(state, str), state
-        expected = {name: row for name, row in largest([x["fsdp"] for x in saved]).items() if f"layers.{rank}." in name}
+        expected = {name: row for name, row in largest([x["fsdp"] for x in saved]).items() if f"blocks.{rank}." in name}
         assert histories(state).keys() == expected.keys()
         assert all(torch.equal(history, expected[name]) for name, history in histories(state).items())
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_an_error_on_all_ranks(found) -> None:
-    part = "layers.0.up.weight: the ranks that saved it had [0:128, 0:128] of [256, 128] or [128:256, 0:128] of [256, 128]"
+    part = "blocks.0.up.weight: the ranks that saved it had [0:128, 0:128] of [256, 128] or [128:256, 0:128] of [256, 128]"
     for one in found[1]:
         assert f"{part}; this one has all of it" in one["four: no tp"] and "on ranks [0, 1]" in one["four: no tp"]
         assert list(one["four: what fits"]) == ["fp8compile.version"]
-        assert "unexpected: layers.0.up.weight (no rank has it)" in one["four: other stages"]
+        assert "unexpected: blocks.0.up.weight (no rank has it)" in one["four: other stages"]
 
 
 # --- one process ----------------------------------------------------------------------------------
@@ -269,12 +251,12 @@ def test_without_a_process_group(tmp_path: Path, interpreted: None, caplog: pyte
     assert state.keys() == loaded.keys() and all(torch.equal(row, loaded[name]) for name, row in state.items())
 
     another = Net((0, 7))
-    with pytest.raises(StateError, match=r"unexpected: layers.1.up.weight \(no rank has it\)"):
+    with pytest.raises(StateError, match=r"unexpected: blocks.1.up.weight \(no rank has it\)"):
         dcp.load({"scaling": fp8compile.ScalingState(another, strict=True)}, checkpoint_id=tmp_path / "whole")
     assert len(scaling_tensors(another)) == 1
     with caplog.at_level(logging.WARNING, "fp8compile"):
         dcp.load({"scaling": fp8compile.ScalingState(another)}, checkpoint_id=tmp_path / "whole")
-    assert "unexpected: layers.1.up.weight (no rank has it)" in caplog.text and "(model, strict=True)" in caplog.text
+    assert "unexpected: blocks.1.up.weight (no rank has it)" in caplog.text and "(model, strict=True)" in caplog.text
     assert len(scaling_tensors(another)) > 1
 
     kept = fp8compile.ScalingState(model)
@@ -287,7 +269,7 @@ def test_without_a_process_group(tmp_path: Path, interpreted: None, caplog: pyte
     torch._dynamo.reset()
     model = trained(amax_history_len=4)
     before = scaling_tensors(model)
-    with pytest.raises(StateError, match=r"layers.0.up.weight.input.0: amaxes that are kept .* 16, here 4"):
+    with pytest.raises(StateError, match=r"blocks.0.up.weight.input.0: amaxes that are kept .* 16, here 4"):
         dcp.load({"scaling": fp8compile.ScalingState(model, strict=True)}, checkpoint_id=tmp_path / "whole")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "without")
     with pytest.raises(dcp.api.CheckpointException, match="scaling.ranks"):
@@ -302,10 +284,10 @@ def test_without_a_process_group(tmp_path: Path, interpreted: None, caplog: pyte
 def test_several_modules() -> None:
     """The stages that a rank has in an interleaved pipeline."""
     fp8compile.ScalingState([Net((0,)), Net((3,))])
-    whole = {"fp8compile.version": torch.tensor([1]), "layers.7.up.weight.input.0": torch.ones(28)}
-    with pytest.raises(StateError, match="unexpected: layers.7.up.weight.input.0"):
+    whole = {"fp8compile.version": torch.tensor([1]), "blocks.7.up.weight.input.0": torch.ones(28)}
+    with pytest.raises(StateError, match="unexpected: blocks.7.up.weight.input.0"):
         fp8compile.ScalingState([Net((0,)), Net((3,))], strict=True).load_state_dict(whole)
-    with pytest.raises(StateError, match=r"two of the modules have a 'layers.0.up.weight'"):
+    with pytest.raises(StateError, match=r"two of the modules have a 'blocks.0.up.weight'"):
         fp8compile.ScalingState([Net((0,)), Net((0, 3))])
 
 

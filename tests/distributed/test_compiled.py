@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 
-from fp8compile.distributed import fp8_all_gather
-from tests.distributed.ranks import Way, build, gathered, train
-from tests.support.harness import noise, scaling_tensors, sqnr
+from tests.distributed.ranks import Way, gathered, train
+from tests.support.harness import scaling_tensors, sqnr
 from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -48,32 +46,16 @@ def test_ddp_is_its_replicas_and_tensor_parallel_as_exact_as_one_device() -> Non
         assert found["one"] == found["sequence"] and len(found["one"]) == 8
 
 
-def _gathering(rank: int) -> dict[str, Any]:
-    """A block whose weights have one scale, and one whose weights have scales of blocks."""
-    runs = []
-    for gather in (False, True):
-        torch._dynamo.reset()
-        model: Any = build("square")
-        for block, recipe in zip(model.blocks, ("tensorwise", "blockwise"), strict=True):
-            block.compile(backend="fp8", fullgraph=True, options={"recipe": recipe})
-            fully_shard(block)
-        fully_shard(model)
-        if gather:
-            fp8_all_gather(model)
-        steps = []
-        for step in range(3):
-            model(noise(32, 256, seed=10 * step + rank)).square().mean().backward()
-            steps += [p.grad.full_tensor().clone() for p in model.parameters()]
-            for p in model.parameters():
-                p.data.add_(p.grad, alpha=-0.1)
-                p.grad = None
-        runs.append(steps)
-    fp8 = [name for name, (dtype, _) in gathered(model).items() if dtype == "e4m3"]
-    return {"same": all(map(torch.equal, *runs)), "gathered": fp8}
+def _gathering(rank: int, recipe: str) -> dict[str, Any]:
+    ways = [Way(options={"recipe": recipe}, gather=gather) for gather in (False, True)]
+    plain, run = (train("square", way, "fbs fbs fbs") for way in ways)
+    fp8 = [name for name, (dtype, _) in gathered(run.model).items() if dtype == "e4m3"]
+    return {"same": all(torch.equal(x, run.seen[name]) for name, x in plain.seen.items()), "gathered": fp8}
 
 
 @pytest.mark.weekly
-def test_the_fp8_all_gather_changes_nothing() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_the_fp8_all_gather_changes_nothing(recipe: str) -> None:
     """To the bit."""
-    for found in on_ranks(2, _gathering, inductor=True):
+    for found in on_ranks(2, _gathering, recipe, inductor=True):
         assert found["same"] and len(found["gathered"]) == 4

@@ -8,7 +8,8 @@ inside of the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -69,118 +70,73 @@ def batch(step: int) -> Tensor:
 
 
 def train(model: nn.Module, part: Callable[[Tensor], Tensor], around: Callable[..., Any]) -> list[dict[str, Tensor]]:
-    """The gradients of each step on a part of the tokens. `around`: a context, of the tensors that it may cut."""
+    """The gradients of each step on a part of the tokens. `around`: a context that may cut the tensors it is given."""
     found = []
     for step in range(STEPS):
         model.zero_grad()
         x = part(batch(step)).contiguous()
-        with around([x]):
+        with around(buffers=[x]):
             y = model(x)
             y.square().sum().div(2 * TOKENS * 128).backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     return found
 
 
-def close(ours: list[float], one: list[float]) -> None:
-    """In dB to high precision: as the gradients of one device."""
-    assert min(ours) > min(one) - 1.5 and median(ours) > max(20.0, median(one) - 1.0)
-
-
 def histories(model: nn.Module) -> dict[str, list[float]]:
     return {".".join(map(str, key)): slot.history()[:STEPS] for key, slot in slots_of(model).items()}
 
 
-CASES: list[tuple[str, dict[str, Any]]]
-CASES = [("delayed", {"reduce_amax": True}), ("rowwise", {})]
-
-
-def reduce(steps: list[dict[str, Tensor]]) -> None:
-    """Add up the gradients of each step over the ranks."""
-    for step in steps:
-        for gradient in step.values():
-            dist.all_reduce(gradient)
-
-
-def compared(result: dict[str, Any]) -> dict[str, Any]:
-    """With the SQNR of each gradient of each step to high precision instead of the gradients."""
-    high = result["high precision"]["gradients"]
-    for way in ("one", "cp"):
-        steps = zip(high, result[way].pop("gradients"), strict=True)
-        result[way]["ratios"] = [sqnr(expected[name], got[name]) for expected, got in steps for name in expected]
-    return result
-
-
-def _gathering(rank: int) -> list[dict[str, Any]]:
-    found = []
-    for recipe, options in CASES:
-        result: dict[str, Any] = {}
-        for way in ("high precision", "one", "cp"):
-            torch._dynamo.reset()
-            model = build(GatheringAttention)
-            for block in model if way != "high precision" else ():
-                kept = options if way == "cp" else {}
-                block.compile(backend="fp8", fullgraph=True, options={"recipe": recipe, **kept})
-            for block in model if way == "cp" else ():
-                block.attention.ranks, block.attention.rank = 2, rank
-            grads = train(model, lambda x, way=way: x.chunk(2, 1)[rank] if way == "cp" else x, lambda _: nullcontext())
-            if way == "cp":
-                reduce(grads)
-            result[way] = {"gradients": grads, "histories": histories(model)}
-            if way != "high precision":
-                result[way]["decisions"] = sorted((r.fqn, r.gemm, r.decision) for r in fp8compile.report(model).matmuls)
-        found.append(compared(result))
-    return found
-
-
-@pytest.fixture(scope="module")
-def gathering() -> list[list[dict[str, Any]]]:
-    return on_ranks(2, _gathering)
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: f"{CASES[i][0]} {CASES[i][1]}")
-def test_gathered_keys_are_as_exact_as_one_device(gathering: list[list[dict[str, Any]]], case: int) -> None:
-    """Ranks share the weights, and each has its tokens: they are replicas to the backend. With `reduce_amax`, amaxes are those
-    of all tokens; those of the weights and of the first input are exactly the numbers of one device."""
-    for results in gathering:
-        result = results[case]
-        ours, one = result["cp"], result["one"]
-        close(ours["ratios"], one["ratios"])
-        assert ours["decisions"] == one["decisions"] and ("attention.q", "fprop", "fp8") in one["decisions"]
-        assert ours["histories"].keys() == one["histories"].keys()
-        assert bool(one["histories"]) is (CASES[case][0] == "delayed")
-        for key, history in one["histories"].items() if "reduce_amax" in CASES[case][1] else ():
-            exact = ".weight.weight." in key or key.startswith("0.attention.q.weight.input")
-            torch.testing.assert_close(ours["histories"][key], history, rtol=0.0 if exact else 0.3, atol=0.0, msg=key)
-
-
-def _of_torch(rank: int) -> dict[str, Any]:
-    """torch's `context_parallel`: parts of the tokens from both ends on each rank, and another attention, run as matmuls."""
+def _trained(rank: int, kind: str, recipe: str, options: dict[str, Any]) -> dict[str, Any]:
+    """In high precision, by one device, and in parts; gradients of parts are added up. By `kind`, keys are "gathered" by the
+    model, or by "torch": parts of the tokens from both ends on each rank, and another attention, run as matmuls."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     result: dict[str, Any] = {}
     for way in ("high precision", "one", "cp"):
         torch._dynamo.reset()
-        model = build(NonCausal)
+        model = build(GatheringAttention if kind == "gathered" else NonCausal)
         for block in model if way != "high precision" else ():
-            block.compile(backend="fp8", options={"recipe": "delayed"})
-
-        def around(buffers: list[Tensor], way: str = way) -> AbstractContextManager:
-            return context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1]) if way == "cp" else nullcontext()
-
+            how = {"recipe": recipe, **(options if way == "cp" else {})}
+            block.compile(backend="fp8", fullgraph=kind == "gathered", options=how)
+        parts, around = 1, lambda **_: nullcontext()
+        if way == "cp" and kind == "gathered":
+            parts = 2
+            model[0].attention.ranks, model[0].attention.rank = 2, rank
+        elif way == "cp":
+            around = partial(context_parallel, mesh, buffer_seq_dims=[1])
         with sdpa_kernel(SDPBackend.MATH):
-            grads = train(model, lambda x: x.clone(), around)
+            steps = train(model, lambda x, parts=parts: x.chunk(parts, 1)[rank % parts], around)
         if way == "cp":
-            reduce(grads)
-        result[way] = {"gradients": grads, "histories": histories(model)}
-        if way != "high precision":
-            result[way]["decisions"] = sorted({(r.fqn, r.gemm, r.decision) for r in fp8compile.report(model).matmuls})
-    return compared(result)
+            for gradient in (gradient for step in steps for gradient in step.values()):
+                dist.all_reduce(gradient)
+        decisions = {(r.fqn, r.gemm, r.decision) for r in fp8compile.report(model).matmuls}
+        result[way] = {"gradients": steps, "histories": histories(model), "decisions": decisions}
+    high = result["high precision"]["gradients"]
+    for way in ("one", "cp"):
+        pairs = zip(high, result[way].pop("gradients"), strict=True)
+        result[way]["ratios"] = [sqnr(expected[name], got[name]) for expected, got in pairs for name in expected]
+    return result
 
 
-@pytest.mark.slow
-def test_context_parallel_of_torch() -> None:
-    for result in on_ranks(2, _of_torch):
+@pytest.mark.parametrize(
+    ("kind", "recipe", "options"),
+    [
+        ("torch", "delayed", {}),
+        pytest.param("gathered", "delayed", {"reduce_amax": True}, marks=pytest.mark.weekly),
+        pytest.param("gathered", "rowwise", {}, marks=pytest.mark.weekly),
+    ],
+)
+def test_as_exact_as_one_device(kind: str, recipe: str, options: dict[str, Any]) -> None:
+    """In dB to high precision. Ranks share the weights, and each has its tokens: they are replicas to the backend. With
+    `reduce_amax`, amaxes are those of all tokens; those of the weights and of the first input are exactly the numbers of one
+    device."""
+    for result in on_ranks(2, _trained, kind, recipe, options):
         ours, one = result["cp"], result["one"]
-        close(ours["ratios"], one["ratios"])
-        fp8 = {row for row in ours["decisions"] if row[2] == "fp8"}
-        assert len(fp8) == 3 * 7 and fp8 == {row for row in one["decisions"] if row[2] == "fp8"}
+        assert min(ours["ratios"]) > min(one["ratios"]) - 1.5
+        assert median(ours["ratios"]) > max(20.0, median(one["ratios"]) - 1.0)
+        fp8 = [{found for found in way["decisions"] if found[2] == "fp8"} for way in (ours, one)]
+        assert fp8[0] == fp8[1] and len(fp8[0]) == 3 * 7
+        assert ours["histories"].keys() == one["histories"].keys()
+        assert bool(one["histories"]) is (recipe == "delayed")
+        for key, history in one["histories"].items() if options else ():
+            exact = ".weight.weight." in key or key.startswith("0.attention.q.weight.input")
+            torch.testing.assert_close(ours["histories"][key], history, rtol=0.0 if exact else 0.3, atol=0.0, msg=key)

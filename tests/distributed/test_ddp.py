@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import fp8compile
 from fp8compile import compat
 from tests.support.harness import ALL_FP8, histories, noise
 from tests.support.hooks import slots_of
-from tests.support.models import Attention, ResidualMlp, SwiGlu
+from tests.support.models import Attention, Gated, ResidualMlp, SwiGlu
 from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -169,15 +168,6 @@ def test_two_processes() -> None:
                 assert torch.equal(gradient, mean), (step, name)
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = SwiGlu(128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(x)
-
-
 @pytest.mark.slow
 def test_gradients_that_are_slices_of_one_tensor(one_process: str) -> None:
     """Merged matmuls return them. DDP copies them into its buckets, or lets them be views of the buckets."""
@@ -199,28 +189,6 @@ def test_gradients_that_are_slices_of_one_tensor(one_process: str) -> None:
         assert {len(record.merged) for record in fp8compile.report(model).matmuls} == {0, 2}
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
-
-
-@pytest.mark.weekly
-def test_copies_of_weights_of_graphs_that_ddp_splits(one_process: str) -> None:
-    """Each part keeps its own. To the bit as without, and one cast a step."""
-    results = []
-    for cache in (False, True):
-        torch._dynamo.reset()
-        model = build(Net)
-        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
-        options = {"policy": ALL_FP8, "recipe": "tensorwise", "cache_weights": cache}
-        run: Any = torch.compile(ddp, backend="fp8", options=options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(3):
-            for micro, context in enumerate((ddp.no_sync(), contextlib.nullcontext())):
-                with context:
-                    run(noise(32, 256, seed=2 * step + micro)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append([p.detach().clone() for p in model.parameters()])
-        assert len(fp8compile.report(model).graphs) > 1
-    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.slow

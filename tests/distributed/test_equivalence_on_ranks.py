@@ -122,6 +122,10 @@ REPLICAS = {
     "ddp": Case(
         Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs afbs", check=same_decisions
     ),
+    # of the graphs that DDP has cut, each keeps its own copies
+    "ddp, cached weights": Case(
+        Way("ddp", recipe("tensorwise", cache_weights=True)), Way("ddp", recipe("tensorwise")), "afbs afbs", "over buckets",
+    ),
 }  # fmt: skip
 # -- fp8_all_gather, and none ----------------------------------------------------------------------------------------------
 
@@ -286,19 +290,6 @@ ALL_GATHERS = {
 }  # fmt: skip
 
 # -- all-gathers inside of graphs, and without the pass ----------------------------------------------------------------------
-
-
-def on_the_wire(names: list[str], count: int, size: int = 4) -> Any:
-    """A byte an element, of the tensors of these names; state and reports name them."""
-
-    def check(ours: Facts, theirs: Facts, rank: int) -> None:
-        sent, before = ours["wire"], theirs["wire"]
-        assert [n for dtype, n in sent if dtype == torch.uint8] == [n // size for n in [n for _, n in before][:count]]
-        assert len(sent) == len(before) and [r[0] for r in ours["collectives"]] == names
-        assert all(a == b // size and not why for _, a, b, why in ours["collectives"]) and theirs["collectives"] == []
-        assert ours["state"] == theirs["state"]
-
-    return check
 
 
 def in_graph(check: Any, protocol: str = "fbs fbs jbs fbs", **way: Any) -> Case:

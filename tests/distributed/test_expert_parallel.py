@@ -116,24 +116,24 @@ def trained(rank: int, kind: str, recipe: str) -> dict[str, Any]:
     return {"steps": found, "decisions": {r.decision for r in fp8compile.report(layer).matmuls if r.groups}}
 
 
+def as_one_computes(ranks: list[list[dict[str, Tensor]]], masked: bool = False) -> None:
+    """Outputs and gradients of two ranks, each with half of the experts, against all experts in high precision. `masked`: both
+    have the same tokens, and their results are added up."""
+    whole = Masked().to(BF16)
+    exact = [steps(whole, whole, rank) for rank in ((0,) if masked else (0, 1))]
+    for number, got in enumerate(zip(*ranks, strict=True)):
+        for name in ("y", "dx"):
+            found = [got[0][name].float() + got[1][name].float()] if masked else [one[name] for one in got]
+            for run, one in zip(exact, found, strict=True):
+                assert sqnr(run[number][name], one) > 20, (number, name)
+        for name in ("experts.gate_up_proj", "experts.down_proj"):
+            expected = torch.stack([run[number][name].float() for run in exact]).sum(0)
+            assert sqnr(expected, torch.cat([one[name] for one in got])) > 20, (number, name)
+
+
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("kind", "recipe"), CASES)
 def test_ranks_compute_what_one_computes(kind: str, recipe: str) -> None:
-    """Outputs and gradients of two ranks, each with half of the experts, against all experts in high precision."""
     results = on_ranks(2, trained, kind, recipe)
     assert all(result["decisions"] == {"fp8"} for result in results)
-    whole = Masked().to(BF16)
-    exact = [steps(whole, whole, rank) for rank in ((0,) if kind == "masked" else (0, 1))]
-    for number in range(3):
-        got = [result["steps"][number] for result in results]
-        if kind == "masked":
-            for name in ("y", "dx"):
-                assert sqnr(exact[0][number][name], got[0][name].float() + got[1][name].float()) > 20, (number, name)
-        else:
-            for rank in range(2):
-                for name in ("y", "dx"):
-                    assert sqnr(exact[rank][number][name], got[rank][name]) > 20, (number, name)
-        for name in ("experts.gate_up_proj", "experts.down_proj"):
-            expected = sum(run[number][name].float() for run in exact)
-            assert sqnr(expected, torch.cat([one[name] for one in got])) > 20, (number, name)
-            assert all(one[name].isfinite().all() for one in got)
+    as_one_computes([result["steps"] for result in results], masked=kind == "masked")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.errors import OptionError, StateError
-from tests.distributed.ranks import Net, build
+from tests.distributed.ranks import Net, Way, build, sharded
 from tests.support import hooks
 from tests.support.harness import load_scaling, noise, scaling_tensors, sqnr
 from tests.support.models import ResidualMlp
@@ -23,11 +24,9 @@ from tests.support.processes import on_ranks, warnings
 pytestmark = pytest.mark.slow
 
 
-def shard(model: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        block.compile(backend="fp8", fullgraph=True, options=options)
-        fully_shard(block)
-    return fully_shard(model)
+def shard(model: Any, kind: str = "fsdp", **options: Any) -> Any:
+    """With its blocks compiled."""
+    return sharded(model, Way(kind, options), None)
 
 
 def step(model: nn.Module, number: int, rank: int) -> float:
@@ -70,36 +69,17 @@ def test_a_sharded_model_goes_on_from_its_state() -> None:
         assert "unexpected: blocks.7.up.weight.input.0 (the model has no blocks.7.up.weight)" in found["error"]
 
 
-def _phases(rank: int) -> list[float]:
-    """How far a call is from high precision, in dB, of a sharded model whose optimizer took three steps, and of one whose
-    optimizer took one step. The schedule begins FP8 after two."""
-    found = []
-    for steps in (3, 1):
-        model, plain = shard(build("mlps"), policy={"schedule": {"warmup_steps": 2}}), build("mlps")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for number in range(steps):
-            model(noise(32, 128, seed=number)).sum().backward()
-            optimizer.step()
-        found.append(sqnr(plain(noise(32, 128, seed=9)), model(noise(32, 128, seed=9))))
-    return found
-
-
-def test_phases_of_sharded_models_follow_their_own_optimizers() -> None:
-    for found in on_ranks(2, _phases):
-        assert 20.0 < found[0] < 60.0 and found[1] > 100.0
-
-
 def _classes(rank: int) -> list[tuple[set[tuple[str, str]], list[str]]]:
     """The decisions of a policy that names a class, and the classes in the report: without FSDP2, with sharded blocks, with one
     group for the whole model."""
     found = []
-    for sharded in ((), (ResidualMlp,), (Net,)):
+    for kinds in ((), (ResidualMlp,), (Net,)):
         torch._dynamo.reset()
         model = build("mlps")
         rules = [{"module_class": "ResidualMlp", "parameter": "*up*", "fp8": "off"}]
         model.compile(backend="fp8", options={"policy": {"rules": rules}, "strict": True})
         for module in reversed(list(model.modules())):
-            if isinstance(module, sharded):
+            if isinstance(module, kinds):
                 fully_shard(module)
         model(noise(32, 128, seed=rank)).sum().backward()
         report = fp8compile.report(model)
@@ -159,21 +139,12 @@ def test_a_batch_of_one_in_checkpoints() -> None:
         assert len(found) == 50 and all(found), found
 
 
-def flat(model: nn.Module, **options: Any) -> nn.Module:
-    """As `shard`, by FSDP1."""
-    how = {"use_orig_params": True, "device_id": torch.device("cpu")}
-    for name, block in list(model.blocks.named_children()):
-        block.compile(backend="fp8", options=options)
-        model.blocks.register_module(name, FullyShardedDataParallel(block, **how))
-    return FullyShardedDataParallel(model, **how)
-
-
 def _as_fsdp2(rank: int) -> list[Any]:
     """By FSDP2 and by FSDP1: the decisions of rules by position, and of a function that chooses weights; and how far a model is
     from high precision, in dB, one and two steps after its start: FP8 begins after two."""
     found = []
     rules = [{"layers": "last 2", "recipe": "rowwise"}, {"blocks": "first 1", "fp8": "off"}]
-    for way in (shard, flat):
+    for way in (shard, partial(shard, kind="fsdp1")):
         torch._dynamo.reset()
         made = []
         for options in ({"policy": {"rules": rules}}, {"policy": lambda module, name: name.endswith("up")}):

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fp8compile.ir.state_page import HISTORY
-from tests.distributed.ranks import OnRanks, Way, facts, prepared, train
-from tests.support.harness import load_scaling, scaling_tensors, sqnr
+from tests.distributed.ranks import OnRanks, Way, facts, train
+from tests.support.harness import scaling_tensors, sqnr
 from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -73,32 +72,3 @@ def test_as_exact_as_one_device(name: str) -> None:
     for key, history in expected.items():
         if way.kind == "tp" and ".weight.weight." in key:
             assert max(found["slots"][1][key][1] for found in results) == history[1] > 0.0, key  # before the first update
-
-
-def _from_one(rank: int) -> dict[str, list[float]]:
-    """The third loss: on one device; on two that have loaded its state; on two without a state."""
-    one = train("gated", Way("one", {"recipe": "delayed"}), "fbs fbs")
-    state, weights = scaling_tensors(one.model), {k: x.detach().clone() for k, x in one.model.state_dict().items()}
-    x = one.batch()
-    found = {"one": [one.call(x).square().mean().item()]}
-    for kind, options in (("tp", {"amax_group": "tp"}), ("ddp", {})):
-        torch._dynamo.reset()
-        for loads in (True, False):
-            run = prepared("gated", Way(kind, {"recipe": "delayed", **options}))
-            for name, p in run.model.named_parameters():
-                value = weights[name]
-                p.detach().copy_(distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value)
-            if loads:
-                load_scaling(run.model, state)
-            found.setdefault(kind, []).append(run.call(x).square().mean().item())
-    return found
-
-
-@pytest.mark.weekly
-def test_ranks_go_on_from_the_state_of_one_process() -> None:
-    """The losses differ by rounding from those of one process: less than a lost state changes them."""
-    first, second = on_ranks(2, _from_one)
-    (one,) = first["one"]
-    for kind in ("tp", "ddp"):
-        loaded, cold = first[kind]
-        assert loaded == second[kind][0] and abs(loaded - one) < 0.3 * abs(cold - one), kind

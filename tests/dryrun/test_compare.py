@@ -205,15 +205,6 @@ def test_outliers(build: Callable[[], tuple[Case, Compare]], name: str, is_train
     assert first["peak"] > OUTLIERS and (first["fprop"] < 1 if is_trained else first["fprop"] > 25)
 
 
-@pytest.mark.slow
-def test_a_layer_with_a_tiny_initialisation() -> None:
-    """Its weights grow by a multiple in a step, and the scale of the step before saturates them."""
-    case = mlp()
-    nn.init.normal_(case.model.down.weight, std=1e-6)
-    found = fp8compile.compare(train(case, 1), *case.args, loss=to_one)
-    assert found.to_dict()["flagged"] == ["down.weight"] and "100% of its weight saturate" in found.rows()[0]["flag"]
-
-
 # -- what it compares ----------------------------------------------------------------------------------------------------
 
 
@@ -245,18 +236,6 @@ def test_autocast_is_that_of_the_caller() -> None:
         found = fp8compile.compare(model, noise(ROWS, WIDTH), loss=lambda y: to_one(y.float()))
         exact = to_one(model(noise(ROWS, WIDTH)).float())
     assert found.loss == exact.item() and found.gradient.sqnr > 20
-
-
-@pytest.mark.weekly
-def test_one_graph_for_several_layers_and_a_compiled_block_each() -> None:
-    """Rows have the names of the parameters, whichever graph computes them; parts that are compiled one by one count."""
-    model = models.make(lambda: models.Broken(models.Mlp(), models.Mlp(), models.Mlp()))
-    for part in (model.first, model.second, model.third):
-        part.compile(backend="fp8")
-    found = fp8compile.compare(model, noise(ROWS, WIDTH), loss=to_one)
-    layers = {row["name"]: row for row in found.rows() if row["kind"] == "layer"}
-    assert layers.keys() == {f"{part}.{layer}.weight" for part in ("first", "second", "third") for layer in ("up", "down")}
-    assert all(row["output"] for row in layers.values()) and model.first._compiled_call_impl is not None
 
 
 def test_a_model_that_is_not_deterministic() -> None:

@@ -120,20 +120,6 @@ def test_text_and_json(made):
     assert json.loads(json.dumps(made.to_dict()))["speedup"] == made.speedup
 
 
-@pytest.mark.weekly
-def test_graph_breaks_are_counted_float32_is_autocast_and_nothing_changes():
-    with torch.device("meta"):
-        model = models.Broken(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).eval()
-    ledger = fp8compile.report().graphs
-    before = {name: id(p) for name, p in model.named_parameters()}
-    fp8compile.explain(model, tokens(torch.float32))
-    made = estimate(model, tokens(torch.float32))
-    assert made.bf16.flops == {"bfloat16": (2 + 3 + 3) * 2 * TOKENS * WIDTH**2} and "autocast" in made.notes[0]
-    assert {name: id(p) for name, p in model.named_parameters()} == before and not model.first.training
-    assert all(p.is_meta and p.grad is None for p in model.parameters())
-    assert fp8compile.report().graphs == ledger and not torch.cuda.is_available()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"autocast": False}])
 def test_explain_and_estimate_take_one_step(settings):
@@ -145,15 +131,7 @@ def test_explain_and_estimate_take_one_step(settings):
     assert explained.summary() == made.report.summary()
     assert ("slower in FP8" in made.report.summary()) is settings.get("autocast", True)
     assert (NOTE in explained.notes) is (NOTE in made.notes) is (not settings)
-
-
-@pytest.mark.slow
-def test_float32_without_autocast():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    made, plain = (estimate(model, tokens(torch.float32), autocast=autocast) for autocast in (None, False))
-    assert plain.bf16.flops.keys() == {"float32"} and not plain.notes
-    assert plain.bf16.seconds > made.bf16.seconds
+    assert made.bf16.flops.keys() == {"float32" if settings else "bfloat16"}
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

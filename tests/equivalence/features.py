@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8compile
@@ -25,7 +24,7 @@ from fp8compile.optim import AdamW
 from tests.equivalence.protocols import Run
 from tests.support import hooks
 from tests.support.harness import ALL_FP8
-from tests.support.models import Checkpointed, Gated, Mlp, Moe, ResidualMlp, Stack, Uses, make
+from tests.support.models import Checkpointed, Gated, Lora, Mlp, Moe, ResidualMlp, Stack, Uses, make
 from tests.support.reference_settings import RECIPES
 
 BITWISE = math.inf
@@ -33,20 +32,6 @@ BF16 = torch.bfloat16
 Options = Mapping[str, Any]
 
 # -- models: shared by all cases, [batch, length, 128] -> the same --------------------------------------------------------
-
-
-class Lora(nn.Module):
-    """A residual MLP of frozen linears; one has a trained update."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(128)
-        self.up, self.down = (nn.Linear(*sizes, bias=False).requires_grad_(False) for sizes in ((128, 256), (256, 128)))
-        self.a, self.b = nn.Linear(128, 128, bias=False), nn.Linear(128, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return x + self.down(F.gelu(self.up(h) + self.b(self.a(h))))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

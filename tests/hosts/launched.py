@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fp8compile
+from tests.support.harness import scaling_tensors
 from tests.support.processes import on_ranks
 
 
@@ -69,6 +71,13 @@ def average(model: nn.Module) -> None:
         p.grad /= dist.get_world_size()
 
 
-def summary(report: Any) -> list[tuple[str, str, str]]:
-    """(module, gemm, decision) of every matmul in FP8 or not, sorted."""
-    return sorted((m.fqn, m.gemm, m.decision) for m in report.matmuls)
+def facts(model: nn.Module) -> dict[str, Any]:
+    """`rows`: (module, gemm, decision) of every matmul in FP8 or not, sorted. `graphs`: the names of those with matmuls.
+    `state`: the names of the scaling state. `outside`: the parameters of no graph."""
+    report = fp8compile.report(model)
+    return {
+        "rows": sorted((m.fqn, m.gemm, m.decision) for m in report.matmuls),
+        "graphs": [graph.name for graph in report.graphs if graph.matmuls],
+        "state": sorted(scaling_tensors(model)),
+        "outside": [record.parameter for record in report.outside],
+    }

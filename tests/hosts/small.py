@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+# what callbacks log with each step
+STATE = {"fp8/share", "fp8/matmuls", *(f"fp8/{role}/amax" for role in ("input", "weight", "gradient"))}
+
 
 def llama(layers: int = 1) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,6 +19,12 @@ def llama(layers: int = 1) -> Any:
     sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+def linears(layers: int = 1) -> set[str]:
+    """The names of the linears of `llama` that FP8 multiplies."""
+    parts = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
+    return {f"model.layers.{i}.{part}" for i in range(layers) for part in parts}
 
 
 def tokens(step: int = 0, count: int = 2) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-import json
 import os
 import pickle
 import subprocess
@@ -112,23 +111,6 @@ def test_a_policy_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 # --- the launcher -------------------------------------------------------------------------------------
 
-SCRIPT = """
-import helper, json, sys, torch, fp8compile
-from accelerate import Accelerator
-from tests.hosts.small import llama, tokens
-from tests.support.harness import interpreted
-
-accelerator = Accelerator(cpu=True)
-model, optimizer = accelerator.prepare(bare := llama(), torch.optim.AdamW(bare.parameters()))
-with interpreted():
-    for step in range(2):
-        accelerator.backward(model(input_ids=tokens(step), labels=tokens(step)).loss)
-        optimizer.step()
-report = fp8compile.report(model)
-accelerator.save_state(sys.argv[1])
-facts = {"share": report.fp8_flop_fraction, "recipes": sorted({m.recipe for m in report.matmuls if m.decision == "fp8"})}
-print("facts", json.dumps({**facts, "arguments": sys.argv[2:], "name": __name__}))
-"""
 CONFIG = """
 compute_environment: LOCAL_MACHINE
 distributed_type: 'NO'
@@ -143,27 +125,19 @@ dynamo_config:
 LAUNCH = ("-m", NAMES, "launch")
 
 
-@pytest.mark.weekly
-def test_launch_with_a_config_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [("--cpu", "--dynamo_backend", "fp8", "-m", "train"), ("--config_file", "config.yaml", "scripts/train.py")]
+)
+def test_launch(how: tuple[str, ...], tmp_path: Path) -> None:
     """The script knows nothing of FP8. It imports a module beside it, as with `python train.py`."""
-    (policy := tmp_path / "policy.toml").write_text('[defaults]\nrecipe = "tensorwise"\n')
     (tmp_path / "config.yaml").write_text(CONFIG)
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "helper.py").write_text("")
-    (script := tmp_path / "scripts" / "train.py").write_text(SCRIPT)
-    ours = (str(script), "saved", "--lr", "3")
-    done = python(*LAUNCH, "--config_file", "config.yaml", *ours, folder=tmp_path, FP8COMPILE_POLICY=str(policy))
-    lines = [line for line in done.stdout.splitlines() if line.startswith("facts ")]
-    assert len(lines) == 1, done.stderr[-3000:]
-    found = json.loads(lines[0].removeprefix("facts "))
-    assert found == {"share": pytest.approx(5 / 6), "recipes": ["tensorwise"], "arguments": ["--lr", "3"], "name": "__main__"}
-    assert saved(tmp_path / "saved") == vanilla(llama(), tmp_path / "vanilla")
-
-
-def test_launch_of_a_module_with_a_flag(tmp_path: Path) -> None:
-    text = "import sys\nfrom accelerate.utils import TorchDynamoPlugin\n"
-    (tmp_path / "train.py").write_text(text + "print('found', TorchDynamoPlugin().backend, __name__, sys.argv[1:])\n")
-    done = python(*LAUNCH, "--cpu", "--dynamo_backend", "fp8", "-m", "train", "--lr", "3", folder=tmp_path)
+    text = "import helper, sys\nfrom accelerate.utils import TorchDynamoPlugin\n"
+    text += "print('found', TorchDynamoPlugin().backend, __name__, sys.argv[1:])\n"
+    for folder in (tmp_path, tmp_path / "scripts"):
+        folder.mkdir(exist_ok=True)
+        (folder / "helper.py").write_text("")
+        (folder / "train.py").write_text(text)
+    done = python(*LAUNCH, *how, "--lr", "3", folder=tmp_path)
     assert "found FP8 __main__ ['--lr', '3']" in done.stdout, done.stderr[-3000:]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.small import llama, logged, saved, vanilla
-from tests.hosts.test_trainer import LINEARS, STATE, in_fp8, trainer
+from tests.hosts.small import STATE, llama, logged, saved, vanilla
+from tests.hosts.test_trainer import LINEARS, in_fp8, trainer
 
 pytest.importorskip("axolotl")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("interpreted")]

@@ -15,13 +15,11 @@ import fp8compile
 from fp8compile.errors import OptionError, StrictError
 from fp8compile.ir.records import FP8
 from fp8compile.runtime.optimizer_steps import steps_of
+from tests.hosts.small import STATE
 from tests.support.models import ResidualMlp
 
 lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("interpreted")]
-
-STATE = {"fp8/share", "fp8/matmuls", *(f"fp8/{role}/amax" for role in ("input", "weight", "gradient"))}
-
 
 class Lit(lightning.LightningModule):
     """Two networks, one of them in a list, and a module without parameters."""
@@ -129,13 +127,6 @@ def test_nothing_in_fp8_is_one_line_and_with_strict_an_error(tmp_path: Path, cap
 
     with pytest.raises(StrictError, match="FP8Callback: nothing of Functional became FP8"):
         trainer(tmp_path, callback(strict=True)).fit(Functional(), batches())
-
-
-def test_bad_input_is_found_before_training() -> None:
-    with pytest.raises(OptionError, match="unknown fp8 option 'recpie'.*Did you mean 'recipe'"):
-        callback(recpie="delayed")
-    with pytest.raises(OptionError, match="missing.toml"):
-        callback(policy="missing.toml")
 
 
 def test_fabric(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fp8compile
-from tests.hosts.launched import launched, summary
-from tests.support.harness import scaling_tensors
+from tests.hosts.launched import facts, launched
 from tests.support.processes import on_ranks
 
 pytest.importorskip("torchtitan")
@@ -137,12 +136,8 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
             losses, model = trained(without_flex(configured(Path(folder), *(compiled if recipe else ()))))
             found[recipe] = losses
             if recipe:
-                report = fp8compile.report(model)
-                facts = {"rows": summary(report), "recipes": {m.recipe for m in report.matmuls}}
-                facts["graphs"] = {graph.name for graph in report.graphs if graph.matmuls}
-                facts["outside"] = [record.parameter for record in report.outside]
-                facts["state"] = sorted(scaling_tensors(model))
-                found[f"{recipe} report"] = facts
+                recipes = {m.recipe for m in fp8compile.report(model).matmuls}
+                found[f"{recipe} report"] = {**facts(model), "recipes": recipes}
     try:
         configured(Path(folder), *compiled).build()
     except ValueError as error:
@@ -167,15 +162,15 @@ def test_training_follows_high_precision(results, recipe: str) -> None:
 def test_report_has_every_linear_of_the_blocks(results, recipe: str) -> None:
     """With the recipe of the policy that FP8COMPILE_POLICY names."""
     for found in results:
-        facts = found[f"{recipe} report"]
-        assert {name for name, _, _ in facts["rows"]} == LINEARS
-        assert {row[2] for row in facts["rows"]} == {"fp8"} and facts["recipes"] == {recipe}
-        assert facts["graphs"] == {"Llama3TransformerBlock, training"} and facts["outside"] == ["lm_head.weight"]
-        assert all(name.startswith(("fp8compile.version", "layers.")) for name in facts["state"])
+        ours = found[f"{recipe} report"]
+        assert {name for name, _, _ in ours["rows"]} == LINEARS
+        assert {row[2] for row in ours["rows"]} == {"fp8"} and ours["recipes"] == {recipe}
+        assert set(ours["graphs"]) == {"Llama3TransformerBlock, training"} and ours["outside"] == ["lm_head.weight"]
+        assert all(name.startswith(("fp8compile.version", "layers.")) for name in ours["state"])
         wrappers = ("_checkpoint_wrapped", "_orig_mod", ".forward.")
-        assert not any(wrapper in name for name in facts["state"] for wrapper in wrappers)
+        assert not any(wrapper in name for name in ours["state"] for wrapper in wrappers)
         if recipe == "delayed":
-            assert "layers.5.attention.qkv_linear.wqkv.weight.input.0" in facts["state"]
+            assert "layers.5.attention.qkv_linear.wqkv.weight.input.0" in ours["state"]
 
 
 def test_torchtitan_refuses_flex_attention(results) -> None:

@@ -14,16 +14,12 @@ import torch
 import fp8compile
 from fp8compile.errors import OptionError, StrictError
 from fp8compile.ir.records import FP8
-from tests.hosts.small import examples, llama, logged, saved, tokenizer, training_arguments, vanilla
+from tests.hosts.small import STATE, examples, linears, llama, logged, saved, tokenizer, training_arguments, vanilla
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("interpreted")]
 
-LINEARS = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
-LINEARS |= {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
-STATE = {"fp8/share", "fp8/matmuls", *(f"fp8/{role}/amax" for role in ("input", "weight", "gradient"))}
-
-
+LINEARS = linears()
 def trainer(folder: Path, callback: Any = None, model: Any = None, **more: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
@@ -220,4 +216,3 @@ def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
     found = model.merge_and_unload().state_dict()
     assert found.keys() == llama().state_dict().keys()
     assert torch.equal(found["model.layers.0.self_attn.q_proj.weight"], merged)
-

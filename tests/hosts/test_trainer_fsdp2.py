@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.hosts.launched import as_on_gpus, check_gradients, launched, on_two_ranks, whole
-from tests.hosts.small import llama
-from tests.hosts.test_trainer_ranks import LINEARS, STATE, STEPS, check_resumed, replica, trained
+from tests.hosts.small import STATE, llama
+from tests.hosts.test_trainer_ranks import LINEARS, STEPS, check_resumed, replica, trained
 from tests.support.processes import warnings
 
 pytest.importorskip("accelerate")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,16 +10,13 @@ import torch
 from fp8compile.devices import support
 from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun import fake_gpu
-from fp8compile.features.weight_cache.weight_cache import WeightCache
 from fp8compile.optim import AdamW
 from fp8compile.optim.update import compiled
 from tests.optim.test_adamw import MASTERS
 from tests.support import hooks
 from tests.support.cached import layer
 from tests.support.executed import executed
-from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, grads_of, noise
-from tests.support.models import LlamaLayer
 
 pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 
@@ -61,31 +57,6 @@ def test_before_ada_the_update_is_not_compiled() -> None:
         finally:
             support.casts_to_e4m3.cache_clear()
     assert not step.kernels
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
-def test_casts_with_given_amaxes_read_each_weight_once(recipe: str) -> None:
-    """One kernel a weight: it reads 2 bytes an element and writes two copies. Also where weights are merged."""
-    model = unallocated(lambda: LlamaLayer(1024, 8, 8, 2048), torch.bfloat16)
-    options = {"policy": ALL_FP8, "recipe": recipe, "cache_weights": True, "merge_matmuls": True}
-    call = torch.compile(model, backend="fp8", options=options)
-    x = torch.empty((1, 2048, 1024), dtype=torch.bfloat16, requires_grad=True)
-    found: list[tuple[WeightCache, Any]] = []
-    cast = WeightCache._cast
-
-    def noted(self: WeightCache, weights: Any, amaxes: Any = ()) -> Any:
-        found.append((self, weights))
-        return cast(self, weights, amaxes)
-
-    with mock.patch.object(WeightCache, "_cast", noted):
-        fake_gpu.trace(lambda: call(x))
-    ((cache, weights),) = found
-    assert cache.given is not None and len(cache.given.places) == 7
-    amaxes = [torch.ones((), dtype=torch.bfloat16)] * 7
-    step = fake_gpu.trace(lambda: cast(cache, weights, amaxes))
-    assert len(step.kernels) == 7
-    assert sum(kernel.bytes for kernel in step.kernels) <= 4.001 * sum(weight.numel() for weight in weights)
 
 
 @pytest.mark.weekly

@@ -78,7 +78,7 @@ def near(weights: dict[str, Tensor], net: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "ranks", "rows"), [("fsdp", 2, 256), ("fsdp", 4, 256), ("hsdp", 4, 256), ("fsdp", 2, 255)])
-def test_shards_are_updated_as_one_process_updates_the_whole(kind: str, ranks: int, rows: int, tmp_path: Path) -> None:
+def test_shards_are_updated_as_one_process_updates_the_whole(kind: str, ranks: int, rows: int) -> None:
     """To the bit, also where the shards are uneven: rows have 128 elements, and no block spans two shards."""
     weights, moments = on_ranks(ranks, trained, kind, rows)[0]
     net, optimizer = build("one", rows)
@@ -90,7 +90,7 @@ def test_shards_are_updated_as_one_process_updates_the_whole(kind: str, ranks: i
         assert near(weights, net)
 
 
-def test_tensor_parallel_weights(tmp_path: Path) -> None:
+def test_tensor_parallel_weights() -> None:
     weights, _ = on_ranks(2, trained, "tp", 256)[0]
     net, optimizer = build("one", 256)
     train(net, optimizer, range(4))
@@ -118,8 +118,6 @@ def resumed(rank: int, folder: str, kind: str) -> Any:
 @pytest.mark.parametrize(("kind", "ranks"), [("one", 1), ("fsdp", 2), ("fsdp", 4)])
 def test_a_checkpoint_of_two_ranks_resumes_to_the_bit_on_others(kind: str, ranks: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second").mkdir()
     weights, moments = on_ranks(2, saved, folder)[0]
     theirs, found = on_ranks(ranks, resumed, folder, kind)[0]
     assert equal(weights, theirs)
@@ -140,5 +138,5 @@ def given_a_whole_state(rank: int) -> list[str]:
     return []
 
 
-def test_a_whole_state_for_a_shard_is_refused(tmp_path: Path) -> None:
+def test_a_whole_state_for_a_shard_is_refused() -> None:
     assert "set_optimizer_state_dict" in on_ranks(2, given_a_whole_state)[0][0]

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fp8compile
 from tests.support.harness import sqnr
+from tests.support.tiers import spread
 
 DTYPES = (torch.float32, torch.bfloat16)
 EVERY = {"rules": [{"fp8": "on"}]}  # also the smallest matmul
@@ -223,11 +224,6 @@ def fresh(given: Any, owned: bool = True) -> Any:
         return nn.Parameter(new) if x.requires_grad and owned and x is not first else new.requires_grad_(x.requires_grad)
 
     return tree_map(copy, given)
-
-
-def spread(items: Sequence[Any], number: int) -> list[Any]:
-    number = min(number, len(items))
-    return [items[i * len(items) // number] for i in range(number)]
 
 
 def name_of(op: Any) -> str:

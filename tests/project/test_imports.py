@@ -4,6 +4,7 @@ the tests: they enter by public names and by `support/hooks`, and know nothing o
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -43,13 +44,9 @@ def plant(folder: Path, file: str, line: str) -> None:
     path.write_text(path.read_text() + f"\n{line}\n")
 
 
-def test_the_package_keeps_its_contracts(copy: Path) -> None:
-    done, checked = imports(copy), ruff(copy)
-    assert done.returncode == 0, done.stdout
-    assert checked.returncode == 0, checked.stdout
-
-
 def test_imports_upwards_and_in_a_circle_are_refused(copy: Path) -> None:
+    """(`make lint` says that there are none.)"""
+    (copy / "fp8compile" / "helpers.py").write_text("")
     plant(copy, "ir/ops.py", "from ..runtime import state")
     plant(copy, "devices/gpu.py", "from ..config import recipe")
     plant(copy, "passes/legality.py", "from . import decide")
@@ -58,12 +55,7 @@ def test_imports_upwards_and_in_a_circle_are_refused(copy: Path) -> None:
     assert "fp8compile.ir is not allowed to import fp8compile.runtime" in done.stdout
     assert "fp8compile.devices is not allowed to import fp8compile.config" in done.stdout
     assert "No cycles are allowed in fp8compile.passes" in done.stdout
-
-
-def test_a_file_at_the_root_is_refused(copy: Path) -> None:
-    (copy / "fp8compile" / "helpers.py").write_text("")
-    done = imports(copy)
-    assert done.returncode != 0 and "helpers" in done.stdout + done.stderr, done.stdout
+    assert "helpers" in done.stdout + done.stderr, done.stdout
 
 
 @pytest.mark.slow
@@ -132,7 +124,7 @@ EXCEPTIONS: dict[str, str] = {
     "hosts/test_trainer.py": "ir",
     "hosts/test_trainer_ranks.py": "runtime",
     "ir/test_torchao.py": "config",
-    "optim/test_kernels.py": "devices dryrun features",
+    "optim/test_kernels.py": "devices dryrun",
     "features/collectives/test_all_gathers.py": "dryrun ir",
     "features/chunked_logits/test_flatten.py": "dryrun",
     "passes/test_fusion.py": "codegen compat ir",
@@ -222,10 +214,7 @@ def test_no_two_files_or_classes_have_one_name() -> None:
 
 def test_tests_know_nothing_of_benchmarks() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert "benchmarks" not in {module.partition(".")[0] for module in modules}, path
+        assert not re.search(r"^ *(import|from) benchmarks\b", path.read_text(), re.M), path
 
 
 def test_what_reaches_inside_is_noticed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import fp8compile
@@ -20,7 +20,7 @@ from fp8compile.errors import Fp8CompileError, OptionError
 from fp8compile.reporting import plots
 from tests.support import hooks
 from tests.support.harness import compiled, noise
-from tests.support.models import Mlp, Parallel, Stack, make
+from tests.support.models import Mlp, Stack, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
@@ -170,17 +170,6 @@ def test_beside_another_model() -> None:
     assert steps_in(rows) == [2, 4] and monitor.written == 2
 
 
-@pytest.mark.slow
-def test_block_by_block() -> None:
-    model = make(lambda: Parallel(Mlp(), Mlp()))
-    for block in model.inner:
-        block.compile(backend="fp8")
-    rows: list[dict[str, Any]] = []
-    with fp8compile.monitor(model, 1, rows.extend):
-        train(model, model, 2)
-    assert len(rows) == 24 and {row["name"].split(".")[1] for row in rows} == {"0", "1"}
-
-
 class Full(io.StringIO):
     def write(self, _: str) -> int:
         raise OSError(28, "No space left on device")
@@ -254,17 +243,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def run_cli(*arguments: Any) -> tuple[int, str, str]:
-    result = CliRunner().invoke(_Main(), [str(x) for x in arguments])
-    return result.exit_code, result.stdout, result.stderr
-
-
-class _Main:
-    """`fp8compile.cli.main` as click's test runner calls commands."""
-
-    name = "fp8compile"
-
-    def main(self, args, prog_name=None, **_: Any) -> None:
-        sys.exit(cli.main(args))
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.main([str(x) for x in arguments])
+    return status, out.getvalue(), err.getvalue()
 
 
 def test_worst_first(file: Path) -> None:

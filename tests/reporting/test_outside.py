@@ -75,15 +75,6 @@ def test_what_dynamo_leaves_to_eager() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_all_compiled() -> None:
-    model = Net(False, False)
-    run = torch.compile(model, backend="fp8")
-    run(TOKENS).sum().backward()
-    assert names(fp8compile.report(model)) == names(fp8compile.report(run)) == []
-    assert fp8compile.report(model).summary() == "12 of 12 matmuls, 100.0% of matmul FLOPs"
-
-
-@pytest.mark.slow
 def test_blocks_that_are_compiled_one_by_one() -> None:
     """Their code is one graph, called with the parameters of each."""
     model = Net(False, False, False)

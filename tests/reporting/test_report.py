@@ -23,6 +23,7 @@ from fp8compile.reporting import report as report_module
 from fp8compile.reporting.columns import aligned
 from fp8compile.reporting.report import Report
 from fp8compile.runtime.ledger import Ledger
+from tests.reporting.test_html import linear
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,13 +32,6 @@ def report_of(ledger: Ledger, model: nn.Module | None = None) -> Report:
     """The result of `report(model)` if `ledger` holds the compiled graphs."""
     with mock.patch.object(report_module, "LEDGER", ledger):
         return report_module.report(model)
-
-
-def linear(fqn, m, n, k, reason="", **more) -> list[MatmulRecord]:
-    """The three gemms of a linear on m tokens, from k to n features."""
-    decision, recipe = ("high_precision", "") if reason else ("fp8", "delayed")
-    sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    return [MatmulRecord(fqn, gemm, *size, decision, reason, recipe, **more) for gemm, size in sizes.items()]
 
 
 def gpt(blocks=2) -> GraphReport:

@@ -56,19 +56,6 @@ class Classifier(nn.Module):
         return self.classifier(self.layers(x).mean(1))
 
 
-class Lora(nn.Module):
-    """A frozen linear with a trained update of rank 16, whose second factor is zero at first."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.a, self.b = nn.Linear(width, 16, bias=False), nn.Linear(16, width, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x) + self.b(self.a(x)))
-
-
 class Normed(nn.Module):
     """A norm before and after each matmul, and on the gates."""
 
@@ -81,18 +68,6 @@ class Normed(nn.Module):
         for norm, linear in zip(self.norms, self.linears, strict=True):
             x = x + F.rms_norm(linear(norm(x)), (WIDTH,))
         return x
-
-
-class Frozen(nn.Module):
-    """A frozen stack below a trained one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Sequential(models.ResidualMlp(), models.ResidualMlp()).requires_grad_(False)
-        self.top = nn.Sequential(models.ResidualMlp(), models.Mlp())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.top(self.base(x))
 
 
 def _to_one(y: Tensor) -> Tensor:
@@ -119,6 +94,12 @@ def _llama() -> nn.Module:
     return models.LlamaLayer(WIDTH, 4, 2, 256)
 
 
+def _frozen() -> nn.Module:
+    """A frozen stack below a trained one."""
+    base, top = (models.Stack(models.ResidualMlp(), last()) for last in (models.ResidualMlp, models.Mlp))
+    return models.Stack(base.requires_grad_(False), top)
+
+
 HEALTHY: dict[str, Callable[[], Case]] = {
     "gpt": lambda: Case(models.make(lambda: LanguageModel(_gpt(), _gpt())), (_tokens(),)),
     "llama": lambda: Case(models.make(lambda: LanguageModel(_llama(), rms=True)), (_tokens(),)),
@@ -127,12 +108,12 @@ HEALTHY: dict[str, Callable[[], Case]] = {
         models.make(lambda: Classifier(models.Mlp(), nn.ReLU(), norm=True)), (_noise(8, 3, 32, 32),), _labels
     ),
     "tied": lambda: Case(models.make(lambda: LanguageModel(_gpt(), tied=True)), (_tokens(),)),
-    "lora": lambda: Case(models.make(lambda: nn.Sequential(Lora(), Lora())), (_noise(64, WIDTH),), _to_one),
+    "lora": lambda: Case(models.make(lambda: models.Stack(models.Lora(), models.Lora())), (_noise(64, WIDTH),), _to_one),
     "moe": lambda: Case(
         models.make(lambda: models.Stack(models.ResidualMlp(), models.Moe(), models.ResidualMlp()), torch.bfloat16),
         (_noise(2, TIME, WIDTH).bfloat16(),),
         _to_one,
     ),
-    "frozen": lambda: Case(models.make(Frozen), (_noise(64, WIDTH),), _to_one),
+    "frozen": lambda: Case(models.make(_frozen), (_noise(64, WIDTH),), _to_one),
     "normed": lambda: Case(models.make(Normed), (_noise(64, WIDTH),), _to_one),
 }

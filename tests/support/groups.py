@@ -157,11 +157,6 @@ def weight_in_two_casts(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
     return cast.copy(w, scale), cast.transposed(w, scale)
 
 
-@case(lambda s: (s.full(), s.scale()), "copy")
-def weight_copy(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
-    return (cast.copy(w, scale),)
-
-
 @case(lambda s: (s.full(), s.scale()), "alone")
 def weight_transposed(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
     return (cast.transposed(w, scale),)
@@ -226,24 +221,10 @@ def attention(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
     return *cast.both(x, scale), ops.amax(x)
 
 
-@case(lambda s: (_heads(s)[0].transpose(1, 2).contiguous().transpose(1, 2), s.scale()), "copy transposed amax")
-def attention_heads_inside(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
-    """[B, H, T, D] stored as [B, T, H, D], as flash attention returns it: the matrix is a plain view."""
-    batch, heads, tokens, width = x.shape
-    x = x.permute(0, 2, 1, 3).view(batch * tokens, heads * width)
-    return *cast.both(x, scale), ops.amax(x)
-
-
 @case(lambda s: (s.full(), s.column(), s.scale()), "copy transposed amax", exact=NEVER)
 def gelu_tanh(cast: Cast, x: Tensor, bias: Tensor, scale: Tensor) -> tuple:
     y = F.gelu(x + bias, approximate="tanh")
     return *cast.both(y, scale), ops.amax(y)
-
-
-@case(lambda s: (s.full(), s.scale()), "value copy amax", exact=NEVER)
-def gelu_erf(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
-    y = F.gelu(x)
-    return y, cast.copy(y, scale), ops.amax(y)
 
 
 @case(lambda s: (s.full(), s.full(), s.scale()), "copy transposed amax", exact=NEVER)
@@ -258,12 +239,6 @@ def swiglu_of_one_matrix(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
     columns = x.shape[1] // 2
     y = F.silu(x[:, :columns]) * x[:, columns:]
     return cast.copy(y, scale), ops.amax(y)
-
-
-@case(lambda s: (s.full(), s.scale()), "copy transposed amax")
-def relu_squared(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
-    y = F.relu(x).square()
-    return *cast.both(y, scale), ops.amax(y)
 
 
 @case(lambda s: (s.full(), s.full(), s.scale()), "value copy transposed amax")
@@ -431,12 +406,6 @@ def gradient_of_a_sum(cast: Cast, dy: Tensor, rows: int, columns: int, scale: Te
     """One number is expanded to a matrix."""
     y = dy.expand(rows, columns)
     return *cast.both(y, scale), ops.amax(y)
-
-
-@case(lambda s: (s(s.rows, 1), s.columns, s.scale()), "value copy transposed amax")
-def gradient_of_a_row_sum(cast: Cast, dy: Tensor, columns: int, scale: Tensor) -> tuple:
-    y = dy.expand(dy.shape[0], columns) * 0.5
-    return y, *cast.both(y, scale), ops.amax(y)
 
 
 @case(lambda s: (s.full(), s.full(), s.scale(), s.scale(0.5)), "copy amax alone amax", "copy amax", "transposed amax")

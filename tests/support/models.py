@@ -56,6 +56,20 @@ class Gated(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+class Lora(nn.Module):
+    """A residual MLP of frozen linears; one has a trained update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.up, self.down = (nn.Linear(*sizes, bias=False).requires_grad_(False) for sizes in ((128, 256), (256, 128)))
+        self.a, self.b = nn.Linear(128, 128, bias=False), nn.Linear(128, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.gelu(self.up(h) + self.b(self.a(h))))
+
+
 class Attention(nn.Module):
     """Causal self-attention with separate q, k and v projections; [batch, time, width] -> the same."""
 
@@ -186,19 +200,6 @@ class Ffn(nn.Module):
         return self.norm(self.down(F.gelu(self.up(x))))
 
 
-class Checkpointed(nn.Module):
-    """Modules in a row; the activations inside each module are recomputed in the backward."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(modules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for module in self.inner:
-            x = checkpoint(module, x, use_reentrant=False)
-        return x
-
-
 class Stack(nn.Module):
     """Modules in a row."""
 
@@ -212,12 +213,17 @@ class Stack(nn.Module):
         return x
 
 
-class Parallel(nn.Module):
-    """Modules side by side, on inputs of different scales: FP8 roundings of one module do not affect the others."""
+class Checkpointed(Stack):
+    """The activations inside each module are recomputed in the backward."""
 
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(modules)
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inner:
+            x = checkpoint(module, x, use_reentrant=False)
+        return x
+
+
+class Parallel(Stack):
+    """Modules side by side, on inputs of different scales: FP8 roundings of one module do not affect the others."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([module(x * (i + 1)) for i, module in enumerate(self.inner)])

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from tests.support import hooks, shared_files
+from tests.support import hooks
 
 TIME_LIMIT = 300  # seconds
 SEEN = "fp8compile"
@@ -58,8 +58,6 @@ def _afresh(environment: dict[str, str], inductor: bool) -> Iterator[None]:
     os.environ.clear()
     os.environ.update(environment)
     hooks.forget()
-    if inductor:
-        shared_files.install()
     alone = torch._inductor.config.patch(compile_threads=1)  # a fork has not the threads that wait for compile workers
     with hooks.strictly(), alone if inductor else hooks.interpreted():
         yield

@@ -13,7 +13,7 @@ import fp8compile
 from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.ir.records import CollectiveRecord
-from tests.distributed.test_expert_parallel import BF16, TOKENS, TOP, WIDTH, Masked, Moved, steps
+from tests.distributed.test_expert_parallel import BF16, TOKENS, TOP, WIDTH, Masked, Moved, as_one_computes, steps
 from tests.support import hooks
 from tests.support.executed import executed
 from tests.support.harness import ALL_FP8, scaling_tensors, sqnr
@@ -121,17 +121,7 @@ def _two(rank: int, recipe: str) -> dict[str, Any]:
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_two_ranks(recipe: str) -> None:
-    """Each rank has half of the experts; outputs and gradients against all experts in high precision."""
     results = on_ranks(2, _two, recipe)
-    whole = Masked().to(BF16)
-    exact = [steps(whole, whole, rank) for rank in (0, 1)]
-    for rank, result in enumerate(results):
+    for result in results:
         assert result["reasons"] == ["", ""] and result["sent"].count(torch.uint8) == 2 * 3
-        for number, expected in enumerate(exact[rank]):
-            for name in ("y", "dx"):
-                assert sqnr(expected[name], result["steps"][number][name]) > 20, (rank, number, name)
-    for number in range(3):
-        for name in ("experts.gate_up_proj", "experts.down_proj"):
-            expected = sum(run[number][name].float() for run in exact)
-            got = torch.cat([result["steps"][number][name] for result in results])
-            assert sqnr(expected, got) > 20, (number, name)  # type: ignore[arg-type]
+    as_one_computes([result["steps"] for result in results])

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 from fp8compile.distributed import compress_gradients, fp8_hook
+from tests.distributed.ranks import whole
 from tests.support.harness import sqnr
 from tests.support.processes import on_ranks
 
@@ -100,8 +101,8 @@ def reduced(rank: int, dtype: torch.dtype, kind: str, options: dict[str, Any]) -
     with counted() as sent:
         model(gradients(rank, dtype=dtype)).backward()
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    found = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in inner.named_parameters()}
-    return found, sent, str(fp8compile.stats(model)), fp8compile.stats(model).rows()
+    stats = fp8compile.stats(model)
+    return {name: whole(p.grad) for name, p in inner.named_parameters()}, sent, str(stats), stats.rows()
 
 
 RANKS = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("hsdp", 4)]
@@ -162,10 +163,6 @@ def wrapped(kind: str, **how: Any) -> tuple[Any, dict[str, nn.Parameter]]:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     compress_gradients(model)
     return model, dict((model.module if kind == "ddp" else model).named_parameters())
-
-
-def whole(gradient: Any) -> Any:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 def _given(rank: int, kind: str) -> dict[str, Any]:

@@ -102,15 +102,6 @@ def test_a_server_in_eager_in_bf16(recipe: str, options: dict[str, Any], tmp_pat
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(("recipe", "options"), [("blockwise", {}), ("mxfp8", {}), ("mxfp8", TILES)])
-def test_a_server_in_eager(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Without any other library."""
-    _, compiled, made = exported(recipe, tmp_path / "out", **options)
-    theirs = Logits(serve(llama(), made.directory, rounded=recipe == "blockwise"))
-    assert_alike(outputs(compiled), outputs(theirs))
-
-
-@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
     """And by a server in eager. With `delayed`, training reads the same scales; evaluation has current ones."""

@@ -111,14 +111,6 @@ def _refused(rank: int) -> dict[str, str]:
     def attempt(name: str, do: Callable[[], Any]) -> None:
         said[name] = error_of(do)
 
-    for recipe in ("rowwise", "rowwise_with_gw_hp", "delayed", "mxfp8"):
-        torch._dynamo.reset()
-        mlp: Any = fully_shard(ResidualMlp())
-        mlp.compile(backend="fp8", options={"recipe": recipe})
-        fp8_all_gather(mlp)
-        attempt(recipe, lambda mlp=mlp: [step(mlp, i, rank) for i in range(3)])
-        said[f"{recipe} report"] = str(gathered(mlp))
-
     for strict in (False, True):
         torch._dynamo.reset()
         tied: Any = fully_shard(Tied())
@@ -149,8 +141,6 @@ def _refused(rank: int) -> dict[str, str]:
 @pytest.mark.weekly
 def test_what_graphs_say_is_told() -> None:
     for said in on_ranks(2, _refused):
-        for recipe in ("rowwise", "rowwise_with_gw_hp", "delayed", "mxfp8"):
-            assert said[recipe] == "nothing" and said[f"{recipe} report"].count("e4m3") == 2, said
         assert said["shared, strict=False"] == "nothing"
         assert "up.weight is gathered in high precision: beside FP8 matmuls, it is read by" in said["shared, strict=True"]
         assert "'up.weight': ('float32', 'read by aten.pow" in said["report, strict=False"]
