@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +43,7 @@ class CompiledGraph:
         self.interface, self.calls, self.owners = interface, calls, owners
         self.record, self.converts, self.parts, self.options = record, converts, parts, options
         self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
+        self.unread: torch.Tensor | None = None  # for inputs of features that the graph does not read
         self.idle: torch.Tensor | None = None  # a stand-in for state inputs that the graph does not read
 
     def __call__(self, *args: Any) -> Any:
@@ -56,7 +56,8 @@ class CompiledGraph:
                 keys = self.calls.book.keys if self.calls.book is not None else ((), ())
                 sizes = [state_page.rows_for(len(slots)) for slots in keys] if interface.stateful else []
                 pages = [state_page.new_page(rows, interface.history, first.device) for rows in sizes]
-                return self.function(*args, *pages, *self._given(args, first.device, None, True))
+                given = [part.stand_ins(first.device) for part in self.giving]
+                return self.function(*args, *pages, *self._filled(given, torch.empty(1, device=first.device)))
         known = compat.flat.owners(args, interface.packed) if interface.packed else args  # those that the user holds
         if isinstance(known[interface.weights[0]], nn.Parameter):
             key = self.owners.key(known)
@@ -91,16 +92,16 @@ class CompiledGraph:
             self.calls.book.sets.clear()
             self.calls.book.by_pointer.clear()
 
-    def _given(
-        self, args: Sequence[Any], device: torch.device, look: probe.Look | None, fake: bool = False
-    ) -> list[torch.Tensor]:
+    def _given(self, args: Sequence[Any], device: torch.device, look: probe.Look | None) -> list[torch.Tensor]:
         """What features give the graph, and something for those of their inputs that it does not read."""
-        found: list[torch.Tensor] = []
-        for part in self.giving:
-            with compat.autograd.unseen() if not fake else contextlib.nullcontext():
-                made = part.stand_ins(device) if fake else part.arguments(args, look)
-            found += [*made, *[torch.empty(1, device=device)] * (part.inputs - len(made))]
-        return found
+        if self.unread is None:
+            self.unread = torch.empty(1, device=device)
+        with compat.autograd.unseen():
+            return self._filled([part.arguments(args, look) for part in self.giving], self.unread)
+
+    def _filled(self, made: Sequence[Sequence[torch.Tensor]], unread: torch.Tensor) -> list[torch.Tensor]:
+        pairs = zip(self.giving, made, strict=True)
+        return [x for part, found in pairs for x in (*found, *[unread] * (part.inputs - len(found)))]
 
     def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """The first call with these parameters."""
