@@ -45,7 +45,6 @@ from .autograd import (
     saved_as_they_are,
     share_memory,
     storage_of,
-    stream_of,
     unseen,
 )
 from .dynamo import (
