@@ -110,11 +110,6 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def stream_of(device: torch.device) -> int:
-    """The stream of a CUDA device on which work is queued now; 0 for another device."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
 def hooked() -> bool:
     """Has anyone set saved-tensor hooks for what runs now? A checkpoint has."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -56,8 +56,8 @@ class CompiledGraph:
                 keys = self.calls.book.keys if self.calls.book is not None else ((), ())
                 sizes = [state_page.rows_for(len(slots)) for slots in keys] if interface.stateful else []
                 pages = [state_page.new_page(rows, interface.history, first.device) for rows in sizes]
-                given = [part.stand_ins(first.device) for part in self.giving]
-                return self.function(*args, *pages, *self._filled(given, torch.empty(1, device=first.device)))
+                fakes = [part.stand_ins(first.device) for part in self.giving]
+                return self.function(*args, *pages, *self._filled(fakes, torch.empty(1, device=first.device)))
         known = compat.flat.owners(args, interface.packed) if interface.packed else args  # those that the user holds
         if isinstance(known[interface.weights[0]], nn.Parameter):
             key = self.owners.key(known)

@@ -61,7 +61,7 @@ class Watch:
 
     def __init__(self, device: torch.device):
         self.device, self.on_host = device, device.type != "cuda"
-        self.thread, self.stream = threading.get_ident(), compat.autograd.stream_of(device)
+        self.thread, self.stream = threading.get_ident(), _stream(device)
         self.moved: list[weakref.ref[Page]] = []  # since the last look, in the order of the calls
         self.running = 0  # forwards whose backward has not run
         self.sent: list[tuple[weakref.ref[Page], int]] = []  # whose rows are on their way to the host, and how many
@@ -70,7 +70,7 @@ class Watch:
     @property
     def here(self) -> bool:
         """Is it that of a call that runs now?"""
-        return self.thread == threading.get_ident() and (self.on_host or self.stream == compat.autograd.stream_of(self.device))
+        return self.thread == threading.get_ident() and (self.on_host or self.stream == _stream(self.device))
 
     def begins(self, page: Page) -> None:
         """A training forward begins, which will move its page."""
@@ -161,6 +161,11 @@ class Watch:
             Rows(page.rows).limit.abs_()
 
 
+def _stream(device: torch.device) -> int:
+    """On which work for a device is queued now; 0 where there are none."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 class _Watches(threading.local):
     """Those of this thread, by device and stream."""
 
@@ -173,7 +178,7 @@ _watches = _Watches()
 
 def watch_of(device: torch.device) -> Watch:
     """The watch of the calls that run now. On one thread and stream, no page moves while it is read."""
-    place = device, compat.autograd.stream_of(device)
+    place = device, _stream(device)
     found = _watches.by_place.get(place)
     if found is None:
         found = _watches.by_place[place] = Watch(device)
