@@ -168,4 +168,4 @@ def without_lowerings() -> Patched:
 
 def ranks_agree() -> Patched:
     """Inside, the other ranks, which are not there, have said what this one says."""
-    return mock.patch("fp8compile.compat.different", return_value={})
+    return mock.patch("fp8compile.compat.process_groups.different", return_value={})
