@@ -19,6 +19,7 @@ from fp8compile.config.policy import load
 from fp8compile.config.recipe import Recipe
 from fp8compile.devices import formats
 from fp8compile.errors import Fp8CompileError, OptionError, StrictError, near
+from tests.support.reference_settings import RECIPES
 
 
 def error_of(given, mode=None) -> str:
@@ -127,7 +128,7 @@ def test_dashes_are_underscores():
     [
         ("recipe", "columnwise", "'delayed', 'tensorwise'"),
         ("recipe", "Delayed", "'delayed', 'tensorwise'"),
-        ("recipe", "auto", "one of 'delayed', 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'blockwise', 'mxfp8'"),
+        ("recipe", "auto", f"one of {', '.join(map(repr, RECIPES))}"),
         ("recipe", None, "'delayed', 'tensorwise'"),
         ("recipe", ["delayed"], "'delayed', 'tensorwise'"),
         ("fp8_format", "E5M2", "'hybrid', 'e4m3'"),

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.harness import ALL_FP8, assert_close, assert_fp8, compiled, grads_of, leaf, noise, sqnr
 from tests.support.models import SwiGlu, make
+from tests.support.reference_settings import RECIPES
 
 pytestmark = [pytest.mark.usefixtures("interpreted")]
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
 def step(model: nn.Module, call: Callable[..., Tensor], x: Tensor, dy: Tensor | None = None) -> dict[str, Tensor]:
