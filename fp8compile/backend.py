@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import compat, features
+from . import compat, extension
+from . import features as _features  # noqa: F401  # to register them
 from .compilation import Compilation, Job, lowering, warn
 from .config.options import Options, parse
 from .config.policy import Policy
@@ -102,7 +103,7 @@ def _reset() -> None:
     """Forget the reports and the casts of all graphs, which are gone."""
     LEDGER.clear()
     probe.forget()
-    for feature in features.FEATURES:
+    for feature in extension.features():
         feature.reset()
 
 
@@ -127,7 +128,7 @@ def _compile(
     if job.learns and histories and not inputs.inlined and only != HIGH_PRECISION:
         job = replace(job, history=max(histories))
         loads.listen(roots(gm, inputs.packed))
-    for feature in features.FEATURES:
+    for feature in extension.features():
         job = replace(job, inputs=feature.describe(job))
     if only is None and inner is INDUCTOR:
         job = replace(job, facts=_facts(job))
@@ -136,7 +137,7 @@ def _compile(
         made = None
         if only is None and graph.converts and job.learns:
             later = functools.partial(_compiled, job, record=graph.record)
-            made = next(filter(None, (feature.callable(job, graph, later) for feature in features.FEATURES)), None)
+            made = next(filter(None, (feature.callable(job, graph, later) for feature in extension.features())), None)
         return made or graph
     except Retrace as again:
         after = again.then
@@ -174,7 +175,7 @@ def _check_encoding(devices: frozenset[torch.device], chosen: Options) -> None:
 def _check_features(options: Options) -> None:
     """OptionError for a setting of a feature that this copy of the package does not have."""
     policy, usual = options.policy, Recipe()
-    known = {"", *(feature.name for feature in features.FEATURES)}
+    known = {"", *(feature.name for feature in extension.features())}
     missing = {key: one.feature for key, one in SETTINGS.items() if one.feature not in known}
     for key, feature in missing.items():
         for recipe in policy.possible:

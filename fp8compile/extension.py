@@ -1,8 +1,20 @@
 """What a feature may add to the core. The core calls features through this file alone; `features` lists those that there are.
 
 A `Feature` is one object of the process: its passes, and what it knows between graphs. For each graph that is compiled it may
-make a `GraphFeature`, which gives the graph more inputs, tells the passes what they need, and hears of each call. Each method
+make a `GraphFeature`, which gives the graph more inputs, tells the passes what they need, and hears of calls. Each method
 here adds nothing: a feature overrides those that it needs.
+
+What is called in the life of a graph, in this order:
+
+    describe, of_graph, place                     before it is traced
+    before, passes, decisions, report, after      while it is traced; from AOTAutograd's cache, `after` alone
+    partitioned                                   after the partitioner, with `partitions`; not from the cache
+    compiled, callable                            before it serves calls
+    meet                                          at the first call with each set of parameters
+    measure                                       at calls that are measured
+    arguments                                     at each call, with `inputs`
+
+So what a later process needs of the passes is in `joint.results`, which is plain data; the cache has it, and the report.
 """
 
 from __future__ import annotations
@@ -57,7 +69,8 @@ class Extras:
 
 @dataclass(frozen=True)
 class Pass:
-    """`run` changes its argument and returns a result for the log. `optional`: the graph is right without this pass."""
+    """`run` changes its argument and returns a result for the log, such as a count. `optional`: the graph is right without this
+    pass, and FP8COMPILE_SKIP may name it. A name is that of one pass."""
 
     name: str
     run: Callable[[Any], object]
@@ -78,22 +91,23 @@ class GraphFeature:
     def before(self, job: Job, joint: Joint) -> None:
         """Tell the passes what they need."""
 
-    def after(self, job: Job, done: Rewritten) -> None:
-        """The passes have run, in this process or in the one that has filled AOTAutograd's cache."""
-
     def decisions(self, done: Rewritten) -> Sequence[str]:
         """Those that all ranks have to make alike, a line each."""
         return ()
 
     def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
-        """Add to the report of the graph."""
+        """Add to the report of the graph: mostly to its `remarks`, as passes do with `joint.remarks`."""
         return report
+
+    def after(self, job: Job, done: Rewritten) -> None:
+        """The passes have run, in this process or in the one that has filled AOTAutograd's cache."""
 
     def partitioned(self, job: Job, halves: Partitioned, record: int | None) -> None:
         """The passes have run over both halves. `record`: the graph's index in the ledger."""
 
     def compiled(self, job: Job, graph: CompiledGraph) -> None:
-        """The graph is about to serve calls."""
+        """The graph is about to serve calls. What has to see every call wraps `graph.function`; DDPOptimizer calls it
+        with fake tensors, too."""
 
     def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
         """The first call with these weights. `args` are those that the user holds; `owners` are the weights, by input."""
@@ -101,12 +115,12 @@ class GraphFeature:
     def measure(self, args: Sequence[Any], look: Look) -> None:
         """A call that is measured begins."""
 
-    def stand_ins(self, device: torch.device) -> Sequence[Tensor]:
-        """As `arguments`, for a call with fake tensors."""
-        return ()
-
     def arguments(self, args: Sequence[Any], look: Look | None) -> Sequence[Tensor]:
         """The tensors for its inputs in this call; fewer than `inputs` if the graph does not read the last ones."""
+        return ()
+
+    def stand_ins(self, device: torch.device) -> Sequence[Tensor]:
+        """As `arguments`, for a call with fake tensors."""
         return ()
 
 
@@ -126,7 +140,8 @@ class Feature:
         return None
 
     def callable(self, job: Job, graph: CompiledGraph, compiled: Callable[[str], CompiledGraph]) -> Callable[..., Any] | None:
-        """What Dynamo gets instead of `graph`. `compiled` compiles the same for another phase."""
+        """What Dynamo gets instead of `graph`, which is for training and has FP8 matmuls. Only the first feature that wants
+        this has its way. `compiled` compiles the same for another phase."""
         return None
 
     def in_fp8(self, parameter: Tensor, schedule: Schedule) -> bool:
@@ -134,7 +149,8 @@ class Feature:
         return True
 
     def statistics(self, model: Module) -> Sequence[Mapping[str, Any]]:
-        """Rows of statistics of a model, beside those of its tensors."""
+        """Rows of statistics of a model, beside those of its tensors. A row has a "name", "role", "recipe" and "format", and
+        those of the other columns (`Stats.rows`) that it knows."""
         return ()
 
     def cast_outside(self, weight: Tensor) -> tuple[CastKind, Mapping[str, float]] | None:

@@ -50,7 +50,7 @@ def run(names: Collection[str], jobs: str, tests: Collection[str] = CORE) -> tup
         chosen = ["-m", "not slow and not weekly and not compiled", *[f"tests/{one}" for one in tests]]
         path = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
         done = subprocess.run([*command, *chosen], cwd=folder, env=path, capture_output=True, text=True, timeout=LIMIT)
-    return done.returncode, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.returncode, done.stderr[-2000:] + done.stdout[-6000:]
 
 
 def main() -> int:

@@ -283,7 +283,7 @@ class Recipe:
         if self.power_of_2_scale is None:
             self._set("power_of_2_scale", allowed[0])
         elif self.power_of_2_scale not in allowed:
-            self._refuse("power_of_2_scale", str(allowed[0]), ": its scales are E8M0" if allowed[0] else "")
+            self._refuse("power_of_2_scale", str(allowed[0]), ": its scales are powers of two" if allowed[0] else "")
         if self.amax_group and self.fine:
             self._refuse("amax_group", "False", ", whose scales are of rows or blocks of a shard")
         if self.frozen == "fp8" and len({*self.weight_block}) > 1:

@@ -26,7 +26,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import compat, logs
-from ..features import FEATURES
+from ..extension import features
 from ..runtime import parameters, probe
 from ..runtime.ledger import LEDGER
 from .placeholders import unwritten
@@ -143,7 +143,8 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
             if not root.training:
                 root.train()
         stack.enter_context(_random_states())
-        for remembers in (LEDGER, parameters, probe, *FEATURES, logs):
+        memories: tuple[Any, ...] = (LEDGER, parameters, probe, *features(), logs)
+        for remembers in memories:
             stack.enter_context(remembers.set_aside())
         stack.enter_context(compat.dynamo.compiled_code_goes(kept))
         stack.enter_context(compat.dynamo.other_code(_forwards(roots)))

@@ -1,7 +1,9 @@
 """The subject of the passes over a joint graph: the graph, what is given with it, and what the passes before have found.
 
-A pass is a function of a `Joint`. It changes the graph or the tables here, and returns a count for the log. What only
-passes of one feature need is in `extras`. `pipeline.joint_passes()` has all passes in their order.
+A pass is a function of a `Joint`. It changes the graph or the tables here, and returns a count for the log. It reads decisions
+in `matmuls`, what is quantized in `plan`, and the casts in `form`. It tells the user by `remarks`, in the report, and by
+`complaints`, which are warnings. What only passes of one feature need is in `extras`. `pipeline.joint_passes()` has all passes
+in their order.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """All passes in their order, before and after the partitioner splits forward from backward.
 
+A graph has three stages: `JOINT` passes are functions of a `Joint`, those after the partitioner of a `Partitioned`, and
+`POST_GRAD` passes of the graph of one half. Place matters: until `gather` a pass finds and decides, `plan` chooses the tensors
+to quantize, `quantize` writes the canonical form, and those after it rewrite casts.
+
 `FP8COMPILE_SKIP=fuse,weigh` switches passes off by name, to find out which of them a fault comes from. With
 `TORCH_LOGS=+fp8compile` each pass says what it found and which operators it added and removed.
 """

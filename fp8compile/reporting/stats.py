@@ -114,15 +114,15 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
         if before is not None:
             before.end()
         _asked[model] = Measurement(model).begin()
-    rows = table(model) + reduced(model)
+    rows = table(model) + of_features(model)
     return Stats(rows, "nothing of this model is quantized yet (fp8compile.report(model) says what was compiled)")
 
 
-def reduced(model: nn.Module) -> list[dict[str, Any]]:
-    """A row for each bucket of gradients that `compress_gradients` has measured: the error of what this rank has sent."""
+def of_features(model: nn.Module) -> list[dict[str, Any]]:
+    """The rows of features: with None in the columns that they leave out."""
     empty: dict[str, Any] = dict.fromkeys((*STATE, *COSTLY))
     rows = [row for feature in features() for row in feature.statistics(model)]
-    return [{"use": 0, "layout": "", "recipe": "compressed", **empty, **row} for row in rows]
+    return [{"use": 0, "layout": "", **empty, **row} for row in rows]
 
 
 def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ import fp8compile
 from fp8compile import Recipe
 from fp8compile.passes.resolve import OVERRIDES, Facts, settle
 from tests.support import hooks
+from tests.support.reference_settings import RECIPES
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 PLAIN = Facts(None, ("input", "weight"))
 FLAGS = [field.name for field in fields(Facts) if field.type == "bool"]
 

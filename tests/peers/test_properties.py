@@ -23,7 +23,6 @@ from tests.support.models import make
 pytestmark = [pytest.mark.usefixtures("interpreted")]
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
 def step(model: nn.Module, call: Callable[..., Tensor], x: Tensor, dy: Tensor | None = None) -> dict[str, Tensor]:

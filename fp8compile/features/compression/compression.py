@@ -71,11 +71,11 @@ class Compression:
         return found
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """For `stats`: a row for each bucket that was measured."""
+        """For `stats`: a row for each bucket that was measured, with the error of what this rank has sent."""
         for index, bucket in enumerate(self.buckets.values()):
             if bucket.signal is not None:
                 name = f"bucket {index} ({bucket.parameters} parameters)"
-                yield {"name": name, "role": "reduced", "format": "e4m3fn", **bucket.numbers()}
+                yield {"name": name, "role": "reduced", "recipe": "compressed", "format": "e4m3fn", **bucket.numbers()}
 
     # -- DDP -------------------------------------------------------------------------------------------------------------
 

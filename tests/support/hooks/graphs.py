@@ -185,6 +185,6 @@ def halves() -> Iterator[list[tuple[torch.fx.GraphModule, bool]]]:
 
 def without_features() -> Any:
     """Inside, the backend looks for features of the package in vain."""
-    from fp8compile import features
+    from fp8compile import extension
 
-    return mock.patch.object(features, "FEATURES", ())
+    return mock.patch.object(extension, "_features", [])
