@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .runtime.checkpoint import ScalingState as ScalingState
     from .runtime.optimizer_steps import set_step as set_step
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Resolved on first use: importing the package costs nothing, even from within `import torch` (TORCH_LOGS)
 _MODULES = {
