@@ -1,24 +1,34 @@
 """How each call of a compiled graph runs: which pages it gets, and whether it is warm or cold.
 
-A *warm* call runs the code that Inductor made: the scale of a tensor is known before the tensor is computed. A *cold* call runs
-the same graph eagerly, on the reference implementations in `ir.ops`. These take the current amax of a tensor whose
-slot has no scale yet. The first calls of a graph are cold, because some slot has seen no amax, or only zeros (after a
-zero-initialised projection all gradients are zero). Such a slot has a scale of 1, which would flush small gradients to zero.
-The backward of a call runs as its forward did, because layouts and random numbers of saved tensors differ between the two ways.
+| call | its forward runs | with the scales of | the state |
+|---|---|---|---|
+| training, warm | the code that Inductor made | the state | moves |
+| training, cold | eagerly (`ir.ops`) | the current amax, where a slot has no scale, or one that would saturate | moves |
+| measured (see `probe`) | eagerly | the state | moves |
+| observed: a phase of high precision | the code | none: nothing is cast, and it is never cold | moves |
+| recomputation (see `repeats`) | as its original did | that call, from a copy of its page | stays |
+| dry: `freeze_scaling_state`, shape inference | as a training call | the state, from a copy | stays |
 
-A call is also cold if a tensor overflowed in the call before (see `overflow`). That overflow may have hidden that the amax of
-the next layer grew as well. So a cold call uses the current amax of every tensor that the stored scale would saturate. After
-weights were loaded, for example, one cold call gives right results in all layers of the graph. The state update does not know
-how a call ran: a tensor beyond its limit in the cold call makes the next call cold, too. That second cold call is the last.
+A backward runs as its forward did: layouts and random numbers of saved tensors differ between the two ways.
 
-A measured call (see `probe`) also runs eagerly, but with the scales of a warm call. Any recipe can be measured.
+| event | the next training calls |
+|---|---|
+| the first call of these parameters | cold until every slot has seen an amax above 0, at most `PATIENCE` times |
+| an overflow or an underflow (see `overflow`) | one cold; two, if the first one is beyond its limit, too |
+| `load_state_dict` of weights (see `loads`) | one cold |
+| a loaded scaling state | cold where its slots are |
+| another graph has taken the slots over | as there: the values come back |
 
-Where Inductor fuses, merges or reorders collectives, a rank that runs eagerly would wait for collectives that the
+A slot that has seen nothing, or only zeros (after a zero-initialised projection all gradients are zero), has a scale of 1, which
+would flush small gradients to zero. An overflow may have hidden that the amax of the next layer grew as well: hence a cold
+call uses the current amax of every tensor that the stored scale would saturate. The state update does not know how a call ran.
+
+Where Inductor fuses, merges or reorders collectives (`together`), a rank that runs eagerly would wait for collectives that the
 others do not call. There, only the first call is cold, and an overflow saturates for one call more.
 
-The state moves once a training call. A forward inside of a running backward is a recomputation (eager checkpointing) if the
-forward of the same call has run before; a recomputation leaves the state as it is. In a reentrant checkpoint, the forward in
-the backward counts as the first one: the forward before it ran without gradients, as an evaluation.
+A forward inside of a running backward is a recomputation (eager checkpointing) if the forward of the same call has run before.
+In a reentrant checkpoint, the forward in the backward counts as the first one: the forward before it ran without gradients, as
+an evaluation.
 """
 
 from __future__ import annotations
