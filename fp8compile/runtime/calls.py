@@ -20,8 +20,9 @@ A backward runs as its forward did: layouts and random numbers of saved tensors 
 | another graph has taken the slots over | as there: the values come back |
 
 A slot that has seen nothing, or only zeros (after a zero-initialised projection all gradients are zero), has a scale of 1,
-which would flush small gradients to zero. An overflow may have hidden that the amax of the next layer grew as well: hence a cold
-call uses the current amax of every tensor that the stored scale would saturate. The state update does not know how a call ran.
+which would flush small gradients to zero. An overflow may have hidden that the amax of the next layer grew as well: hence a
+cold call uses the current amax of every tensor that the stored scale would saturate. The state update does not know how a
+call ran.
 
 Where Inductor fuses, merges or reorders collectives (`together`), a rank that runs eagerly would wait for collectives that the
 others do not call. There, only the first call is cold, and an overflow saturates for one call more.
