@@ -62,7 +62,7 @@ def expected(gpu: Any, recipe: str, whole: bool) -> int:
 
 @planning
 @pytest.mark.compat
-@pytest.mark.cases(test=2, slow=8)
+@pytest.mark.cases(test=2, slow=4)
 @pytest.mark.parametrize(
     ("recipe", "dtype", "gpu", "rows", "width"),
     [

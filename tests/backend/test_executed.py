@@ -94,7 +94,7 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
     pair.finish()
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype", "choice"),
     [

@@ -387,7 +387,7 @@ def _case(rank: int, name: str) -> Facts:
     return {"wrong": compared(*runs, case.promise), "ours": found[0], "theirs": found[1]}
 
 
-@pytest.mark.cases(test=1, slow=7)
+@pytest.mark.cases(test=1, slow=5)
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same(name: str) -> None:
     case = CASES[name]

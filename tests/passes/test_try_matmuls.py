@@ -44,7 +44,7 @@ CASES: list[Any] = [
 
 @pytest.mark.slow
 @pytest.mark.compiled
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("recipe", "gpu", "forms", "what", "how"), CASES, ids=lambda x: getattr(x, "name", str(x)))
 def test_a_form_that_is_refused(
     recipe: str, gpu: Any, forms: tuple[str, ...], what: str, how: str, caplog: pytest.LogCaptureFixture
