@@ -86,7 +86,10 @@ class Retrace(Fp8CompileError):
 
 def describe(value: Any, limit: int = 80) -> str:
     """``repr`` with the type, cut to `limit` characters: ``'4' (str)``."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a repr of the user's own; an integer of more than 4300 digits
+        text = "something that cannot be shown"
     return f"{text if len(text) <= limit else text[: limit - 3] + '...'} ({type(value).__name__})"
 
 

@@ -179,6 +179,7 @@ def test_error_carries_key_and_value_and_pickles():
 
 def test_long_values_are_cut():
     assert len(error_of({"recipe": "x" * 5000})) < 300
+    assert "cannot be shown (int)" in error_of({"recipe": 10**5000})  # Python refuses to write so many digits
 
 
 def test_recipe_suggests_the_case():
