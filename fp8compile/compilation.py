@@ -65,11 +65,6 @@ class Job:
         """Is it for training?"""
         return self.inputs.training and self.inputs.grad and bool(self.inputs.weights)
 
-    @property
-    def lowering(self) -> dict[str, Any]:
-        """Inductor's options for what is compiled beside the graph."""
-        return lowering(self.options)
-
     def warn(self, message: str) -> None:
         """A warning; StrictError with `strict`."""
         warn(self.options, message)

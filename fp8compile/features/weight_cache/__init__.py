@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ... import compat
+from ...compilation import lowering
 from ...extension import Feature, GraphFeature, Pass
 from ...logs import get_logger, say_once
 from ...passes.joint import Joint
@@ -41,14 +42,14 @@ class KeptCopies(GraphFeature):
 
     def before(self, job: Job, joint: Joint) -> None:
         joint.cached = self.weights
-        joint.extras.put(Cache(self.weights, self.first, self.inputs))
+        joint.extras.put(Cache(self.first, self.inputs))
 
     def after(self, job: Job, done: Rewritten) -> None:
         self.hoisted = done.results.get(Hoisted)
 
     def compiled(self, job: Job, graph: CompiledGraph) -> None:
         if self.hoisted is not None:
-            self.cache = WeightCache(self.hoisted, job.inner, job.lowering)
+            self.cache = WeightCache(self.hoisted, job.inner, lowering(job.options))
             graph.owners.know(self.cache.casts)
 
     def stand_ins(self, device: torch.device) -> Sequence[torch.Tensor]:

@@ -60,10 +60,8 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Cache:
-    """`inputs`: the positions of the parameters whose casts may move. The graph has `room` inputs for their copies, from
-    position `first` on."""
+    """The graph has `room` inputs for the copies of the parameters `joint.cached`, from position `first` on."""
 
-    inputs: frozenset[int] = frozenset()
     first: int = 0
     room: int = 0
 
@@ -86,12 +84,12 @@ def hoist(joint: Joint) -> int:
     (also that of a weight, where it is the input of another matmul)."""
     written = joint.form
     cache = joint.extras.of(Cache)
-    if joint.inference or written is None or not cache.inputs:
+    if joint.inference or written is None or not joint.cached:
         return 0
     graph, matmuls, amaxes = joint.graph, joint.matmuls, written.amaxes.values()
     placeholders = {compat.dynamo.input_index(node): node for node in graph.find_nodes(op="placeholder")}
     wanted = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.cache_weights}
-    known = {node: i for i, node in placeholders.items() if i in cache.inputs and node in wanted}
+    known = {node: i for i, node in placeholders.items() if i in joint.cached and node in wanted}
     weights = {node: i for node, i in known.items() if compat.dynamo.is_whole(node)}
     moving, copies = _movable(graph, weights)
     while len(copies) > cache.room:  # many layers with one weight, or slices of it
