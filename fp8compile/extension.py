@@ -153,7 +153,7 @@ class Feature:
         those of the other columns (`Stats.rows`) that it knows."""
         return ()
 
-    def cast_outside(self, weight: Tensor) -> tuple[CastKind, Mapping[str, float]] | None:
+    def cast_outside(self, weight: Tensor) -> tuple[CastKind, Callable[[], Mapping[str, float]]] | None:
         """How a weight is cast before graphs read it, and its amax, scale and inverse, by the names of statistics."""
         return None
 

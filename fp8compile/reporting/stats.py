@@ -136,7 +136,7 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
         found = known.measured if measurement is None else measurement.records.get(known, {})
         outside = next(filter(None, (feature.cast_outside(weight) for feature in features())), None)
         stored = weight if isinstance(weight, FrozenWeight) else None
-        gathered, numbers = outside or (None, {})
+        gathered, numbers = outside or (None, dict)
         whole = gathered if stored is None else CastKind.of("frozen", stored.data_.dtype)
         if whole is not None:  # no graph casts the weight
             casts = {**{name: cast for name, cast in casts.items() if name[0] != "weight"}, ("weight", 0, ""): whole}
@@ -153,7 +153,7 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
                     vectors[id(vector)] = vector.tolist()
                 row.update(_measured(vectors[id(vector)], measurement is not None or slot is None))
             if name[0] == "weight" and measurement is None:
-                row.update(numbers)
+                row.update(numbers())
             if name[0] == "weight" and stored is not None:
                 row.update(_stored(stored))
             rows.append(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +67,9 @@ class GatheredWeights(Feature):
         assert known is not None
         return known if phase != HIGH_PRECISION else _Observing(known.sharded, known.gathers)
 
-    def cast_outside(self, weight: Tensor) -> tuple[CastKind, Mapping[str, float]] | None:
+    def cast_outside(self, weight: Tensor) -> tuple[CastKind, Callable[[], Mapping[str, float]]] | None:
         entry = find(weight).extras.get(all_gather.Gathered)
-        return (entry.cast, entry.numbers()) if entry is not None and entry.cast is not None else None
+        return (entry.cast, entry.numbers) if entry is not None and entry.cast is not None else None
 
     def records(self, tensors: Sequence[Tensor]) -> Mapping[str, Sequence[Any]]:
         return {"gathered": all_gather.gather_records(tensors)}
