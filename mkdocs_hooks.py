@@ -4,7 +4,8 @@ Pages link as a repository host wants it: `../examples/train_gpt.py` from docs/,
 In the site
 
 * CONTRIBUTING.md and CHANGELOG.md are pages, and README.md is index.md, which says the same,
-* a text file outside of docs/ is a page that shows it, `source/examples/train_gpt.py.md`,
+* a Markdown file outside of docs/ is a page, `source/notes/log.md`,
+* any other text file there is a page that shows it, `source/examples/train_gpt.py.md`,
 * a folder is a page that lists its files, and any other file (an image, data) is copied,
 
 and each link leads there. A link to something that does not exist stays as it is, and the strict build refuses it.
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # imported below: a test, whose environment has no mkdocs, re
     from mkdocs.structure.files import File, Files
 
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml", "": "text", ".md": "markdown"}
+LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml", "": "text"}
 ROOT_PAGES = {site: path for path, site in PAGES.items() if site != "index.md"}
 
 FENCE = re.compile(r"^ *(`{3,}).*?^ *\1`* *$", re.M | re.S)
@@ -37,15 +38,13 @@ def on_files(files: Files, config: Any) -> Files:
     for site, path in ROOT_PAGES.items():
         files.append(File.generated(config, site, abs_src_path=str(root / path)))
     for page in [file for file in files if file.src_uri.endswith(".md")]:
-        _outside_code(page.content_string, lambda text, page=page: [_add(root, t, files, config) for t in _targets(text, page)])
+        _add_linked(root, page, files, config)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turn links to what lies outside of docs/, and write pipes in the code of tables as this Markdown wants them."""
     uri = page.file.src_uri
-    if uri.startswith("source/"):
-        return markdown
 
     def turned(match: re.Match[str]) -> str:
         path = _path(match[1], uri)
@@ -114,7 +113,7 @@ def _path(target: str, uri: str) -> str | None:
     """The path in the repository of what a page links to; None for another site."""
     if re.match(r"[a-z]+:", target) or target.startswith("/"):
         return None
-    here = ROOT_PAGES.get(uri) or f"docs/{uri}"
+    here = ROOT_PAGES.get(uri) or (uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}")
     return posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
 
 
@@ -130,6 +129,11 @@ def _site(path: str) -> str:
     return f"source/{path}.md" if file.suffix in LANGUAGES else f"source/{path}"
 
 
+def _add_linked(root: Path, page: File, files: Files, config: Any) -> None:
+    """Add what a page links to outside of docs/."""
+    _outside_code(page.content_string, lambda text: [_add(root, path, files, config) for path in _targets(text, page)])
+
+
 def _targets(text: str, page: File) -> list[str]:
     paths = [_path(target, page.src_uri) for target in LINK.findall(text)]
     return [path for path in paths if path is not None and not path.startswith("docs/") and path not in PAGES]
@@ -143,8 +147,8 @@ def _add(root: Path, path: str, files: Files, config: Any) -> None:
     if not source.exists() or not source.resolve().is_relative_to(root.resolve()) or files.get_file_from_path(site) is not None:
         return
     if source.is_dir():
-        inside = [entry for entry in sorted(source.iterdir()) if entry.suffix in LANGUAGES and entry.is_file()]
-        lines = [f"* [{entry.name}]({entry.name}.md)" for entry in inside]
+        inside = [entry for entry in sorted(source.iterdir()) if entry.suffix in {*LANGUAGES, ".md"} and entry.is_file()]
+        lines = [f"* [{entry.name}]({posixpath.basename(_site(f'{path}/{entry.name}'))})" for entry in inside]
         files.append(File.generated(config, site, content=_page(path, "\n".join(lines))))
         for entry in inside:
             _add(root, f"{path}/{entry.name}", files, config)
@@ -152,7 +156,9 @@ def _add(root: Path, path: str, files: Files, config: Any) -> None:
         code = f"`````{LANGUAGES[source.suffix]}\n{source.read_text().rstrip()}\n`````"
         files.append(File.generated(config, site, content=_page(path, code)))
     else:
-        files.append(File.generated(config, site, abs_src_path=str(source)))
+        files.append(page := File.generated(config, site, abs_src_path=str(source)))
+        if source.suffix == ".md":
+            _add_linked(root, page, files, config)
 
 
 def _page(title: str, text: str) -> str:
