@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 from ..devices import catalog
-from ..errors import OptionError, did_you_mean, near, one_of
+from ..errors import OptionError, StrictError, did_you_mean, near, one_of
 from ..logs import get_logger, say_once
 from . import peers
 from .policy import Policy, Rule, load
 from .recipe import SETTINGS, Recipe
 from .settings import boolean
+
+logger = get_logger(__name__)
 
 _RECIPE_FIELDS = {"recipe": "name", **dict(zip(SETTINGS, SETTINGS, strict=True))}  # by option
 OURS = ("policy", "exclude", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
@@ -42,6 +44,12 @@ class Options:
     def recipe(self) -> Recipe:
         """The recipe of every matmul to which no rule gives another."""
         return self.policy.recipe
+
+    def warn(self, message: str) -> None:
+        """A warning, said once; StrictError with `strict`."""
+        if self.strict:
+            raise StrictError(f"{message} (strict=True)")
+        say_once(logger, logging.WARNING, message)
 
     def without(self, parameters: Sequence[str]) -> Options:
         """The same, with the matmuls of these parameters in high precision."""
@@ -90,7 +98,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     if policy.device is not None:
         catalog.find(policy.device)
     for text in (*_without_effect(policy, ours), *policy.without_effect()):
-        say_once(get_logger(__name__), logging.WARNING, text)
+        say_once(logger, logging.WARNING, text)
     return Options(policy, strict, inductor, choose)
 
 

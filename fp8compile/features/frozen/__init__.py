@@ -46,7 +46,7 @@ class FrozenInGraph(GraphFeature):
     def after(self, job: Job, done: Rewritten) -> None:
         self.homes = {}  # they hold modules
         if not self.observes:
-            frozen_weights.check(job.inputs, self.candidates, done.gatherable, job.warn)
+            frozen_weights.check(job.inputs, self.candidates, done.gatherable, job.options.warn)
 
 
 @dataclass(frozen=True)
