@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..ir.records import FORWARD, FP8, MatmulRecord, OpaqueRecord, forward_sizes
+from ..ir.records import FORWARD, FP8, MatmulRecord, forward_sizes
 
 T = TypeVar("T")
 
@@ -220,12 +220,6 @@ def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
     total = sum(layer.flops for layer in layers)
     longest = max((sum(layer.flops for layer in group) for _, group in groups), default=1)
     return tuple(Row(i, name, tuple(group), longest, total) for i, (name, group) in enumerate(groups))
-
-
-def hidden_rows(records: Iterable[OpaqueRecord], collapse: bool = True) -> list[tuple[str, str, str, int]]:
-    """(module, operator, reason, count) of the operators that hide matmuls."""
-    groups = alike(records, lambda record: record.fqn, lambda record: (record.op, record.reason), collapse)
-    return [(name, group[0].op, group[0].reason, len(group)) for name, group in groups]
 
 
 def alike(
