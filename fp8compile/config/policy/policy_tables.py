@@ -15,17 +15,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 from ...errors import OptionError, near
 from .. import peers
 from ..operators import MATMULS
 from ..recipe import RECIPES, SETTINGS, Recipe
+from ..settings import integer
 from . import match, patterns
 from .condition import checked
 from .policy_errors import PolicyError
-from .validation import FILE, LONGEST_NAME, choice, key, line, named_tables_of, several, table, table_of, tables_of, whole
+from .validation import FILE, LONGEST_NAME, choice, key, line, named_tables_of, several, table, table_of, tables_of
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Kind = Literal["output head", "router gate", "down projection"]
@@ -43,14 +44,6 @@ _RECIPE_MEANING = (
     f"A built-in recipe ({', '.join(map(repr, RECIPES))}), or the NAME of a [recipes.NAME] table."
 )
 _NAME_OF_RECIPE = line("the name of a recipe")
-
-
-def _setting(name: str, given: Any) -> Any:
-    """As `Recipe` checks and stores it."""
-    try:
-        return given if given is None else SETTINGS[name].check(name, given)
-    except OptionError as error:
-        raise PolicyError(str(error).removeprefix("fp8 option "), name, given) from None
 
 
 def _span(name: str, given: Any) -> str:
@@ -77,7 +70,7 @@ _HINTS = get_type_hints(Recipe)
 # the settings of a recipe, None where not given
 Settings: Any = dataclasses.make_dataclass(
     "Settings",
-    [(name, _HINTS[name] | None, key(described.meaning, _setting)) for name, described in SETTINGS.items()],
+    [(name, _HINTS[name] | None, key(described.meaning, described.check)) for name, described in SETTINGS.items()],
     namespace={"settings": cached_property(lambda self: {k: v for k, v in given(self).items() if k in SETTINGS})},
     frozen=True,
     kw_only=True,
@@ -152,8 +145,10 @@ class Rule(Settings):
 class Schedule:
     """`[schedule]`: steps are optimizer steps. High precision before `warmup_steps` and from `cooldown_at` on."""
 
-    warmup_steps: int = key("Train in high precision for so many steps first.", whole(0), 0, minimum=0)
-    cooldown_at: int | None = key("The step from which training is in high precision again.", whole(1), minimum=1)
+    warmup_steps: int = key("Train in high precision for so many steps first.", partial(integer, least=0), 0, minimum=0)
+    cooldown_at: int | None = key(
+        "The step from which training is in high precision again.", partial(integer, least=1), minimum=1
+    )
 
     def __post_init__(self) -> None:
         if self.cooldown_at is not None and self.cooldown_at <= self.warmup_steps:
@@ -322,7 +317,7 @@ class Policy(_Tables):
         try:
             return Recipe(name=built_in, **merged)
         except OptionError as error:  # settings that are valid one by one, but not together
-            raise PolicyError(str(error).removeprefix("fp8 option "), error.key, error.value, path) from None
+            raise PolicyError.made_of(error, path) from None
 
     def _chain(self, name: str, path: tuple[str | int, ...]) -> tuple[str, dict[str, Any]]:
         """The built-in recipe at the end of a chain of named ones, and the settings on the way, the nearest first."""

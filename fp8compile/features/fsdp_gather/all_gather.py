@@ -157,6 +157,12 @@ def _stepped(_: torch.optim.Optimizer) -> None:
         gather.written()
 
 
+def _loaded(module: nn.Module, _: Any) -> None:
+    for gather in list(_all):
+        if any(entry.parameter.module is module for entry in gather.possible):
+            gather.written()
+
+
 def _check(parameter: compat.fsdp.ShardedParameter) -> None:
     fixes = {
         "is offloaded to the CPU": (parameter.on_cpu, "fully_shard without CPUOffloadPolicy"),
@@ -207,7 +213,7 @@ class GatheredParameter:
             record_of(entry.parameter.sharded).extras.put(entry)
         self.install()
         for module in {id(entry.parameter.module): entry.parameter.module for entry in self.possible}.values():
-            module.register_load_state_dict_post_hook(_Loaded(self))
+            module.register_load_state_dict_post_hook(_loaded)
         compat.fsdp.listen(model, self)
 
     def install(self) -> None:
@@ -262,18 +268,6 @@ class GatheredParameter:
 
     def reduces(self) -> None:
         self.outdated = True
-
-
-class _Loaded:
-    """A hook after `load_state_dict`. An object, since a bound method would keep the model alive."""
-
-    def __init__(self, owner: GatheredParameter):
-        self.owner = weakref.ref(owner)
-
-    def __call__(self, *_: Any) -> None:
-        owner = self.owner()
-        if owner is not None:
-            owner.written()
 
 
 # --- what graphs say, and what is reported ----------------------------------------------------------
