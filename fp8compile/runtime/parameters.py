@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..extension import Extras
+from ..extension import Extras, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,12 +113,6 @@ def all_records() -> list[tuple[int, ParameterRecord]]:
     return list(_records.items())
 
 
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
+def set_aside() -> contextlib.AbstractContextManager[None]:
     """Inside, there are no records; those that are made inside are forgotten."""
-    global _records
-    before, _records = _records, {}
-    try:
-        yield
-    finally:
-        _records = before
+    return replaced(globals(), _records={})

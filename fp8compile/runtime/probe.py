@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 
 from ..config.recipe import recipe_of
 from ..errors import one_line
+from ..extension import replaced
 from ..ir import ops
 from ..ir.casts import copies_at, copies_of
 from ..ir.metadata import OPERAND
@@ -71,14 +72,9 @@ def ending(what: str, end: Callable[[], object]) -> Iterator[None]:
             end()
 
 
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
+def set_aside() -> contextlib.AbstractContextManager[None]:
     """Inside, no measurement is active."""
-    before, ACTIVE[:] = list(ACTIVE), []
-    try:
-        yield
-    finally:
-        ACTIVE[:] = before
+    return replaced(globals(), ACTIVE=[])
 
 
 def forget() -> None:
