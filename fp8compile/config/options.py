@@ -138,7 +138,8 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
     from .. import compat  # here, because it imports Dynamo
 
     # a mode without joint-graph passes ("lite") leaves no place for FP8 to happen
-    modes = {name: patches for name, patches in compat.inductor.inductor_modes().items() if _keeps_passes(patches)}
+    every = compat.inductor.inductor_modes()
+    modes = {name: patches for name, patches in every.items() if all(patches.get(key, True) for key in _PASSES)}
     return dict(modes[one_of("mode", mode, modes)])
 
 
@@ -169,10 +170,6 @@ def _meant(key: str, inductor: Collection[str]) -> str:
     if found := near(key, OURS) or near(key, inductor, least=0.85):
         return did_you_mean(found)
     return f" fp8compile's options are {', '.join(OURS)}; any option of torch._inductor.config is passed on to Inductor."
-
-
-def _keeps_passes(patches: Mapping[str, Any]) -> bool:
-    return all(patches.get(key, True) for key in _PASSES)
 
 
 def _fits(value: Any, expected: Any) -> bool:

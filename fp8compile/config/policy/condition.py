@@ -79,7 +79,10 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise _error(text, f"has {value!r}, which is not a number; allowed are {_LANGUAGE}")
         case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
-            _check_exponent(exponent, text)
+            number = ast.unparse(exponent).lstrip("+-")
+            if not number.isdecimal() or int(number) > LARGEST_EXPONENT:
+                range_ = f"from -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}"
+                raise _error(text, f"has an exponent that is not a whole number {range_}")
             parts = [base]
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _OPERATORS):
             parts = [left, right]
@@ -104,13 +107,6 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
         raise _error(text, f"needs a {'condition' if condition else 'number'} where it has {ast.unparse(node)!r}")
     for part in parts:
         _check(part, text, logical, outermost=False)
-
-
-def _check_exponent(node: ast.expr, text: str) -> None:
-    """PolicyError unless an exponent is written as a whole number."""
-    operand = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)) else node
-    if not (isinstance(operand, ast.Constant) and type(operand.value) is int and operand.value <= LARGEST_EXPONENT):
-        raise _error(text, f"has an exponent that is not a whole number from -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}")
 
 
 def _error(text: str, why: str, hint: str = "") -> PolicyError:

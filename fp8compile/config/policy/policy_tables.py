@@ -279,21 +279,18 @@ class Policy(_Tables):
     @cached_property
     def key(self) -> str:
         """Everything that its decisions depend on, as text, for cache keys. No path is in it."""
-        return json.dumps([self._written, [dataclasses.astuple(recipe) for recipe in self._effective]])
-
-    @cached_property
-    def _written(self) -> str:
         parts = [
             [given(rule) for rule in self.rules],
-            {name: given(self.recipes[name]) for name in sorted(self.recipes)},
+            {name: given(recipe) for name, recipe in self.recipes.items()},
             given(self.defaults),
             given(self.schedule) if self.schedule is not None else None,
             [self.eval, self.device, self.save],
+            [dataclasses.astuple(recipe) for recipe in self._effective],
         ]
         return json.dumps(parts, sort_keys=True)
 
     def __hash__(self) -> int:
-        return hash(self._written)
+        return hash(self.key)
 
     @cached_property
     def _effective(self) -> tuple[Recipe, ...]:
