@@ -36,18 +36,6 @@ class Section:
     diagram: diagram.Diagram | None
 
     @property
-    def share(self) -> str:
-        return share(self.graph.matmuls)
-
-    @property
-    def dynamic(self) -> bool:
-        return any(record.dynamic for record in self.graph.matmuls)
-
-    @property
-    def timed(self) -> bool:
-        return any(row.times for row in self.rows)
-
-    @property
     def weighed(self) -> str:
         """How many matmuls the times cover."""
         count = sum(len(layer.records) for row in self.rows if row.times for layer in row.layers)
@@ -121,7 +109,7 @@ def render(page: HtmlPage, path: str | Path | None = None) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(us=microseconds, flops=flops, breakable=_breakable)
+    environment.filters.update(us=microseconds, flops=flops, share=share, breakable=_breakable)
     text = environment.get_template("report.html.jinja").render(page=page, version=__version__)
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")
