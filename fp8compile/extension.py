@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,17 +65,6 @@ class Extras:
 
     def pop(self, kind: type) -> None:
         self._values.pop(kind, None)
-
-
-@contextlib.contextmanager
-def replaced(namespace: dict[str, Any], **values: Any) -> Iterator[None]:
-    """Inside, names of an object or a module (`vars(..)`, `globals()`) have other values: for `set_aside`."""
-    before = {name: namespace[name] for name in values}
-    namespace.update(values)
-    try:
-        yield
-    finally:
-        namespace.update(before)
 
 
 @dataclass(frozen=True)

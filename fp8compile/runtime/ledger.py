@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..extension import replaced
 from ..ir.records import GraphReport, KeptRecord
 from .parameters import all_records, record_of
 
@@ -80,9 +79,15 @@ class Ledger:
         for _, record in all_records():
             record.graphs.clear()
 
-    def set_aside(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
         """Inside, the ledger is empty, and the first graph gets index 0; graphs that are added inside are forgotten."""
-        return replaced(vars(self), _graphs={}, _next=0)
+        before = self._graphs, self._next
+        self._graphs, self._next = {}, 0
+        try:
+            yield
+        finally:
+            self._graphs, self._next = before
 
 
 def _alike(one: GraphReport, other: GraphReport) -> bool:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..extension import Extras, replaced
+from ..extension import Extras
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +113,12 @@ def all_records() -> list[tuple[int, ParameterRecord]]:
     return list(_records.items())
 
 
-def set_aside() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
     """Inside, there are no records; those that are made inside are forgotten."""
-    return replaced(globals(), _records={})
+    global _records
+    before, _records = _records, {}
+    try:
+        yield
+    finally:
+        _records = before

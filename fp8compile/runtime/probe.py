@@ -23,7 +23,6 @@ from torch.fx import Graph, Node
 
 from ..config.recipe import recipe_of
 from ..errors import one_line
-from ..extension import replaced
 from ..ir import ops
 from ..ir.casts import copies_at, copies_of
 from ..ir.metadata import OPERAND
@@ -72,9 +71,14 @@ def ending(what: str, end: Callable[[], object]) -> Iterator[None]:
             end()
 
 
-def set_aside() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
     """Inside, no measurement is active."""
-    return replaced(globals(), ACTIVE=[])
+    before, ACTIVE[:] = list(ACTIVE), []
+    try:
+        yield
+    finally:
+        ACTIVE[:] = before
 
 
 def forget() -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ... import compat
 from ...devices.formats import pick
 from ...errors import Retrace
-from ...extension import GraphFeature, replaced
+from ...extension import GraphFeature
 from ...ir.frozen import FrozenWeight, cast
 from ...ir.inputs import plain
 from ...ir.records import FrozenRecord, Gatherable, GraphReport
@@ -303,6 +303,12 @@ def restore_frozen_weights(model: nn.Module) -> None:
                 _replace(module, name, again)
 
 
-def set_aside() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
     """Inside, nothing is cast: weights that would be kept in FP8 share memory that nobody has written."""
-    return replaced(globals(), _pretends={})
+    global _pretends
+    before, _pretends = _pretends, {}
+    try:
+        yield
+    finally:
+        _pretends = before
