@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,6 +80,3 @@ class FrozenWeights(Feature):
         known = job.shared.get(Known)
         assert known is not None
         return FrozenInGraph(known.candidates, known.homes, phase == HIGH_PRECISION)
-
-    def set_aside(self) -> contextlib.AbstractContextManager[None]:
-        return frozen_weights.set_aside()

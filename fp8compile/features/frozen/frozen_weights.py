@@ -15,7 +15,6 @@ read by anything but FP8 matmuls. `state_dict()` gives plain tensors, `load_stat
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections import Counter
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from ... import compat
+from ... import compat, process
 from ...devices.formats import pick
 from ...ir.frozen import FrozenWeight, cast
 from ...ir.inputs import Inputs, plain
@@ -41,8 +40,11 @@ logger = get_logger(__name__)
 SHARDED = "sharded by FSDP"
 CUT = "DDP has cut the graph (torch._dynamo.config.optimize_ddp = False keeps it whole)"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_pretends: dict[torch.device, Tensor] | None = None  # in `set_aside`: the memory that all weights share, by device
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose `state_dict()` has our hook
+
+
+class Unwritten(dict[torch.device, Tensor]):
+    """In a try (`process.set_aside`) nothing is cast: the memory that all weights share, by device."""
 
 
 class Home(NamedTuple):
@@ -148,7 +150,7 @@ def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_i
             was, now = _frozen(module, name, form)
             count, before, after = count + 1, before + was, after + now
             held += was if old() is not None else 0
-    if _pretends is not None:
+    if process.is_set_aside():
         return
     said = "state_dict() and all other readers get the FP8-rounded values"
     sizes = f"{after / 1e6:,.4g} MB instead of {before / 1e6:,.4g}"
@@ -201,21 +203,21 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
     """Replace one parameter; returns its bytes before and after."""
     parameter: Any = module._parameters[name]
     dtype, how = pick(False, form.fnuz).dtype, (form.block, form.margin, form.power_of_2)
-    if _pretends is not None:
-        data, inv = _unwritten(parameter, dtype, _pretends), _ones(parameter, form.block)
+    if process.is_set_aside():
+        data, inv = _unwritten(parameter, dtype), _ones(parameter, form.block)
     else:
         data, inv = cast(parameter.detach(), dtype, *how)
     _replace(module, name, nn.Parameter(FrozenWeight(data, inv, parameter.dtype, *how), requires_grad=False))
     before = parameter.nbytes
-    if _pretends is None:
-        if module not in _hooked:
-            _hooked.add(module)
-            module.register_state_dict_post_hook(_plain_entries)
+    if not process.is_set_aside() and module not in _hooked:
+        _hooked.add(module)
+        module.register_state_dict_post_hook(_plain_entries)
     return before, data.nbytes + inv.nbytes
 
 
-def _unwritten(parameter: Tensor, dtype: torch.dtype, memory: dict[torch.device, Tensor]) -> Tensor:
+def _unwritten(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """An FP8 tensor of a parameter's shape: the longest one so far has memory of its own, and the others lie in it."""
+    memory = process.of(Unwritten)
     known = memory.get(parameter.device)
     if known is None or known.numel() < parameter.numel():
         memory[parameter.device] = known = torch.empty(parameter.numel(), dtype=torch.uint8, device=parameter.device)
@@ -290,14 +292,3 @@ def check(
         if reason := verdict.reason or other:
             what = f"{inputs.names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
             complain(f"{what}: it has the values that FP8 has left. A rule with frozen = 'high_precision' keeps all of them")
-
-
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-    """Inside, nothing is cast: weights that would be kept in FP8 share memory that nobody has written."""
-    global _pretends
-    before, _pretends = _pretends, {}
-    try:
-        yield
-    finally:
-        _pretends = before
