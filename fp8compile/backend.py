@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import compat, extension
+from . import compat, extension, process
 from . import features as _features  # noqa: F401  # to register them
 from .compilation import Compilation, Job, lowering
 from .config.options import Options, parse
@@ -42,7 +42,7 @@ from .passes.whole_model import whole_kinds
 from .runtime import loads, probe, warm_start
 from .runtime.compiled_graph import CompiledGraph
 from .runtime.inner import INDUCTOR, Inner
-from .runtime.ledger import LEDGER
+from .runtime.ledger import Ledger
 
 logger = get_logger(__name__)
 
@@ -82,7 +82,7 @@ def fp8(
         if refused is not None:
             refusal = f"{refused}: compiling in high precision"
             chosen.warn(refusal)
-            LEDGER.add(GraphReport(0, inputs.root, (), (), refusal))
+            process.of(Ledger).add(GraphReport(0, inputs.root, (), (), refusal))
             return compat.inductor.compile_fx(gm, example_inputs, inner.compile, chosen.inductor)
         if compat.autograd.in_compiled_autograd():  # a copy of backwards that our passes have rewritten and reported
             logger.info("fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own")
@@ -101,7 +101,7 @@ def fp8(
 
 def _reset() -> None:
     """Forget the reports and the casts of all graphs, which are gone."""
-    LEDGER.clear()
+    process.of(Ledger).clear()
     probe.forget()
     for feature in extension.features():
         feature.reset()

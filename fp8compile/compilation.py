@@ -19,7 +19,7 @@ from . import compat
 from .config.options import Options
 from .devices import catalog, formats
 from .devices.catalog import Device
-from .extension import Extras, GraphFeature, features
+from .extension import GraphFeature, features
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
@@ -27,6 +27,7 @@ from .logs import get_logger
 from .passes.joint import Joint
 from .passes.partitioned import Partitioned
 from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
+from .process import Extras
 from .reporting.findings import findings, tell
 from .runtime.calls import Calls, Interface
 from .runtime.compiled_graph import CompiledGraph
@@ -79,13 +80,13 @@ class Compilation:
             history=max(job.history, 1),
             stateful=stateful,
             observes=phase == HIGH_PRECISION,
+            together=compat.inductor.changes_collectives(self.options.inductor),
             trains=inputs.training and inputs.grad,
         )
         made = (feature.of_graph(job, phase) for feature in features())
         self.parts: list[GraphFeature] = [part for part in made if part is not None]
         self.facts = job.facts if all(part.warm for part in self.parts) else None
         self.calls, self.owners = Calls(self.interface), Owners(self.interface)
-        self.calls.together = compat.inductor.changes_collectives(self.options.inductor)
         self.halves = Halves(job.inner, self._rewrite, self._after, self.calls, self.owners)
         self.halves.keeps = self.facts is not None
 

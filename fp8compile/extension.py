@@ -19,11 +19,10 @@ So what a later process needs of the passes is in `joint.results`, which is plai
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -39,33 +38,6 @@ if TYPE_CHECKING:
     from .passes.pipeline import Rewritten
     from .runtime.compiled_graph import CompiledGraph
     from .runtime.probe import CastKind, Look
-
-T = TypeVar("T")
-
-
-class Extras:
-    """Values by their class: what features keep with an object of the core."""
-
-    __slots__ = ("_values",)
-
-    def __init__(self) -> None:
-        self._values: dict[type, Any] = {}
-
-    def get(self, kind: type[T]) -> T | None:
-        return self._values.get(kind)
-
-    def of(self, kind: type[T]) -> T:
-        """The value of this class; a new one, if there is none yet."""
-        if kind not in self._values:
-            self._values[kind] = kind()
-        return self._values[kind]
-
-    def put(self, value: object) -> None:
-        self._values[type(value)] = value
-
-    def pop(self, kind: type) -> None:
-        self._values.pop(kind, None)
-
 
 @dataclass(frozen=True)
 class Pass:
@@ -171,10 +143,6 @@ class Feature:
 
     def reset(self) -> None:
         """torch._dynamo.reset() was called: all graphs are gone."""
-
-    def set_aside(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the process is as if nothing had been compiled; what happens inside is forgotten."""
-        return contextlib.nullcontext()
 
 
 _features: list[Feature] = []

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from . import process
+
 ROOT = "fp8compile"
 DUMP_VARIABLE = "FP8COMPILE_DUMP"
 POLICY_VARIABLE = "FP8COMPILE_POLICY"
@@ -30,7 +32,10 @@ VARIABLES = {
 }
 
 _numbers = itertools.count()
-_said: set[tuple[str, int, str]] = set()
+
+
+class Said(set[tuple[str, int, str]]):
+    """What `say_once` has logged in this process: logger, level, message or key."""
 
 
 class DefaultHandler(logging.Handler):
@@ -66,31 +71,24 @@ def say_once(logger: logging.Logger, level: int, message: str, key: str = "") ->
     """Log `message` unless this process has already logged it, or another one with this `key`, with this logger and level;
     returns whether it was new."""
     known = (logger.name, level, key or message)
-    if known in _said:
+    if known in process.of(Said):
         return False
-    _said.add(known)
+    process.of(Said).add(known)
     logger.log(level, "%s", message)
     return True
 
 
-def forget() -> None:
-    """Make `say_once` forget all messages that it has logged."""
-    _said.clear()
-
-
 @contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-    """Inside, `say_once` has logged no message yet, and nothing below a warning is logged, unless the level is DEBUG."""
-    global _said
+def quiet() -> Iterator[None]:
+    """Inside, nothing below a warning is logged, unless the level is DEBUG."""
     root = logging.getLogger(ROOT)
-    before, level, _said = _said, root.level, set()
+    level = root.level
     if root.getEffectiveLevel() >= logging.INFO:
         root.setLevel(max(level, logging.WARNING))
     try:
         yield
     finally:
         root.setLevel(level)
-        _said = before
 
 
 def rank() -> int | None:

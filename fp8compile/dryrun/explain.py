@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from .. import compat
+from .. import compat, process
 from ..errors import Fp8CompileError, one_line_where
 from ..ir.records import FP8
 from ..logs import get_logger
 from ..reporting.report import Report, report
-from ..runtime.ledger import LEDGER
+from ..runtime.ledger import Ledger
 
 logger = get_logger(__name__)
 UNWEIGHED = 'no GPU is named: every matmul that can be FP8 is. device="h200" (--device h200) keeps those that gain there'
@@ -73,7 +73,7 @@ def explain(
         try:
             torch.compile(step, backend=backend)(*args, **kwargs)
         except Exception as error:
-            known = len(LEDGER)
+            known = len(process.of(Ledger))
             if not known or isinstance(error, Fp8CompileError) or compat.dynamo.is_of_backend(error):
                 raise
             note = f"incomplete: after graph {known - 1} the model raised {one_line_where(error)}"

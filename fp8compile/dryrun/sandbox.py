@@ -25,10 +25,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .. import compat, logs
-from ..extension import features
-from ..runtime import parameters, probe
-from ..runtime.ledger import LEDGER
+from .. import compat, logs, process
 from .placeholders import unwritten
 
 _numbers = itertools.count()
@@ -143,9 +140,8 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
             if not root.training:
                 root.train()
         stack.enter_context(_random_states())
-        memories: tuple[Any, ...] = (LEDGER, parameters, probe, *features(), logs)
-        for remembers in memories:
-            stack.enter_context(remembers.set_aside())
+        stack.enter_context(process.set_aside())
+        stack.enter_context(logs.quiet())
         stack.enter_context(compat.dynamo.compiled_code_goes(kept))
         stack.enter_context(compat.dynamo.other_code(_forwards(roots)))
         yield

@@ -14,10 +14,10 @@ from torch.fx import Graph, Node
 
 from ..config.policy import Policy
 from ..devices.catalog import Device
-from ..extension import Extras
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import Gatherable, OpaqueRecord
+from ..process import Extras
 from .amax_groups import NO_GROUPS, AmaxGroups
 from .plan import Plan
 from .written import Written

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
 
-from ..extension import Extras
+from ..process import Extras
 
 
 @dataclass

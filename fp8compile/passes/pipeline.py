@@ -22,11 +22,12 @@ from torch.fx import Graph
 
 from .. import compat
 from ..errors import OptionError
-from ..extension import Extras, Pass, with_passes
+from ..extension import Pass, with_passes
 from ..ir.matmul import Matmul
 from ..ir.records import Findings, Gatherable, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
+from ..process import Extras
 from .amax_groups import amax_groups, reduce_current
 from .collect import collect
 from .decide import decide

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from .. import process
 from ..config.recipe import BUILT_IN
 from ..devices.catalog import Device
 from ..ir.inputs import Inputs
@@ -14,7 +15,7 @@ from ..logs import get_logger
 from ..passes import legality
 from ..passes.pipeline import Rewritten
 from ..passes.remarks import remarks
-from ..runtime.ledger import LEDGER
+from ..runtime.ledger import Ledger
 from .report import Report
 
 logger: logging.Logger = get_logger(__name__)
@@ -84,10 +85,10 @@ def findings(
 def tell(found: Findings, complain: Callable[[str], None]) -> int:
     """Add a graph to the ledger, log its summary in a line, and complain of what is wrong. Returns its index in the ledger."""
     report = found.report
-    index = LEDGER.add(report)
+    index = process.of(Ledger).add(report)
     for complaint in found.before:
         complain(complaint)
-    said = Report([LEDGER.graph(index)]).summary() if found.training else f"{report.name}: {report.note}"
+    said = Report([process.of(Ledger).graph(index)]).summary() if found.training else f"{report.name}: {report.note}"
     logger.info("fp8: %s", said)
     for complaint in found.after:
         complain(complaint)

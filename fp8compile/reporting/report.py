@@ -22,9 +22,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import process
 from ..extension import features
 from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord
-from ..runtime.ledger import LEDGER
+from ..runtime.ledger import Ledger
 from ..runtime.parameters import share_records
 from . import html, outside, record_tables
 from .columns import aligned
@@ -181,13 +182,13 @@ def report(model: nn.Module | None = None) -> Report:
     if model is not None and not module:
         raise TypeError(f"report() takes a torch.nn.Module or None, not {type(model).__name__}")
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
-    if not LEDGER:
+    if not process.of(Ledger):
         why = "torch.compile compiles at the first call, and leaves out what it cannot trace"
         return Report(empty=f"nothing was compiled yet ({why})")
     share_records(tensors)
     from ..passes.try_matmuls import replaced  # imported late, because it imports Dynamo
 
-    graphs = LEDGER.graphs()
+    graphs = process.of(Ledger).graphs()
     if model is None:
         return Report((graph for graph, _ in graphs.values()), notes=replaced)
     mine = set(map(id, tensors))

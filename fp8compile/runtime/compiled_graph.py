@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat
+from .. import compat, process
 from ..config.options import Options
 from ..extension import GraphFeature
 from ..ir import state_page
 from ..ir.fx_utils import fake_mode_of
 from . import loads, probe
 from .calls import DRY, Call, Calls, Interface
-from .ledger import LEDGER
+from .ledger import Ledger
 from .owners import Owners
 from .parameters import record_of, share_records
 from .state import check_unwanted
@@ -63,7 +63,7 @@ class CompiledGraph:
             key = self.owners.key(known)
             if key not in self.owners.met:
                 self._meet(key, known)
-        looked_at = bool(probe.ACTIVE or self.calls.looking.open)
+        looked_at = bool(process.of(probe.Active) or self.calls.looking.open)
         look = self._looks(known) if looked_at else None
         if look is not None:
             for part in self.parts:
@@ -89,8 +89,7 @@ class CompiledGraph:
         self.owners.met.clear()
         self.calls.looking.open.clear()
         if self.calls.book is not None:
-            self.calls.book.sets.clear()
-            self.calls.book.by_pointer.clear()
+            self.calls.book.forget()
 
     def _given(self, args: Sequence[Any], device: torch.device, look: probe.Look | None) -> list[torch.Tensor]:
         """What features give the graph, and something for those of their inputs that it does not read."""
@@ -116,7 +115,7 @@ class CompiledGraph:
             check_unwanted(weights, [args[i] for i in book.inputs] if book else [])
         owners = self.owners.meet(key, args)
         if self.record is not None:
-            LEDGER.attach(self.record, weights)
+            process.of(Ledger).attach(self.record, weights)
         for part in self.parts:
             part.meet(args, owners, self.record)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport, KeptRecord
@@ -79,21 +78,8 @@ class Ledger:
         for _, record in all_records():
             record.graphs.clear()
 
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Inside, the ledger is empty, and the first graph gets index 0; graphs that are added inside are forgotten."""
-        before = self._graphs, self._next
-        self._graphs, self._next = {}, 0
-        try:
-            yield
-        finally:
-            self._graphs, self._next = before
-
 
 def _alike(one: GraphReport, other: GraphReport) -> bool:
     """Are these graphs of the same matmuls?"""
     sizes = ([(x.fqn, x.gemm, x.m, x.n, x.k, x.batch) for x in graph.matmuls] for graph in (one, other))
     return one.name == other.name and next(sizes) == next(sizes)
-
-
-LEDGER = Ledger()

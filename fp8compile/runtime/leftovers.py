@@ -11,27 +11,30 @@ from __future__ import annotations
 
 import torch
 
-from .state import PageSet
+from .. import process
+from .life import PageSet
 
-_some = False  # are there leftovers?
+
+class Leftovers:
+    some = False  # are there any in this process?
 
 
 def before_call(pages: PageSet, cold: bool) -> None:
     """A forward with these pages begins, and is cold or warm."""
-    global _some
+    leftovers = process.of(Leftovers)
     if not _allocates(pages.forward.tensor.device):
         pages.first = False
         return
     if cold:
-        _some = True
+        leftovers.some = True
         return
     # Not while a graph is captured: cudaFree is illegal then. On other streams it is right: it waits for the device, and blocks
     # that are in use, or belong to captured graphs, stay.
-    if _some and torch.cuda.is_current_stream_capturing():
+    if leftovers.some and torch.cuda.is_current_stream_capturing():
         return
     pages.first = False
-    if _some:
-        _some = False
+    if leftovers.some:
+        leftovers.some = False
         torch.cuda.empty_cache()
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import compat
+from .. import compat, process
 from ..ir.state_page import HISTORY, Rows, fp8_max_of
 from ..logs import get_logger, say_once
 
@@ -166,26 +166,24 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-class _Watches(threading.local):
+class Watches(threading.local):
     """Those of this thread, by device and stream."""
 
     def __init__(self) -> None:
         self.by_place: dict[tuple[torch.device, int], Watch] = {}
 
 
-_watches = _Watches()
-
-
 def watch_of(device: torch.device) -> Watch:
     """The watch of the calls that run now. On one thread and stream, no page moves while it is read."""
     place = device, _stream(device)
-    found = _watches.by_place.get(place)
+    watches = process.of(Watches).by_place
+    found = watches.get(place)
     if found is None:
-        found = _watches.by_place[place] = Watch(device)
+        found = watches[place] = Watch(device)
     return found
 
 
-class _Said:
+class LastLine:
     """When the last log line was written, and how many overflows since then were in no line."""
 
     at = float("-inf")
@@ -200,14 +198,16 @@ def say_not_finite(overflow: Overflow, name: Callable[[Overflow], str]) -> None:
 
 def say(overflows: Sequence[Overflow], name: Callable[[Overflow], str]) -> None:
     """Log a line about some overflows, at INFO. Within QUIET seconds of the last line, only count them for the next line."""
-    now = time.monotonic()
-    if now - _Said.at < QUIET or not logger.isEnabledFor(logging.INFO):
-        _Said.missed += len(overflows)
+    if not overflows:
+        return
+    now, last = time.monotonic(), process.of(LastLine)
+    if now - last.at < QUIET or not logger.isEnabledFor(logging.INFO):
+        last.missed += len(overflows)
         return
     worst = sorted(overflows, key=lambda x: -x.apart)
     what = " and ".join(dict.fromkeys("overflow" if x.amax > x.covered else "underflow" for x in worst))
     text = "; ".join(f"{name(x)}: amax {x.amax:.4g}, its scale covered {x.covered:.4g}" for x in worst[:SHOWN])
     more = f"; and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
-    missed = f" ({_Said.missed} overflows since the last such line)" if _Said.missed else ""
+    missed = f" ({last.missed} overflows since the last such line)" if last.missed else ""
     logger.info("fp8: %s, next scaled by the current amax: %s%s%s", what, text, more, missed)
-    _Said.at, _Said.missed = now, 0
+    last.at, last.missed = now, 0

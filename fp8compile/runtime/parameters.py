@@ -6,14 +6,14 @@ one. Both have the same record. So scaling state, reports and steps are those of
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..extension import Extras
+from .. import process
+from ..process import Extras
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,40 +49,44 @@ class ParameterRecord:
 
 
 _LOCK = threading.RLock()
-_records: dict[int, ParameterRecord] = {}  # by id: a reference's callback runs before another tensor can get the id
+
+
+class Records(dict[int, ParameterRecord]):
+    """All records, by id: a reference's callback runs before another tensor can get the id."""
 
 
 def record_of(parameter: Any) -> ParameterRecord:
     """The record of a parameter, for writing: made if there is none. Several threads may ask for it at once."""
-    if id(parameter) not in _records:
+    records = process.of(Records)
+    if id(parameter) not in records:
         from .. import compat  # imported late, because it imports Dynamo
 
         with _LOCK:
             pairs = (pair for pair in compat.fsdp.sharded_pairs() if any(tensor is parameter for tensor in pair))
             pair = next(pairs, (parameter,))
-            record = next((_records[id(tensor)] for tensor in pair if id(tensor) in _records), None) or ParameterRecord()
+            record = next((records[id(tensor)] for tensor in pair if id(tensor) in records), None) or ParameterRecord()
             for tensor in pair:
-                if id(tensor) not in _records:
+                if id(tensor) not in records:
                     _add(tensor, record)
-    return _records[id(parameter)]
+    return records[id(parameter)]
 
 
 def share_records(tensors: Iterable[Any]) -> None:
     """Give the sharded and the unsharded tensor of each of these parameters one record. `tensors`: either of the two."""
     from .. import compat  # late, as above
 
-    wanted = set(map(id, tensors))
+    wanted, records = set(map(id, tensors)), process.of(Records)
     for pair in compat.fsdp.sharded_pairs():
         if wanted.isdisjoint(map(id, pair)):
             continue
         with _LOCK:
-            known = [_records[id(tensor)] for tensor in pair if id(tensor) in _records]
+            known = [records[id(tensor)] for tensor in pair if id(tensor) in records]
             if len(known) == 1:
-                _add(next(tensor for tensor in pair if id(tensor) not in _records), known[0])
+                _add(next(tensor for tensor in pair if id(tensor) not in records), known[0])
 
 
 def _add(tensor: Any, record: ParameterRecord) -> None:
-    key, records = id(tensor), _records
+    key, records = id(tensor), process.of(Records)
     record.references = [reference for reference in record.references if reference() is not None]
     record.references.append(weakref.ref(tensor, lambda _: records.pop(key, None)))
     records[key] = record
@@ -97,7 +101,7 @@ def adopt(parameter: Any, other: Any) -> None:
 
 def find(parameter: Any) -> ParameterRecord:
     """The record of a parameter, for reading: if there is none, an empty one, which is not kept."""
-    return _records.get(id(parameter)) or ParameterRecord()
+    return process.of(Records).get(id(parameter)) or ParameterRecord()
 
 
 def ids_of(tensors: Iterable[Any]) -> frozenset[int]:
@@ -110,15 +114,4 @@ def ids_of(tensors: Iterable[Any]) -> frozenset[int]:
 
 def all_records() -> list[tuple[int, ParameterRecord]]:
     """Every record, with the id of its parameter."""
-    return list(_records.items())
-
-
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-    """Inside, there are no records; those that are made inside are forgotten."""
-    global _records
-    before, _records = _records, {}
-    try:
-        yield
-    finally:
-        _records = before
+    return list(process.of(Records).items())

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from .. import process
 from ..config.recipe import recipe_of
 from ..errors import one_line
 from ..ir import ops
@@ -55,7 +56,6 @@ class CastKind(NamedTuple):
 
 logger = get_logger(__name__)
 
-ACTIVE: list[Measurement] = []
 ENDS = "measures no more"
 
 
@@ -71,20 +71,14 @@ def ending(what: str, end: Callable[[], object]) -> Iterator[None]:
             end()
 
 
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-    """Inside, no measurement is active."""
-    before, ACTIVE[:] = list(ACTIVE), []
-    try:
-        yield
-    finally:
-        ACTIVE[:] = before
-
-
 def forget() -> None:
     """All graphs are gone: for each weight, the casts of the next graph replace theirs."""
     for _, record in all_records():
         record.outdated = True
+
+
+class Active(list["Measurement"]):
+    """The measurements that wait for calls."""
 
 
 class Measurement:
@@ -101,12 +95,12 @@ class Measurement:
         self.failed = False
 
     def begin(self) -> Measurement:
-        ACTIVE.append(self)
+        process.of(Active).append(self)
         return self
 
     def end(self) -> None:
-        if self in ACTIVE:
-            ACTIVE.remove(self)
+        if self in process.of(Active):
+            process.of(Active).remove(self)
 
     def wants(self, key: tuple[int, ...]) -> bool:
         """For a call with these weights (by identity): are they the model's, and is no such call measured yet?"""
@@ -176,7 +170,7 @@ class Looking:
     def at(self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool) -> Look | None:
         """The `Look` of a call that runs eagerly, else None. `may_begin`: the call may begin a measurement."""
         look = None
-        with ending(ENDS, lambda: _fail(ACTIVE)):
+        with ending(ENDS, lambda: _fail(process.of(Active))):
             look = self._at(args, weights, in_backward, may_begin)
         return look
 
@@ -185,7 +179,7 @@ class Looking:
         opened = self.open.get(key)
         wanting: list[Measurement] = []
         if opened is None or not in_backward:  # else it recomputes a measured call or one beside it
-            wanting = [measurement for measurement in list(ACTIVE) if may_begin and measurement.wants(key)]
+            wanting = [measurement for measurement in list(process.of(Active)) if may_begin and measurement.wants(key)]
             if not wanting and opened is None:
                 return None
             if wanting:

@@ -23,7 +23,7 @@ from ..ir import state_page
 from .parameters import record_of
 
 if TYPE_CHECKING:
-    from .state import PageSet
+    from .life import PageSet
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ from .. import compat
 from ..errors import StateError
 from ..ir import state_page
 from ..ir.inputs import plain
-from ..ir.state_page import AGE, LIMIT, Rows, SlotKey, SlotSettings
+from ..ir.state_page import AGE, LIMIT, Rows, SlotSettings
 from ..logs import get_logger
-from .overflow import COLUMNS, Overflow, Watch
+from .overflow import COLUMNS, Overflow
 from .parameters import find, record_of, share_records
-from .repeats import Ran, Repeats, repeats_of
 
 logger = get_logger(__name__)
 
@@ -180,143 +179,6 @@ def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
     }
 
 
-@dataclass(eq=False)
-class PageSet:
-    """The pages of one graph for one set of parameters, and what the host knows about them."""
-
-    forward: Page
-    backward: Page
-    owners: tuple[weakref.ref, ...]
-    repeats: Repeats
-    cold: bool = True
-    was_cold: bool = True  # the last forward was cold
-    first: bool = True  # no forward was warm yet
-    pending: int = 0  # training forwards whose backward has not run
-    watched: bool = False  # for overflows: some slot has a limit
-    watch: Watch | None = None  # of its last call
-    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, for their recomputations
-
-    def begin(self) -> Ran:
-        """A forward begins, which will move the page."""
-        self.pending += 1
-        return self.repeats.begin(self)
-
-    def before(self, ran: Ran | None) -> torch.Tensor:
-        """A page with the scales of a forward, for its recomputation: another page for each call of a checkpoint, since their
-        backwards read them, but always at one address, because a CUDA graph is recorded for addresses."""
-        kept = ran.page if ran is not None else None
-        page = kept if kept is not None else state_page.page_before(self.forward.tensor)
-        number = self.repeats.number
-        if number in self.copies:
-            self.copies[number].data.copy_(page)
-        return self.copies.setdefault(number, page)
-
-    def after_cold_call(self) -> None:
-        """Count a cold call, and find out whether it was the last."""
-        for page in self.pages:
-            page.patience = max(0, page.patience - 1)
-        with compat.autograd.unseen():
-            self._is_cold()
-
-    def overflowed(self) -> None:
-        """Make the next call cold, because a tensor has just overflowed."""
-        for page in self.pages:
-            page.patience = max(1, page.patience)
-        self.cold = True
-
-    def other_weights(self) -> None:
-        """Weights were loaded: as after an overflow, where those are watched."""
-        for page in self.pages:
-            page.outdated = False
-        if self.watched:
-            self.overflowed()
-
-    def take_changes(self) -> None:
-        """Of the slots: by other graphs, and by what was loaded."""
-        for page in self.pages:
-            page.refresh()
-        if self.forward.loaded or self.backward.loaded:
-            self.resume()
-        if self.forward.outdated or self.backward.outdated:
-            self.other_weights()
-
-    def resume(self) -> None:
-        """Continue with loaded values."""
-        patience = max((page.patience for page in self.pages if page.homes), default=PATIENCE)
-        for page in self.pages:
-            page.patience, page.loaded, page.outdated = patience, False, False
-            page.moves()
-        self._is_cold()
-
-    def overflows(self) -> list[Overflow]:
-        """What the last look found, once."""
-        found = [*self.forward.found, *(overflow._replace(backward=True) for overflow in self.backward.found)]
-        self.forward.found = self.backward.found = ()
-        return found
-
-    def begun(self) -> bool:
-        return self.forward.begun() or self.backward.begun()
-
-    def _is_cold(self) -> None:
-        self.cold = self.forward.patience > 0 and (self.forward.cold() or self.backward.cold())
-
-    @property
-    def pages(self) -> tuple[Page, Page]:
-        return self.forward, self.backward
-
-
-class Book:
-    """The pages of one compiled graph, found at each call by the identity of the parameters that it is called with."""
-
-    def __init__(
-        self,
-        forward: Sequence[SlotKey],
-        backward: Sequence[SlotKey],
-        history: int,
-    ):
-        self.keys = (tuple(forward), tuple(backward))
-        self.history = history
-        self.inputs = tuple(dict.fromkeys(key.input for key in (*forward, *backward)))
-        self.sets: dict[tuple[int, ...], PageSet] = {}
-        self.by_pointer: dict[int, PageSet] = {}
-
-    def open(self, args: Sequence[Any], device: torch.device) -> PageSet:
-        """The pages for a call with these inputs, with the state that earlier calls of any graph left."""
-        key = tuple([id(args[i]) for i in self.inputs])
-        with LOCK:
-            found = self.sets.get(key)
-            if found is None or found.forward.changed or found.backward.changed:
-                with compat.autograd.unseen():
-                    found = found or self._new(key, [args[i] for i in self.inputs], device)
-                    found.take_changes()
-        return found
-
-    def _slots(self, keys: Sequence[SlotKey], owners: Sequence[Any]) -> list[tuple[Any, tuple[str, int]]]:
-        owner = dict(zip(self.inputs, owners, strict=True))
-        return [(owner[key.input], (key.role, key.use)) for key in keys]
-
-    def _new(self, key: tuple[int, ...], owners: Sequence[Any], device: torch.device) -> PageSet:
-        wanted = [(slot, key.settings) for keys in self.keys for slot, key in zip(self._slots(keys, owners), keys, strict=True)]
-        _check_loaded(wanted, self.history)
-        forward, backward = (
-            _page_for(self._slots(keys, owners), tuple(key.settings for key in keys), self.history, device)
-            for keys in self.keys
-        )
-        book = weakref.ref(self)
-
-        def forget(_: Any) -> None:
-            if (alive := book()) is not None and (gone := alive.sets.pop(key, None)) is not None:
-                alive.by_pointer.pop(gone.backward.tensor.data_ptr(), None)
-
-        refs = tuple(weakref.ref(owner, forget) for owner in owners)
-        made = PageSet(forward, backward, refs, repeats_of(owners))
-        made.cold = forward.cold() or backward.cold()
-        made.watched = any(setting.limit < float("inf") for page in made.pages for setting in page.settings)
-        self.sets[key] = made
-        self.by_pointer[backward.tensor.data_ptr()] = made
-        return made
-
-
 def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
     """Say if a state was loaded for weights of a training graph that keep none there. `wanted`: the weights that do."""
     known = set(map(id, wanted))
@@ -324,7 +186,7 @@ def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
     _tell([(page.loading, f"unexpected: {page.name}") for page in found if page.loading is not None])
 
 
-def _check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
+def check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
     """Say if slots of a new graph were loaded, and differ from the slots that the graph needs."""
     held = [find(owner).slots.get(name) for (owner, name), _ in wanted]
     loading = next((slot.page.loading for slot in held if slot is not None and slot.page.loading is not None), None)
@@ -380,7 +242,7 @@ def differing(name: str, saved: SlotSettings, kept: int, settings: SlotSettings,
     return [f"{name}: {what} {before:g}, here {now:g}" for what, before, now in pairs if before != now]
 
 
-def _page_for(
+def page_for(
     slots: list[tuple[Any, tuple[str, int]]],
     settings: tuple[SlotSettings, ...],
     history: int,

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -24,13 +23,14 @@ from fp8compile.reporting.columns import aligned
 from fp8compile.reporting.report import Report
 from fp8compile.runtime.ledger import Ledger
 from tests.reporting.test_html import linear
+from tests.support import hooks
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def report_of(ledger: Ledger, model: nn.Module | None = None) -> Report:
     """The result of `report(model)` if `ledger` holds the compiled graphs."""
-    with mock.patch.object(report_module, "LEDGER", ledger):
+    with hooks.in_process(ledger):
         return report_module.report(model)
 
 

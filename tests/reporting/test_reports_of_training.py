@@ -229,7 +229,9 @@ WARM = """
     import torch._inductor.config as config
     from torch._dynamo.utils import counters
     import fp8compile
+    from fp8compile import process
     from fp8compile.backend import fp8
+    from fp8compile.runtime.ledger import Ledger
 
     config.fx_graph_cache = True
     torch.manual_seed(0)
@@ -237,7 +239,7 @@ WARM = """
     x = torch.randn(32, 128)
     for attempt in range(int(sys.argv[1])):
         torch._dynamo.reset()
-        fp8compile.runtime.ledger.LEDGER.clear()
+        process.of(Ledger).clear()
         counters.clear()
         compiled = torch.compile(model, backend=fp8)
         for _ in range(3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,3 @@ class FrozenWeights(Feature):
 
     def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
         return job.shared.get(FrozenInGraph) if phase == FP8 else None
-
-    def set_aside(self) -> contextlib.AbstractContextManager[None]:
-        return frozen_weights.set_aside()

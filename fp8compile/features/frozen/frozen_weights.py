@@ -15,7 +15,6 @@ read by anything but FP8 matmuls. `state_dict()` gives plain tensors, `load_stat
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections import Counter
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import compat
+from ... import compat, process
 from ...devices.formats import pick
 from ...errors import Retrace
 from ...extension import GraphFeature
@@ -48,8 +47,11 @@ logger = get_logger(__name__)
 SHARDED = "sharded by FSDP"
 CUT = "DDP has cut the graph (torch._dynamo.config.optimize_ddp = False keeps it whole)"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_pretends: dict[torch.device, Tensor] | None = None  # in `set_aside`: the memory that all weights share, by device
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose `state_dict()` has our hook
+
+
+class Unwritten(dict[torch.device, Tensor]):
+    """In a try (`process.set_aside`) nothing is cast: the memory that all weights share, by device."""
 
 
 class Home(NamedTuple):
@@ -189,7 +191,7 @@ def _freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_
             was, now = _frozen(module, name, form)
             count, before, after = count + 1, before + was, after + now
             held += was if old() is not None else 0
-    if _pretends is not None:
+    if process.is_set_aside():
         return
     said = "state_dict() and all other readers get the FP8-rounded values"
     sizes = f"{after / 1e6:,.4g} MB instead of {before / 1e6:,.4g}"
@@ -242,21 +244,21 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
     """Replace one parameter; returns its bytes before and after."""
     parameter: Any = module._parameters[name]
     dtype, how = pick(False, form.fnuz).dtype, (form.block, form.margin, form.power_of_2)
-    if _pretends is not None:
-        data, inv = _unwritten(parameter, dtype, _pretends), _ones(parameter, form.block)
+    if process.is_set_aside():
+        data, inv = _unwritten(parameter, dtype), _ones(parameter, form.block)
     else:
         data, inv = cast(parameter.detach(), dtype, *how)
     _replace(module, name, nn.Parameter(FrozenWeight(data, inv, parameter.dtype, *how), requires_grad=False))
     before = parameter.nbytes
-    if _pretends is None:
-        if module not in _hooked:
-            _hooked.add(module)
-            module.register_state_dict_post_hook(_plain_entries)
+    if not process.is_set_aside() and module not in _hooked:
+        _hooked.add(module)
+        module.register_state_dict_post_hook(_plain_entries)
     return before, data.nbytes + inv.nbytes
 
 
-def _unwritten(parameter: Tensor, dtype: torch.dtype, memory: dict[torch.device, Tensor]) -> Tensor:
+def _unwritten(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """An FP8 tensor of a parameter's shape: the longest one so far has memory of its own, and the others lie in it."""
+    memory = process.of(Unwritten)
     known = memory.get(parameter.device)
     if known is None or known.numel() < parameter.numel():
         memory[parameter.device] = known = torch.empty(parameter.numel(), dtype=torch.uint8, device=parameter.device)
@@ -301,14 +303,3 @@ def restore_frozen_weights(model: nn.Module) -> None:
             if isinstance(parameter, FrozenWeight):
                 again = made.setdefault(id(parameter), nn.Parameter(parameter.dequantized(), requires_grad=False))
                 _replace(module, name, again)
-
-
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-    """Inside, nothing is cast: weights that would be kept in FP8 share memory that nobody has written."""
-    global _pretends
-    before, _pretends = _pretends, {}
-    try:
-        yield
-    finally:
-        _pretends = before

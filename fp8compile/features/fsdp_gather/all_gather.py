@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ... import compat
+from ... import compat, process
 from ...config.policy import Schedule
 from ...errors import ShardingError, StrictError
 from ...extension import GraphFeature, in_fp8
@@ -45,7 +45,7 @@ from ...ir.records import FP8, HIGH_PRECISION, Gatherable, GatherRecord
 from ...logs import get_logger, say_once
 from ...passes.pipeline import Rewritten
 from ...runtime import probe
-from ...runtime.ledger import LEDGER
+from ...runtime.ledger import Ledger
 from ...runtime.optimizer_steps import listen
 from ...runtime.parameters import find, record_of, share_records
 from .gathered_scales import HIGH_PRECISION as IN_HIGH_PRECISION
@@ -312,7 +312,7 @@ class Gathers(GraphFeature):
                 entry.learn(verdict, self.strict, self.schedule)
         gathered = [args[i] for i in self.found if isinstance(args[i], GatheredWeight)]
         if gathered and record is not None:
-            LEDGER.supersede(record, [x for x in args if isinstance(x, nn.Parameter)])
+            process.of(Ledger).supersede(record, [x for x in args if isinstance(x, nn.Parameter)])
 
     def measure(self, args: Sequence[Any], look: probe.Look) -> None:
         """Measure the weights that have arrived in FP8: no cast in the graph does."""

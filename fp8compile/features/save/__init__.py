@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ... import process
 from ...extension import Feature, GraphFeature, Pass
 from ...ir.records import FP8
 from ...logs import get_logger
@@ -11,7 +12,7 @@ from ...passes.joint import Joint
 from ...passes.partitioned import Partitioned
 from ...passes.pipeline import skipped
 from ...reporting.record_tables import brief_kept
-from ...runtime.ledger import LEDGER
+from ...runtime.ledger import Ledger
 from .save import SavedInFP8
 from .save import save as run_save
 
@@ -32,7 +33,7 @@ class _SavedOfGraph(GraphFeature):
         if kept:
             logger.info("fp8: %s: %s", job.inputs.root, brief_kept(kept))
         if record is not None:
-            LEDGER.keeps(record, kept)
+            process.of(Ledger).keeps(record, kept)
 
 
 class SavedTensors(Feature):

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ... import compat
+from ... import compat, process
 from ...config.policy import Schedule
 from ...config.settings import integer
 from ...errors import OptionError
@@ -26,7 +26,7 @@ from ...extension import Feature
 from ...ir.gathered_weight import GatheredWeight
 from ...ir.records import FP8, HIGH_PRECISION
 from ...logs import get_logger, say_once
-from ...runtime.ledger import LEDGER
+from ...runtime.ledger import Ledger
 from ...runtime.optimizer_steps import STEPS, count_steps, each_step, parameters_of
 from ...runtime.parameters import all_records, find, record_of
 
@@ -75,7 +75,7 @@ def set_precision(precision: str | None, model: nn.Module | None = None) -> None
     for parameter in parameters_of(model):
         record_of(parameter).extras.put(ByHand(phase or ""))
     STEPS.ticks += 1
-    if phase is not None and LEDGER and not _phases.scheduled:
+    if phase is not None and process.of(Ledger) and not _phases.scheduled:
         message = 'set_precision: no compiled graph has phases; give its policy a schedule: {"schedule": {}}'
         say_once(logger, logging.WARNING, message)
 

@@ -23,3 +23,16 @@ def noting(owner: Any, name: str, note: Callable[..., Any]) -> Iterator[list[Any
 
     with mock.patch.object(owner, name, call):
         yield found
+
+
+@contextlib.contextmanager
+def in_process(value: Any) -> Iterator[Any]:
+    """Inside, this is the process's object of its class."""
+    from fp8compile import process
+
+    before = process.of(type(value))
+    process.put(value)
+    try:
+        yield value
+    finally:
+        process.put(before)

@@ -29,12 +29,12 @@ def forget() -> None:
 
 def forget_trainings() -> None:
     """The same, but compiled code stays, and so do its reports."""
-    from fp8compile import logs
+    from fp8compile import logs, process
     from fp8compile.runtime import optimizer_steps, probe
 
-    probe.ACTIVE.clear()  # measurements that were asked for, and whose models no collection has freed yet
+    process.of(probe.Active).clear()  # measurements that were asked for, and whose models no collection has freed yet
     optimizer_steps.STEPS.of.clear()  # optimizers that no collection has freed yet: a model that had none follows the others
-    logs.forget()  # messages that are logged once a process
+    process.of(logs.Said).clear()  # messages that are logged once a process
 
 
 @contextlib.contextmanager

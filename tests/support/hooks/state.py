@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from .base import Patched, noting
+from .base import Patched, in_process, noting
 
 
 def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Any]:
@@ -42,7 +42,7 @@ def overflow_lines() -> Patched:
     """Inside, no line about overflows was logged yet. Gives what has `missed`: overflows since the last line."""
     from fp8compile.runtime import overflow
 
-    return mock.patch.object(overflow, "_Said", type("Said", (), {"at": float("-inf"), "missed": 0}))
+    return in_process(overflow.LastLine())
 
 
 def cold_calls() -> Patched:
@@ -247,9 +247,10 @@ def measured(parameter: torch.Tensor) -> dict[str, dict[str, float]]:
 
 def measuring() -> bool:
     """Whether a measurement waits for a call."""
+    from fp8compile import process
     from fp8compile.runtime import probe
 
-    return bool(probe.ACTIVE)
+    return bool(process.of(probe.Active))
 
 
 def measured_in_parts(elements: int) -> Patched:
@@ -273,12 +274,13 @@ def failing_measurements() -> dict[str, Patched]:
 
 def remembered(parameter: torch.Tensor) -> tuple[int, int]:
     """Of the graph that has run with this parameter: the sets of weights that it knows, and the tensors in its report."""
+    from fp8compile import process
     from fp8compile.runtime.compiled_graph import CompiledGraph
-    from fp8compile.runtime.ledger import LEDGER
+    from fp8compile.runtime.ledger import Ledger
 
     graphs = [x for x in gc.get_objects() if type(x) is CompiledGraph and x.owners.casts]
     (graph,) = [graph for graph in graphs if any(id(parameter) in key for key in graph.owners.met)]
-    return len(graph.owners.met), len(LEDGER.graphs()[graph.record][1])
+    return len(graph.owners.met), len(process.of(Ledger).graphs()[graph.record][1])
 
 
 @contextlib.contextmanager

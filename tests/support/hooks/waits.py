@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .base import Patched, noting
+from .base import Patched, in_process, noting
 from .graphs import _inner
 
 # operators that wait: a number for the host, sizes that are data, and data from memory of the host that is not pinned
@@ -140,7 +140,7 @@ def on_a_gpu() -> Iterator[Gpu]:
 
     with (
         mock.patch.object(overflow, "Watch", OnGpu),
-        mock.patch.object(overflow, "_watches", overflow._Watches()),
+        in_process(overflow.Watches()),
         mock.patch.object(overflow, "torch", Torch()),
     ):
         yield gpu
