@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 
 from . import compat, extension, process
 from . import features as _features  # noqa: F401  # to register them
-from .compilation import Compilation, Job, lowering, warn
+from .compilation import Compilation, Job, lowering
 from .config.options import Options, parse
 from .config.policy import Policy
 from .config.policy.match import places
@@ -81,7 +81,7 @@ def fp8(
         refused = support.refusal(inputs.devices)
         if refused is not None:
             refusal = f"{refused}: compiling in high precision"
-            warn(chosen, refusal)
+            chosen.warn(refusal)
             process.of(Ledger).add(GraphReport(0, inputs.root, (), (), refusal))
             return compat.inductor.compile_fx(gm, example_inputs, inner.compile, chosen.inductor)
         if compat.autograd.in_compiled_autograd():  # a copy of backwards that our passes have rewritten and reported
@@ -109,7 +109,7 @@ def _reset() -> None:
 
 def _refuse(mode: str | None = None, options: Mapping[str, Any] | None = None, **_: Any) -> None:
     try:
-        warn(parse(options, mode), FLAT)
+        parse(options, mode).warn(FLAT)
     except (OptionError, StrictError) as error:
         raise compat.dynamo.shown(error) from None
 

@@ -8,7 +8,6 @@ forward and a backward, and `runtime.halves` lets Inductor compile each.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +19,11 @@ from . import compat
 from .config.options import Options
 from .devices import catalog, formats
 from .devices.catalog import Device
-from .errors import StrictError
 from .extension import GraphFeature, features
 from .ir import merged, ops, state_page
 from .ir.inputs import Inputs
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
-from .logs import get_logger, say_once
+from .logs import get_logger
 from .passes.joint import Joint
 from .passes.partitioned import Partitioned
 from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
@@ -66,10 +64,6 @@ class Job:
         """Is it for training?"""
         return self.inputs.training and self.inputs.grad and bool(self.inputs.weights)
 
-    def warn(self, message: str) -> None:
-        """A warning; StrictError with `strict`."""
-        warn(self.options, message)
-
 
 class Compilation:
     """One graph, for one phase. `record`: the graph's index in the ledger, if it is there."""
@@ -107,7 +101,7 @@ class Compilation:
         if self.halves.restored:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
             if done is not None and done.findings is not None:
-                self.record = tell(done.findings, self.job.warn)
+                self.record = tell(done.findings, self.options.warn)
         made = CompiledGraph(
             function, self.interface, self.calls, self.owners, self.record, self.halves.converts, self.parts, self.options
         )
@@ -146,7 +140,7 @@ class Compilation:
             self.calls.decisions = (*decisions, *(line for part in self.parts for line in part.decisions(done)))
         if self.phase == FP8:
             found = findings(done, inputs, policy.eval, device, self._report)
-            done, self.record = dataclasses.replace(done, findings=found), tell(found, self.job.warn)
+            done, self.record = dataclasses.replace(done, findings=found), tell(found, self.options.warn)
         return done
 
     def _report(self, report: GraphReport, done: Rewritten) -> GraphReport:
@@ -169,7 +163,7 @@ class Compilation:
         policy, theirs, inputs = self.options.policy, self.options.inductor, self.job.inputs
         after = any(part.partitions for part in self.parts)
         if after and theirs.get("custom_partitioner_fn"):
-            self.job.warn("save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept")
+            self.options.warn("save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept")
         key = f"{policy.key}-{self.interface.stateful}-{self.phase}-{inputs.inlined}-{sorted(inputs.gathered)}-{skipped()}"
         partitioner = compat.inductor.Partitioner(
             [op.name() for op in RECOMPUTABLE], self._partitioned if after else None, f"-{after}-{skipped()}", inputs.packed
@@ -181,13 +175,6 @@ class Compilation:
             ),
             "custom_partitioner_fn": theirs.get("custom_partitioner_fn") or partitioner,
         }
-
-
-def warn(options: Options, message: str) -> None:
-    """A warning, said once; StrictError with `strict`."""
-    if options.strict:
-        raise StrictError(f"{message} (strict=True)")
-    say_once(logger, logging.WARNING, message)
 
 
 def lowering(options: Options) -> dict[str, Any]:

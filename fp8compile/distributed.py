@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from .config.settings import integer
+
 __all__ = ["compress_gradients", "fp8_all_gather", "fp8_hook"]
 
 
@@ -39,8 +41,7 @@ def compress_gradients(
     communication hook already.
     """
     for name, value in (("min_elements", min_elements), ("sqnr_every", sqnr_every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"compress_gradients: {name} must be an integer that is not negative; got {value!r}")
+        integer(name, value, 0)
     if not isinstance(model, nn.Module):
         raise TypeError(f"compress_gradients takes the model, a torch.nn.Module; got {type(model).__name__}")
     from .features.compression.compression import compress

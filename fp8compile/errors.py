@@ -119,10 +119,10 @@ def near(given: Any, names: Iterable[str], count: int = 3, least: float = 0.6) -
     return list(dict.fromkeys(compared[each] for each in close))
 
 
-def one_of(key: str, value: Any, allowed: Collection[str], error: type[OptionError] = OptionError) -> str:
-    """`value`, if it is one of `allowed`; else raises `error`, with near matches."""
+def one_of(key: str, value: Any, allowed: Collection[str]) -> str:
+    """`value`, if it is one of `allowed`; else raises OptionError, with near matches."""
     if not isinstance(value, str) or value not in allowed:
-        raise error.of(key, value, "one of " + ", ".join(map(repr, allowed)), near(value, allowed))
+        raise OptionError.of(key, value, "one of " + ", ".join(map(repr, allowed)), near(value, allowed))
     return value
 
 

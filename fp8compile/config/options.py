@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 from ..devices import catalog
-from ..errors import OptionError, did_you_mean, near, one_of
+from ..errors import OptionError, StrictError, did_you_mean, near, one_of
 from ..logs import get_logger, say_once
 from . import peers
 from .policy import Policy, Rule, load
 from .recipe import SETTINGS, Recipe
 from .settings import boolean
+
+logger = get_logger(__name__)
 
 _RECIPE_FIELDS = {"recipe": "name", **dict(zip(SETTINGS, SETTINGS, strict=True))}  # by option
 OURS = ("policy", "exclude", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
@@ -42,6 +44,12 @@ class Options:
     def recipe(self) -> Recipe:
         """The recipe of every matmul to which no rule gives another."""
         return self.policy.recipe
+
+    def warn(self, message: str) -> None:
+        """A warning, said once; StrictError with `strict`."""
+        if self.strict:
+            raise StrictError(f"{message} (strict=True)")
+        say_once(logger, logging.WARNING, message)
 
     def without(self, parameters: Sequence[str]) -> Options:
         """The same, with the matmuls of these parameters in high precision."""
@@ -90,7 +98,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     if policy.device is not None:
         catalog.find(policy.device)
     for text in (*_without_effect(policy, ours), *policy.without_effect()):
-        say_once(get_logger(__name__), logging.WARNING, text)
+        say_once(logger, logging.WARNING, text)
     return Options(policy, strict, inductor, choose)
 
 
@@ -130,7 +138,8 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
     from .. import compat  # here, because it imports Dynamo
 
     # a mode without joint-graph passes ("lite") leaves no place for FP8 to happen
-    modes = {name: patches for name, patches in compat.inductor.inductor_modes().items() if _keeps_passes(patches)}
+    every = compat.inductor.inductor_modes()
+    modes = {name: patches for name, patches in every.items() if all(patches.get(key, True) for key in _PASSES)}
     return dict(modes[one_of("mode", mode, modes)])
 
 
@@ -161,10 +170,6 @@ def _meant(key: str, inductor: Collection[str]) -> str:
     if found := near(key, OURS) or near(key, inductor, least=0.85):
         return did_you_mean(found)
     return f" fp8compile's options are {', '.join(OURS)}; any option of torch._inductor.config is passed on to Inductor."
-
-
-def _keeps_passes(patches: Mapping[str, Any]) -> bool:
-    return all(patches.get(key, True) for key in _PASSES)
 
 
 def _fits(value: Any, expected: Any) -> bool:

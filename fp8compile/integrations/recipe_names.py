@@ -88,10 +88,8 @@ def _put(found: dict[str, Any], option: str, value: Any, key: str) -> None:
 
 
 def _value(key: str, value: Any) -> Any:
-    if key.endswith("fp8_format") and isinstance(value, str):
-        if value.upper() == "E5M2":
-            raise _error(key, value, f"accelerate's {key!r}: 'E5M2' for all tensors is not for training. Write 'HYBRID'.")
-        return value.lower()
+    if key.endswith("fp8_format") and isinstance(value, str) and value.upper() == "E5M2":
+        raise _error(key, value, f"accelerate's {key!r}: 'E5M2' for all tensors is not for training. Write 'HYBRID'.")
     return value.lower() if isinstance(value, str) else value
 
 

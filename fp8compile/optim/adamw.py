@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from ..devices.support import casts_to_e4m3
 from ..extension import features
 from ..logs import get_logger, say_once
-from .state_formats import from_blocks, to_blocks
-from .states import MASTERS, State, fresh, is_small, local, packed, vanilla
+from .states import MASTERS, State, fresh, from_blocks, is_small, local, packed, to_blocks, vanilla
 from .update import compiled, factors, update, update_small, update_with_amax
 
 logger = get_logger(__name__)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from .state_formats import FIRST, SECOND, follow, join, pack, split, unpack
+from .states import FIRST, SECOND, follow, join, pack, split, unpack
 
 
 class Factors(NamedTuple):

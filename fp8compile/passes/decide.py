@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from .. import compat
-from ..config.policy import Policy, Site
+from ..config.policy import Policy, Site, unmatched
 from ..devices.catalog import Device
 from ..devices.gpu import Gpu, gpu_of
 from ..ir.fx_utils import hint, value
@@ -57,7 +57,7 @@ def _decide(
         why = f"{inputs.root} is compiled alone, and has no first or last block"
         complaint = f"{which}: ignored, as {why}; name a module instead"
         complaints[complaint] = None
-    return [*complaints, *policy.unmatched(sites, inputs.modules, inputs.parameter_names, whole=inputs.whole)]
+    return [*complaints, *unmatched(policy, sites, inputs.modules, inputs.parameter_names, inputs.whole)]
 
 
 def _facts(matmul: Matmul, inputs: Inputs, gpu: Gpu | None, evaluation: str | None, in_fp8: bool) -> Facts:

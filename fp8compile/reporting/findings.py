@@ -86,14 +86,10 @@ def tell(found: Findings, complain: Callable[[str], None]) -> int:
     """Add a graph to the ledger, log its summary in a line, and complain of what is wrong. Returns its index in the ledger."""
     report = found.report
     index = process.of(Ledger).add(report)
-    if not found.training:
-        logger.info("fp8: %s: %s", report.name, report.note)
-        for complaint in found.after:
-            complain(complaint)
-        return index
     for complaint in found.before:
         complain(complaint)
-    logger.info("fp8: %s", Report([process.of(Ledger).graph(index)]).summary())
+    said = Report([process.of(Ledger).graph(index)]).summary() if found.training else f"{report.name}: {report.note}"
+    logger.info("fp8: %s", said)
     for complaint in found.after:
         complain(complaint)
     return index

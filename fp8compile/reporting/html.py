@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport
-from . import diagram, gather_rows, kept
-from .layer_rows import Row, Split, flops, hidden_rows, layers_of, matmul_split, microseconds, rows_of, share
+from . import diagram, record_tables
+from .layer_rows import Row, Split, flops, layers_of, matmul_split, microseconds, rows_of, share
+from .record_tables import RecordTable
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -31,22 +32,8 @@ class Section:
     graph: GraphReport
     rows: tuple[Row, ...]
     splits: tuple[Split, ...]
-    opaque: tuple[tuple[str, str, str, int], ...]  # (module, op, why, how often)
+    tables: tuple[RecordTable, ...]
     diagram: diagram.Diagram | None
-    collectives: tuple[tuple[str, int, str, str, str, str], ...] = ()  # as `gathered.rows_of_graph` has them
-    kept: tuple[tuple[str, int, str, str, str], ...] = ()  # as `kept.rows` has them
-
-    @property
-    def share(self) -> str:
-        return share(self.graph.matmuls)
-
-    @property
-    def dynamic(self) -> bool:
-        return any(record.dynamic for record in self.graph.matmuls)
-
-    @property
-    def timed(self) -> bool:
-        return any(row.times for row in self.rows)
 
     @property
     def weighed(self) -> str:
@@ -92,9 +79,9 @@ class HtmlPage:
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
     timing: Timing | None = None
-    outside: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, class, size, how many)
+    outside: RecordTable | None = None
     why_outside: str = ""
-    gathered: tuple[tuple[str, str, str, int], ...] = ()  # (parameter, what FSDP2 gathers, why not FP8, how many)
+    gathered: RecordTable | None = None
 
 
 def title(what: str, graphs: Iterable[GraphReport]) -> str:
@@ -107,9 +94,9 @@ def section(graph: GraphReport) -> Section:
     """The rows, times and diagram of one graph."""
     layers = layers_of(graph.matmuls)
     rows = rows_of(layers)
-    hidden, gathers = tuple(hidden_rows(graph.opaque)), tuple(gather_rows.rows_of_graph(graph.collectives))
-    saved = tuple(kept.rows(graph.kept))
-    return Section(graph, rows, matmul_split(rows), hidden, diagram.draw(graph, layers), gathers, saved)
+    of = record_tables
+    tables = of.hidden(graph.opaque), of.collectives(graph.collectives), of.kept(graph.kept), of.frozen(graph.frozen)
+    return Section(graph, rows, matmul_split(rows), tuple(x for x in tables if x.rows), diagram.draw(graph, layers))
 
 
 def render(page: HtmlPage, path: str | Path | None = None) -> str:
@@ -122,7 +109,7 @@ def render(page: HtmlPage, path: str | Path | None = None) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(us=microseconds, flops=flops, breakable=_breakable)
+    environment.filters.update(us=microseconds, flops=flops, share=share, breakable=_breakable)
     text = environment.get_template("report.html.jinja").render(page=page, version=__version__)
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")

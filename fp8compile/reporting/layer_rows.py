@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..ir.records import FORWARD, FP8, MatmulRecord, OpaqueRecord, forward_sizes
+from ..ir.records import FORWARD, FP8, MatmulRecord, forward_sizes
 
 T = TypeVar("T")
 
@@ -102,7 +102,6 @@ class Layer:
 class Row:
     """One layer, or several equal layers."""
 
-    order: int
     name: str
     layers: tuple[Layer, ...]
     longest: int = 1  # FLOPs of the longest bar
@@ -131,10 +130,6 @@ class Row:
         return percent(self.flops / self.total if self.total else 0.0)
 
     @property
-    def gflop(self) -> str:
-        return flops(self.flops)
-
-    @property
     def times(self) -> tuple[float, float, float] | None:
         """As Layer.times, summed over all layers."""
         parts = [layer.times for layer in self.layers if layer.times]
@@ -154,7 +149,7 @@ class Row:
     @property
     def hover(self) -> str:
         each = f" ({len(self.layers)} layers)" if len(self.layers) > 1 else ""
-        lines = [self.name + each, f"m × n × k: {self.first.size}", f"{self.gflop}, {self.share} of the matmul FLOPs"]
+        lines = [self.name + each, f"m × n × k: {self.first.size}", f"{flops(self.flops)}, {self.share} of the matmul FLOPs"]
         for line in self.first.lines:
             decision = "FP8" if line[0].decision == FP8 else "high precision"
             size = f", {size_of(line[0])}" if self.first.size != size_of(line[0]) else ""
@@ -168,7 +163,7 @@ class Row:
 
     def members(self) -> list[Row]:
         """A row for each layer, for the details: at most ROWS_IN_DETAIL, and none for a single layer."""
-        rows = [Row(i, layer.name, (layer,), self.longest, self.total) for i, layer in enumerate(self.layers)]
+        rows = [Row(layer.name, (layer,), self.longest, self.total) for layer in self.layers]
         return rows[:ROWS_IN_DETAIL] if len(rows) > 1 else []
 
 
@@ -219,13 +214,7 @@ def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
     groups = alike(layers, lambda layer: layer.fqn, lambda layer: layer.like, collapse)
     total = sum(layer.flops for layer in layers)
     longest = max((sum(layer.flops for layer in group) for _, group in groups), default=1)
-    return tuple(Row(i, name, tuple(group), longest, total) for i, (name, group) in enumerate(groups))
-
-
-def hidden_rows(records: Iterable[OpaqueRecord], collapse: bool = True) -> list[tuple[str, str, str, int]]:
-    """(module, operator, reason, count) of the operators that hide matmuls."""
-    groups = alike(records, lambda record: record.fqn, lambda record: (record.op, record.reason), collapse)
-    return [(name, group[0].op, group[0].reason, len(group)) for name, group in groups]
+    return tuple(Row(name, tuple(group), longest, total) for name, group in groups)
 
 
 def alike(

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .columns import aligned
-from .layer_rows import alike, repeated
+from . import record_tables
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,16 +95,9 @@ def _why(name: str, broken: Mapping[str, str]) -> str:
     return (broken[owner] if owner is not None else "") or WHY_OUTSIDE
 
 
-def rows(records: Sequence[OutsideRecord]) -> list[tuple[str, str, str, int]]:
-    """(parameter, class of its owner, size, count). Parameters whose names differ in numbers only share a row:
-    `h.0-11.fc.weight`."""
-    groups = alike(records, lambda record: record.parameter, lambda record: (record.module, record.rows, record.columns))
-    return [(name, of[0].module, f"{of[0].rows} x {of[0].columns}", len(of)) for name, of in groups]
-
-
 def brief(records: Sequence[OutsideRecord], most: int = 3) -> str:
     """ "in no compiled graph: 6 linears (h.0-1.fc1, ...): ... left to eager by Dynamo, ..."."""
-    names = list(dict.fromkeys(name.removesuffix(".weight") for name, *_ in rows(records)))
+    names = list(dict.fromkeys(name.removesuffix(".weight") for name, *_ in record_tables.outside(records).rows))
     shown = ", ".join(names[:most] + ["..."] * (len(names) > most))
     what = "linear" if all(record.module.endswith("Linear") for record in records) else "weight"
     return f"{OUTSIDE}: {len(records)} {what}{'s' * (len(records) > 1)} ({shown}): {why(records)}"
@@ -117,6 +109,5 @@ def why(records: Sequence[OutsideRecord]) -> str:
 
 
 def text(records: Sequence[OutsideRecord]) -> str:
-    body = [(name + repeated(count), module, size) for name, module, size, count in rows(records)]
     reasons = dict.fromkeys(record.reason for record in records)
-    return "\n".join([aligned((OUTSIDE, "of", "size"), body), *(f"* {reason}" for reason in reasons)])
+    return "\n".join([str(record_tables.outside(records)), *(f"* {reason}" for reason in reasons)])

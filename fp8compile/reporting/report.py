@@ -27,9 +27,9 @@ from ..extension import features
 from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord
 from ..runtime.ledger import Ledger
 from ..runtime.parameters import share_records
-from . import gather_rows, html, kept, outside
+from . import html, outside, record_tables
 from .columns import aligned
-from .layer_rows import Row, fraction, gemms, hidden_rows, layers_of, percent, repeated, rows_of, share, sizes_of, words
+from .layer_rows import Row, fraction, gemms, layers_of, percent, repeated, rows_of, share, sizes_of, words
 from .outside import OutsideRecord
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ class Report:
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
         parts += [outside.brief(self.outside)] if self.outside else []
-        parts += [gather_rows.brief(self.gathered)] if self.gathered else []
+        parts += [record_tables.brief_gathered(self.gathered)] if self.gathered else []
         saved = [record for graph in counted.graphs for record in graph.kept]
-        parts += [kept.brief(saved)] if saved else []
+        parts += [record_tables.brief_kept(saved)] if saved else []
         frozen = [record for graph in counted.graphs for record in graph.frozen]
-        parts += [kept.brief_frozen(frozen)] if frozen else []
+        parts += [record_tables.brief_frozen(frozen)] if frozen else []
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
@@ -114,7 +114,7 @@ class Report:
         head = "\n* ".join([f"fp8: {self.summary()}", *self.notes])
         parts = [head, *(_graph_text(graph, collapse) for graph in self.graphs)]
         parts += [outside.text(self.outside)] if self.outside else []
-        return "\n\n".join(parts + ([gather_rows.text(self.gathered)] if self.gathered else []))
+        return "\n\n".join(parts + ([str(record_tables.gathered(self.gathered))] if self.gathered else []))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, strings and numbers."""
@@ -150,12 +150,18 @@ class Report:
         facts += [(outside.OUTSIDE, f"{len(self.outside)} weights")] if self.outside else []
         whole = ", of what was compiled" if self.outside else ""
         headline = f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if self.matmuls else "No matmuls"
-        facts += [("all-gather", gather_rows.brief(self.gathered).removeprefix("all-gather: "))] if self.gathered else []
-        title, left_out = html.title("report", self.graphs), tuple(outside.rows(self.outside))
-        sections, sent = tuple(map(html.section, self.graphs)), tuple(gather_rows.rows(self.gathered))
-        why = outside.why(self.outside)
-        summary = "; ".join([self.summary(), *self.notes])
-        page = html.HtmlPage(title, headline, summary, tuple(facts), sections, None, left_out, why, sent)
+        if self.gathered:
+            facts.append(("all-gather", record_tables.brief_gathered(self.gathered).removeprefix("all-gather: ")))
+        page = html.HtmlPage(
+            html.title("report", self.graphs),
+            headline,
+            "; ".join([self.summary(), *self.notes]),
+            tuple(facts),
+            tuple(map(html.section, self.graphs)),
+            outside=record_tables.outside(self.outside),
+            why_outside=outside.why(self.outside),
+            gathered=record_tables.gathered(self.gathered),
+        )
         return html.render(page, path)
 
     def __str__(self) -> str:
@@ -227,13 +233,11 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
-    text += f"\n\n{gather_rows.in_graph(graph.collectives)}" if graph.collectives else ""
-    text += f"\n\n{kept.text(graph.kept)}" if graph.kept else ""
-    text += f"\n\n{kept.text_frozen(graph.frozen)}" if graph.frozen else ""
+    text += f"\n\n{record_tables.collectives(graph.collectives)}" if graph.collectives else ""
+    text += f"\n\n{record_tables.kept(graph.kept)}" if graph.kept else ""
+    text += f"\n\n{record_tables.frozen(graph.frozen)}" if graph.frozen else ""
     if graph.opaque:
-        hidden = [(name + repeated(count), op, why) for name, op, why, count in hidden_rows(graph.opaque, collapse)]
-        text += "\n\n" if graph.kept or graph.frozen else "\n"
-        text += aligned(("not rewritten", "op", "why"), hidden)
+        text += ("\n\n" if graph.kept or graph.frozen else "\n") + str(record_tables.hidden(graph.opaque, collapse))
     return text
 
 

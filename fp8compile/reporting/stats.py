@@ -114,15 +114,10 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
         if before is not None:
             before.end()
         _asked[model] = Measurement(model).begin()
-    rows = table(model) + of_features(model)
-    return Stats(rows, "nothing of this model is quantized yet (fp8compile.report(model) says what was compiled)")
-
-
-def of_features(model: nn.Module) -> list[dict[str, Any]]:
-    """The rows of features: with None in the columns that they leave out."""
-    empty: dict[str, Any] = dict.fromkeys((*STATE, *COSTLY))
-    rows = [row for feature in features() for row in feature.statistics(model)]
-    return [{"use": 0, "layout": "", **empty, **row} for row in rows]
+    rest: dict[str, Any] = {"use": 0, "layout": "", **dict.fromkeys((*STATE, *COSTLY))}
+    others = [{**rest, **row} for feature in features() for row in feature.statistics(model)]
+    why = "nothing of this model is quantized yet (fp8compile.report(model) says what was compiled)"
+    return Stats(table(model) + others, why)
 
 
 def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict[str, Any]]:

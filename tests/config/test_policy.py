@@ -100,7 +100,7 @@ def test_a_setting_is_looked_up_in_the_rule_the_recipe_the_options_the_defaults(
     assert policy.choose(site("b")).recipe == Recipe("tensorwise", "e4m3", 8, 7, "max", 2)
     assert policy.choose(site("c")).recipe == Recipe("delayed", "e4m3", 1, 7, "max", 2)
     assert policy.choose(site("d")).recipe == policy.recipe == Recipe("tensorwise", "e4m3", 1, 7, "max", 2)
-    assert set(policy.possible) == {policy.choose(site(name)).recipe for name in "abcd"} and policy.delayed
+    assert set(policy.possible) == {policy.choose(site(name)).recipe for name in "abcd"}
 
     beside = policy.with_defaults(margin=0, interval=9, recipe="delayed", amax_history_len=1)
     assert beside.choose(site("a")).recipe == Recipe("delayed", "e4m3", 3, 1, "most_recent", 6)
@@ -111,9 +111,8 @@ def test_a_setting_is_looked_up_in_the_rule_the_recipe_the_options_the_defaults(
 
 
 def test_what_is_possible():
-    assert not load({"extends": "none", "defaults": {"recipe": "tensorwise"}}).delayed
     last = load({"extends": "none", "rules": [{"module": "a", "recipe": "tensorwise"}, {"recipe": "tensorwise", "margin": 1}]})
-    assert last.possible == (Recipe("tensorwise"), Recipe("tensorwise", margin=1)) and not last.delayed  # unused
+    assert last.possible == (Recipe("tensorwise"), Recipe("tensorwise", margin=1))  # unused
 
 
 def test_every_field_of_a_recipe_is_a_key():

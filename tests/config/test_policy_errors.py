@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fp8compile.config import policy
 from fp8compile.config.policy import load
 from fp8compile.config.recipe import RECIPES
 from tests.support.policies import fp8, refusal, site
@@ -183,7 +184,8 @@ def test_dicts_may_hold_what_a_file_cannot():
 # --- rules that match nothing -----------------------------------------------------------------------------------------
 
 PARTS = ("", ".mlp", ".mlp.up_proj", ".mlp.down_proj")
-MODULES = ["", "model", "model.layers", *(f"model.layers.{i}{part}" for i in range(4) for part in PARTS), "lm_head"]
+NAMES = ["", "model", "model.layers", *(f"model.layers.{i}{part}" for i in range(4) for part in PARTS), "lm_head"]
+MODULES = dict.fromkeys(NAMES, "Module")
 SITES = [
     site(f"model.layers.{i}.mlp.{name}", gemm=gemm, block=(i, 4))
     for i in range(4)
@@ -194,12 +196,12 @@ PARAMETERS = [f"{one.module}.weight" for one in SITES] + ["lm_head.weight"]
 
 
 def unmatched(rule: dict, whole: bool = True, before=()) -> list[str]:
-    return load({"rules": [*before, {**rule, "fp8": "off"}]}).unmatched(SITES, MODULES, PARAMETERS, whole)
+    return policy.unmatched(load({"rules": [*before, {**rule, "fp8": "off"}]}), SITES, MODULES, PARAMETERS, whole)
 
 
 def test_rules_that_match_something_are_not_mentioned():
     assert unmatched({"module": "*.up_proj", "gemm": "wgrad", "blocks": "last 1"}) == []
-    assert load("conservative").unmatched(SITES, MODULES, PARAMETERS, True) == []  # not the user's own
+    assert policy.unmatched(load("conservative"), SITES, MODULES, PARAMETERS, True) == []  # not the user's own
 
 
 @pytest.mark.parametrize(
@@ -248,8 +250,7 @@ def test_rules_that_others_leave_nothing():
 
 def test_classes_of_the_whole_model():
     classes = {name: "ModuleList" for name in MODULES}
-    policy = load({"rules": [{"module_class": "LlamaMpl"}]})
-    (message,) = policy.unmatched(SITES, classes, PARAMETERS, whole=False)
+    (message,) = policy.unmatched(load({"rules": [{"module_class": "LlamaMpl"}]}), SITES, classes, PARAMETERS, whole=False)
     assert "Near: 'LlamaMLP'" in message
-    assert load({"rules": [{"module_class": "ModuleList"}]}).unmatched(SITES, classes, PARAMETERS, whole=False) == []
-    assert load({"rules": [{"module": "a"}, {"where": "n<0"}]}).unmatched([], [], [], whole=True) == []
+    assert policy.unmatched(load({"rules": [{"module_class": "ModuleList"}]}), SITES, classes, PARAMETERS, whole=False) == []
+    assert policy.unmatched(load({"rules": [{"module": "a"}, {"where": "n<0"}]}), [], {}, [], whole=True) == []

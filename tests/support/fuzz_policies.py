@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from importlib import resources
 
-from fp8compile.config.policy import BUILTIN, load
+from fp8compile.config.policy import BUILTIN, load, unmatched
 from fp8compile.devices.toml import tomllib
 from fp8compile.errors import OptionError
 from tests.support.policies import site
@@ -129,8 +129,9 @@ def check(source: object) -> str:
         return " ".join(message.split(":")[-1].split()[:3])
     assert all(policy.choose(each).recipe in policy.possible for each in SITES)
     assert load(policy).key == policy.key and hash(load(policy)) == hash(policy)
+    names = {"layers": "ModuleList", "layers.0.mlp": "MLP"}
     for whole in (True, False):
-        assert all(isinstance(message, str) for message in policy.unmatched(SITES, ["layers", "layers.0.mlp"], [], whole))
+        assert all(isinstance(message, str) for message in unmatched(policy, SITES, names, [], whole))
     return "loaded"
 
 

@@ -11,8 +11,7 @@
 
 from __future__ import annotations
 
-from .condition import Where
-from .match import Choice, Site
+from .match import Choice, Site, unmatched
 from .policy_errors import PolicyError
 from .policy_files import BUILTIN, VARIABLE, load
 from .policy_tables import Defaults, NamedRecipe, Policy, Rule, Schedule
@@ -29,7 +28,7 @@ __all__ = [
     "Rule",
     "Schedule",
     "Site",
-    "Where",
     "load",
     "schema",
+    "unmatched",
 ]

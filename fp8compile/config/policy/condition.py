@@ -12,9 +12,9 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
+from typing import Any
 
 from ...errors import did_you_mean, near
 from .policy_errors import PolicyError
@@ -29,24 +29,21 @@ _MEANT = {"tokens": "m", "rows": "m", "out_features": "n", "in_features": "k", "
 _LANGUAGE = "the sizes m, n, k, numbers, + - * / // % **, comparisons, and, or, not, parentheses, min and max"
 
 
-@dataclass(frozen=True)
-class Where:
-    """A condition. Equal, and hashed, by its text. PolicyError for a text that is not a condition."""
+def checked(text: Any) -> str:
+    """The text of a condition, with single spaces. PolicyError for anything else."""
+    if not isinstance(text, str) or not text.strip():
+        raise PolicyError.of("where", text, "a condition on m, n and k, such as 'n < 128 or k < 128'")
+    text = " ".join(text.split())
+    _compiled(text)
+    return text
 
-    text: str
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.text, str) or not self.text.strip():
-            raise PolicyError.of("where", self.text, "a condition on m, n and k, such as 'n < 128 or k < 128'")
-        object.__setattr__(self, "text", " ".join(self.text.split()))
-        _compiled(self.text)
-
-    def holds(self, m: int, n: int, k: int) -> bool:
-        """For the matmul out[m, n] = a[m, k] @ b[k, n]. False where it divides by zero, or a fraction becomes too large."""
-        try:
-            return bool(eval(_compiled(self.text), {"__builtins__": {}, **FUNCTIONS, "m": m, "n": n, "k": k}))
-        except (ZeroDivisionError, OverflowError):
-            return False
+def holds(text: str, m: int, n: int, k: int) -> bool:
+    """For the matmul out[m, n] = a[m, k] @ b[k, n]. False where it divides by zero, or a fraction becomes too large."""
+    try:
+        return bool(eval(_compiled(text), {"__builtins__": {}, **FUNCTIONS, "m": m, "n": n, "k": k}))
+    except (ZeroDivisionError, OverflowError):
+        return False
 
 
 @lru_cache(1024)
@@ -82,7 +79,10 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise _error(text, f"has {value!r}, which is not a number; allowed are {_LANGUAGE}")
         case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
-            _check_exponent(exponent, text)
+            number = ast.unparse(exponent).lstrip("+-")
+            if not number.isdecimal() or int(number) > LARGEST_EXPONENT:
+                range_ = f"from -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}"
+                raise _error(text, f"has an exponent that is not a whole number {range_}")
             parts = [base]
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _OPERATORS):
             parts = [left, right]
@@ -107,13 +107,6 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
         raise _error(text, f"needs a {'condition' if condition else 'number'} where it has {ast.unparse(node)!r}")
     for part in parts:
         _check(part, text, logical, outermost=False)
-
-
-def _check_exponent(node: ast.expr, text: str) -> None:
-    """PolicyError unless an exponent is written as a whole number."""
-    operand = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)) else node
-    if not (isinstance(operand, ast.Constant) and type(operand.value) is int and operand.value <= LARGEST_EXPONENT):
-        raise _error(text, f"has an exponent that is not a whole number from -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}")
 
 
 def _error(text: str, why: str, hint: str = "") -> PolicyError:

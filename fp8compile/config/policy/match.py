@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import near
-from . import patterns
+from . import condition, patterns
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -68,7 +68,7 @@ CONDITIONS: dict[str, Callable[[Any, Site], bool]] = {
     "module_class": lambda rule, site: any(patterns.fits(rule.module_class, name) for name in site.classes),
     "op": lambda rule, site: site.op in rule.op,
     "kind": lambda rule, site: site.kind.partition(":")[0] in rule.kind,
-    "where": lambda rule, site: rule.condition.holds(site.m, site.n, site.k),
+    "where": lambda rule, site: condition.holds(rule.where, site.m, site.n, site.k),
     "blocks": lambda rule, site: _within(rule.blocks, site.block),
     "layers": lambda rule, site: _within(rule.layers, site.layer),
     "gemm": lambda rule, site: site.gemm in rule.gemm,
@@ -88,19 +88,14 @@ def places(policy: Policy, blocks: Iterable[tuple[int, int] | None], layers: Ite
     )
 
 
-def matches(rule: Rule, site: Site) -> bool:
-    """Whether all of a rule's conditions hold for `site`."""
-    return all(getattr(rule, key) is None or holds(rule, site) for key, holds in CONDITIONS.items())
-
-
 def unmatched(
-    policy: Policy, sites: Sequence[Site], modules: Collection[str], parameters: Collection[str], whole: bool
+    policy: Policy, sites: Sequence[Site], modules: Mapping[str, str], parameters: Collection[str], whole: bool
 ) -> list[str]:
     """A message for each of the user's own rules that decided about none of `sites`, the gemms of one graph.
 
-    `modules` are the names of the model's modules (a mapping from names to class names also tells about `module_class`),
-    `parameters` those of its parameters. With `whole` the graph has the whole model. Otherwise other graphs have the rest, and
-    a rule gets a message only if one of its patterns fits no name of the model.
+    `modules`: the names of the model's modules, with their classes; `parameters`: the names of its parameters. With `whole`
+    the graph has the whole model. Otherwise other graphs have the rest, and a rule gets a message only if one of its patterns
+    fits no name of the model.
     """
     own = len(policy.rules) if policy.own is None else policy.own
     deciding = [next((i for i, rule in enumerate(policy.rules) if rule.matches(site)), None) for site in sites]
@@ -111,10 +106,8 @@ def unmatched(
         taken = sorted({other for site, other in zip(sites, deciding, strict=True) if rule.matches(site) and other is not None})
         if taken:
             why = _taken(taken) if whole else None
-        elif whole and sites:
-            why = _nameless(rule, modules, parameters, sites, whole) or _failing(rule, sites, modules)
         else:
-            why = _nameless(rule, modules, parameters, sites, whole)
+            why = _nameless(rule, modules, parameters, sites) or (_failing(rule, sites, modules) if whole and sites else None)
         if why is not None:
             called = f"rule {i + 1}" + (f" ({rule.name!r})" if rule.name else "")
             messages.append(f"{called} of policy {policy.source} decides about no matmul: {why}")
@@ -127,22 +120,11 @@ def _taken(rules: Sequence[int]) -> str:
     return f"it matches only what {which} about before it"
 
 
-def _nameless(
-    rule: Rule, modules: Collection[str], parameters: Collection[str], sites: Sequence[Site], whole: bool
-) -> str | None:
+def _nameless(rule: Rule, modules: Mapping[str, str], parameters: Collection[str], sites: Sequence[Site]) -> str | None:
     """Says which pattern fits no name of the model; None if each fits one."""
-    classes = {name for site in sites for name in site.classes}
-    if isinstance(modules, Mapping):
-        classes |= {str(kind) for kind in modules.values()}
-    elif not whole:
-        classes = set()  # classes outside of this graph are unknown
-    modules = {*modules, *(site.module for site in sites)}
-    parameters = {*parameters, *(site.parameter for site in sites)}
-    for key, names, noun in (
-        ("module", modules, "module"),
-        ("parameter", parameters, "parameter"),
-        ("module_class", classes, "class"),
-    ):
+    classes = {*modules.values(), *(name for site in sites for name in site.classes)}
+    known = {"module": ("module", modules), "parameter": ("parameter", parameters), "module_class": ("class", classes)}
+    for key, (noun, names) in known.items():
         given = getattr(rule, key)
         if given is not None and names and not any(patterns.fits(given, name) for name in names):
             close = [name for pattern in given for name in _alike(pattern, names)]

@@ -37,6 +37,12 @@ class PolicyError(OptionError):
         return cls(f"{key!r} must be {allowed}; got {describe(value)}.{did_you_mean(near)}", key, value)
 
     @classmethod
+    def made_of(cls, error: OptionError, path: Path = ()) -> PolicyError:
+        """An error of a setting, which knows nothing of policies."""
+        text = str(error).removeprefix("fp8 option ")
+        return error if isinstance(error, PolicyError) else cls(text, error.key, error.value, path)
+
+    @classmethod
     def joined(cls, parts: list[PolicyError]) -> PolicyError:
         """One exception for all of `parts`."""
         if len(parts) == 1:

@@ -49,8 +49,8 @@ def shipped(name: str) -> str:
     return (resources.files("fp8compile.config") / "policies" / f"{name}.toml").read_text("utf-8")
 
 
-def _named(name: str | os.PathLike[str], beside: Path | None, chain: tuple[str, ...]) -> Policy:
-    """A shipped policy or a file; a relative path begins at the folder `beside`."""
+def _named(name: str | os.PathLike[str], beside: Path | None, chain: tuple[str, ...], key: str = "policy") -> Policy:
+    """A shipped policy or a file; a relative path begins at the folder `beside`. `key` names it."""
     text = os.fspath(name)
     if not isinstance(text, str):
         raise PolicyError.of("policy", name, "a path in text, not bytes")
@@ -58,7 +58,7 @@ def _named(name: str | os.PathLike[str], beside: Path | None, chain: tuple[str, 
     if isinstance(name, str) and not text.endswith(".toml") and not any(separator in text for separator in separators):
         if text not in BUILTIN:
             allowed = f"one of {', '.join(map(repr, BUILTIN))}, or a path that ends in .toml or has a '/' in it"
-            raise PolicyError.of("policy", text, allowed, near(text, BUILTIN))
+            raise PolicyError.of(key, text, allowed if key == "policy" else f"'none', or {allowed}", near(text, BUILTIN))
         return _shipped(text)
     try:
         path = Path(text).expanduser()
@@ -98,11 +98,8 @@ def _from_tables(
 
 def _extended(name: str, beside: Path | None, chain: tuple[str, ...]) -> Policy:
     try:
-        return _named(name, beside, chain)
+        return _named(name, beside, chain, "extends")
     except PolicyError as error:
-        if error.key == "policy":
-            text = error.text.replace("'policy' must be", "'extends' must be 'none', or", 1)
-            raise PolicyError(text, "extends", name, ("extends",)) from None
         if not error.source:
             error.path = ("extends",)
         raise

@@ -13,19 +13,20 @@ import dataclasses
 import importlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 from ...errors import OptionError, near
 from .. import peers
 from ..operators import MATMULS
 from ..recipe import RECIPES, SETTINGS, Recipe
+from ..settings import integer
 from . import match, patterns
-from .condition import Where
+from .condition import checked
 from .policy_errors import PolicyError
-from .validation import FILE, LONGEST_NAME, choice, key, line, named_tables_of, several, table, table_of, tables_of, whole
+from .validation import FILE, LONGEST_NAME, choice, key, line, named_tables_of, several, table, table_of, tables_of
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Kind = Literal["output head", "router gate", "down projection"]
@@ -45,14 +46,6 @@ _RECIPE_MEANING = (
 _NAME_OF_RECIPE = line("the name of a recipe")
 
 
-def _setting(name: str, given: Any) -> Any:
-    """As `Recipe` checks and stores it."""
-    try:
-        return given if given is None else SETTINGS[name].check(name, given)
-    except OptionError as error:
-        raise PolicyError(str(error).removeprefix("fp8 option "), name, given) from None
-
-
 def _span(name: str, given: Any) -> str:
     if not isinstance(given, str) or not match.SPAN.fullmatch(given):
         meant = re.match(r"\s*(first|last)\s*([1-9]\d{0,4})?", given.lower()) if isinstance(given, str) else None
@@ -65,12 +58,19 @@ def _switch(name: str, given: Any) -> str:
     return choice(Fp8)(name, {True: "on", False: "off"}[given] if isinstance(given, bool) else given)
 
 
+def _brief(table: Any) -> str:
+    """A repr with the fields that differ from their defaults."""
+    plain = type(table)()
+    shown = [f for f in dataclasses.fields(table) if f.compare and getattr(table, f.name) != getattr(plain, f.name)]
+    return f"{type(table).__name__}({', '.join(f'{f.name}={getattr(table, f.name)!r}' for f in shown)})"
+
+
 _GLOBS = several(patterns.check)
 _HINTS = get_type_hints(Recipe)
 # the settings of a recipe, None where not given
 Settings: Any = dataclasses.make_dataclass(
     "Settings",
-    [(name, _HINTS[name] | None, key(described.meaning, _setting)) for name, described in SETTINGS.items()],
+    [(name, _HINTS[name] | None, key(described.meaning, described.check)) for name, described in SETTINGS.items()],
     namespace={"settings": cached_property(lambda self: {k: v for k, v in given(self).items() if k in SETTINGS})},
     frozen=True,
     kw_only=True,
@@ -111,7 +111,7 @@ class Rule(Settings):
     gemm: Several[Gemm] = key("fprop (the forward), dgrad (the input's gradient), wgrad (the weight's).", several(choice(Gemm)))
     where: str | None = key(
         "A condition on m, n, k of the forward out[m, n] = a[m, k] @ b[k, n]: 'n < 128 or k < 128'.",
-        lambda name, given: Where(given).text,
+        lambda name, given: checked(given),
     )
     blocks: Several[str] = key('"first 2", "last 1": position among the repeated blocks of the model.', several(_span))
     layers: Several[str] = key('"first 1", "last 1": position among the weights, in the order of forward.', several(_span))
@@ -123,13 +123,7 @@ class Rule(Settings):
     )
     recipe: str | None = key(_RECIPE_MEANING, _NAME_OF_RECIPE)
 
-    def __repr__(self) -> str:
-        return brief(self)
-
-    @cached_property
-    def condition(self) -> Where:
-        """`where`, compiled."""
-        return Where(str(self.where))
+    __repr__ = _brief
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -143,7 +137,7 @@ class Rule(Settings):
 
     def matches(self, site: match.Site) -> bool:
         """Whether all conditions hold for `site`."""
-        return match.matches(self, site)
+        return all(getattr(self, key) is None or holds(self, site) for key, holds in match.CONDITIONS.items())
 
 
 @table("[schedule]")
@@ -151,8 +145,10 @@ class Rule(Settings):
 class Schedule:
     """`[schedule]`: steps are optimizer steps. High precision before `warmup_steps` and from `cooldown_at` on."""
 
-    warmup_steps: int = key("Train in high precision for so many steps first.", whole(0), 0, minimum=0)
-    cooldown_at: int | None = key("The step from which training is in high precision again.", whole(1), minimum=1)
+    warmup_steps: int = key("Train in high precision for so many steps first.", partial(integer, least=0), 0, minimum=0)
+    cooldown_at: int | None = key(
+        "The step from which training is in high precision again.", partial(integer, least=1), minimum=1
+    )
 
     def __post_init__(self) -> None:
         if self.cooldown_at is not None and self.cooldown_at <= self.warmup_steps:
@@ -191,16 +187,15 @@ class PolicyFile(_Tables):
 
     def __post_init__(self) -> None:
         """Names of recipes are looked up later, because the policy that this file extends may define them."""
-        seen: dict[str, int] = {}
-        always = None
+        seen: dict[str, int] = {}  # conditions -> rule
+        nothing = "no conditions, so it decides about everything"
         for i, rule in enumerate(self.rules):
             conditions = repr(rule.conditions)
-            if always is not None or conditions in seen:
-                first = label(self.rules, seen[conditions] if always is None else always)
-                why = "the same conditions" if always is None else "no conditions, so it decides about everything"
-                raise PolicyError(f"this rule is never reached: {first}, before it, has {why}.").under("rules", i)
+            for known, has in ((repr({}), nothing), (conditions, "the same conditions")):
+                if known in seen:
+                    text = f"this rule is never reached: {label(self.rules, seen[known])}, before it, has {has}."
+                    raise PolicyError(text).under("rules", i)
             seen[conditions] = i
-            always = None if rule.conditions else i
 
 
 @table()
@@ -229,8 +224,7 @@ class Policy(_Tables):
             self._chain(name, ("recipes", name, "base"))
         _ = self._effective
 
-    def __repr__(self) -> str:
-        return brief(self)
+    __repr__ = _brief
 
     @staticmethod
     def load(source: Any = None) -> Policy:
@@ -260,11 +254,6 @@ class Policy(_Tables):
         always = next((i for i, rule in enumerate(self.rules) if not rule.conditions), len(self.rules))
         return tuple(dict.fromkeys(self._effective[: always + 1]))
 
-    @property
-    def delayed(self) -> bool:
-        """Whether some choice may need scaling state."""
-        return any(recipe.delayed for recipe in self.possible)
-
     def owns(self, rule: int | None) -> bool:
         """Whether a rule, by its position, is the user's own, and does not come from a policy that is extended."""
         return rule is not None and (self.own is None or rule < self.own)
@@ -275,12 +264,6 @@ class Policy(_Tables):
         A rule's own settings, and those of a named recipe, stay. Raises OptionError.
         """
         return dataclasses.replace(self, defaults=Defaults(**{**given(self.defaults), **settings}))
-
-    def unmatched(
-        self, sites: Sequence[match.Site], modules: Collection[str], parameters: Collection[str], whole: bool
-    ) -> list[str]:
-        """A message for each of the user's own rules that decided about none of `sites`; see `match.unmatched`."""
-        return match.unmatched(self, sites, modules, parameters, whole)
 
     def without_effect(self) -> list[str]:
         """A message about each setting of the user's own rules that the rule's recipe does not look at."""
@@ -296,21 +279,18 @@ class Policy(_Tables):
     @cached_property
     def key(self) -> str:
         """Everything that its decisions depend on, as text, for cache keys. No path is in it."""
-        return json.dumps([self._written, [dataclasses.astuple(recipe) for recipe in self._effective]])
-
-    @cached_property
-    def _written(self) -> str:
         parts = [
             [given(rule) for rule in self.rules],
-            {name: given(self.recipes[name]) for name in sorted(self.recipes)},
+            {name: given(recipe) for name, recipe in self.recipes.items()},
             given(self.defaults),
             given(self.schedule) if self.schedule is not None else None,
             [self.eval, self.device, self.save],
+            [dataclasses.astuple(recipe) for recipe in self._effective],
         ]
         return json.dumps(parts, sort_keys=True)
 
     def __hash__(self) -> int:
-        return hash(self._written)
+        return hash(self.key)
 
     @cached_property
     def _effective(self) -> tuple[Recipe, ...]:
@@ -334,7 +314,7 @@ class Policy(_Tables):
         try:
             return Recipe(name=built_in, **merged)
         except OptionError as error:  # settings that are valid one by one, but not together
-            raise PolicyError(str(error).removeprefix("fp8 option "), error.key, error.value, path) from None
+            raise PolicyError.made_of(error, path) from None
 
     def _chain(self, name: str, path: tuple[str | int, ...]) -> tuple[str, dict[str, Any]]:
         """The built-in recipe at the end of a chain of named ones, and the settings on the way, the nearest first."""
@@ -360,13 +340,6 @@ class Policy(_Tables):
 def label(rules: Sequence[Rule], i: int) -> str:
     """What reports and messages call a rule: its name, or "rule 3"."""
     return rules[i].name or f"rule {i + 1}"
-
-
-def brief(table: Any) -> str:
-    """A repr with the fields that differ from their defaults."""
-    plain = type(table)()
-    shown = [f for f in dataclasses.fields(table) if f.compare and getattr(table, f.name) != getattr(plain, f.name)]
-    return f"{type(table).__name__}({', '.join(f'{f.name}={getattr(table, f.name)!r}' for f in shown)})"
 
 
 def given(table: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     @table("[schedule]")
     @dataclass(frozen=True, kw_only=True)
     class Schedule:
-        warmup_steps: int = key("Train in high precision for so many steps first.", whole(0), 0)
+        warmup_steps: int = key("Train in high precision for so many steps first.", partial(integer, least=0), 0)
 
 `Schedule(warmup_steps="3")`, and a file that says so, give "'warmup_steps' must be an integer >= 0; got '3' (str)."
 """
@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from ...errors import describe, did_you_mean, near, one_of
+from ...errors import OptionError, describe, did_you_mean, near
+from ..settings import Check, one
 from .policy_errors import PolicyError
 
 T = TypeVar("T")
-Check = Callable[[str, Any], Any]
 LONGEST_NAME = 100  # characters
 FILE = "fp8compile policy"
 _TABLES: dict[str, type] = {}  # by their titles
@@ -55,18 +55,14 @@ def line(allowed: str, longest: int = LONGEST_NAME) -> Check:
     return fitting(lambda text: isinstance(text, str) and text.strip() and len(text) <= longest and text.isprintable(), allowed)
 
 
-def whole(least: int) -> Check:
-    return fitting(lambda number: type(number) is int and least <= number < 2**63, f"an integer >= {least}")
-
-
 def choice(literal: Any) -> Check:
-    return lambda name, given: one_of(name, given, get_args(literal), PolicyError)
+    return one(*get_args(literal))
 
 
-def several(one: Check) -> Check:
+def several(check: Check) -> Check:
     """One value, or a list of them; kept as a tuple."""
     return lambda name, given: tuple(
-        one(name, part) for part in (given if isinstance(given, (list, tuple)) and given else [given])
+        check(name, part) for part in (given if isinstance(given, (list, tuple)) and given else [given])
     )
 
 
@@ -77,14 +73,14 @@ def table_of(cls: type, allowed: str) -> Check:
 
 def tables_of(cls: type, allowed: str) -> Check:
     """A list of tables; kept as a tuple."""
-    one, listed = table_of(cls, allowed), fitting(lambda given: isinstance(given, (list, tuple)), allowed)
-    return lambda name, given: tuple(_each(lambda _, part: one(name, part), enumerate(listed(name, given))).values())
+    check, listed = table_of(cls, allowed), fitting(lambda given: isinstance(given, (list, tuple)), allowed)
+    return lambda name, given: tuple(_each(lambda _, part: check(name, part), enumerate(listed(name, given))).values())
 
 
 def named_tables_of(cls: type, allowed: str) -> Check:
-    one = table_of(cls, allowed)
+    check = table_of(cls, allowed)
     named = fitting(lambda given: isinstance(given, Mapping) and all(isinstance(key, str) for key in given), allowed)
-    return lambda name, given: _each(lambda _, part: one(name, part), named(name, given).items())
+    return lambda name, given: _each(lambda _, part: check(name, part), named(name, given).items())
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -134,8 +130,9 @@ def _each(check: Callable[[Any, Any], Any], items: Iterable[tuple[Any, Any]]) ->
     for place, value in items:
         try:
             found[place] = check(place, value)
-        except PolicyError as error:
-            errors += error.under(place).parts or [error]
+        except OptionError as error:
+            found_here = PolicyError.made_of(error).under(place)
+            errors += found_here.parts or [found_here]
     if errors:
         raise PolicyError.joined(errors)
     return found

@@ -20,16 +20,18 @@ from collections.abc import Collection, Mapping
 import torch
 from torch.fx import Node
 
-from ...ir.fx_utils import CASTS, Emitter, aten, call_function, value
+from ... import compat
+from ...ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, arg, aten, call_function, value
 from ...ir.matmul import Matmul
 from ...passes.joint import Joint
 from ...passes.plan import Operand
 from ...passes.written import Written
-from .all_to_all_nodes import AllToAll, all_to_all_of, moved_from
-from .collectives import SIZES, cast_local, choose, move, reason_against
+from .collectives import SIZES, AllToAll, cast_local, choose, move, reason_against
 
 CAST = torch.ops.prims.convert_element_type.default
 OFF = "fp8_all_to_all is off"
+LOOKUPS = (aten.index.Tensor, aten.index_select.default)
+MOVES = (*VIEWS, *SAME, *PERMUTES, *LOOKUPS, aten.clone.default, aten.slice.Tensor)
 
 
 def all_to_alls(joint: Joint) -> int:
@@ -65,3 +67,35 @@ def _carry(written: Written, operand: Operand, exchange: AllToAll, scale: Node, 
     wide = emit(aten.mul.Tensor, emit(CAST, came, torch.float32), inverse)
     dtype = value(exchange.wait).dtype
     exchange.wait.replace_all_uses_with(wide if dtype == torch.float32 else emit(CAST, wide, dtype))
+
+
+def moved_from(node: Node) -> Node | None:
+    """The tensor whose values a node moves, and maybe puts zeros between; None if it computes something else."""
+    if call_function(node, MOVES):
+        return arg(node, 0)
+    if call_function(node, (aten.cat.default,)):
+        parts = arg(node, 0)
+    elif call_function(node, (aten.where.self,)):
+        parts = node.args[1:]
+    else:
+        return None
+    others = [part for part in parts if not _zeros(part)]
+    return others[0] if len(others) == 1 else None
+
+
+def _zeros(node: Node) -> bool:
+    if call_function(node, (aten.scalar_tensor.default,)):
+        return bool(arg(node, 0) == 0)
+    if call_function(node, (aten.full.default, aten.full_like.default)):
+        return bool(arg(node, 1) == 0)
+    return call_function(node, (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default))
+
+
+def all_to_all_of(node: Node) -> AllToAll | None:
+    """The all-to-all whose values `node` holds; None for any other tensor."""
+    while not call_function(node, compat.process_groups.WAIT):
+        source = moved_from(node)
+        if source is None:
+            return None
+        node = source
+    return AllToAll(arg(node, 0), node) if call_function(arg(node, 0), compat.process_groups.ALL_TO_ALL) else None

@@ -22,7 +22,7 @@ from ... import compat
 from ...config.recipe import WHOLE
 from ...ir import ops
 from ...ir.all_gather_nodes import AllGather, wire_dtype
-from ...ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, aten, call_function, hint, value
+from ...ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, arg, aten, call_function, hint, value
 from ...ir.matmul import Matmul, factors
 from ...ir.metadata import OPERAND
 from ...ir.records import CollectiveRecord
@@ -31,13 +31,29 @@ from ...passes.joint import Joint
 from ...passes.plan import Operand
 from ...passes.quantize import current, delayed
 from ...passes.written import Written
-from .all_to_all_nodes import AllToAll
 
 LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default)
 SIZES = (aten.sym_size.int, aten.sym_numel.default)
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """`node` is the collective, `wait` its result."""
+
+    node: Node
+    wait: Node
+
+    @property
+    def local(self) -> Node:
+        """This rank's rows, those for the first rank first."""
+        return arg(self.node, 0)
+
+    @property
+    def group(self) -> str:
+        return arg(self.node, 3)
+
+
 Collective = AllGather | AllToAll
-
-
 C = TypeVar("C", AllGather, AllToAll)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import compat
+from ...extension import Feature
 from ...logs import get_logger, say_once
 from .wire import all_reduce as all_reduce_fp8
 from .wire import dequantize, reduce_scatter, to_rows
@@ -194,20 +195,21 @@ def compress(model: nn.Module, min_elements: int, error_feedback: bool, sqnr_eve
         compat.fsdp.reduce_shards_by(part, state.reduce_shards)
 
 
+_GROUPS: dict[Any, Compression] = {}  # for who registers the hook by hand
+
+
 def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and takes no strings
     """A DDP communication hook. `state` is a Compression, a process group, or None for the default group."""
     if not isinstance(state, Compression):
-        state = _of_group(state)
+        state = _GROUPS.setdefault(state, Compression(state))
     return state.reduce_bucket(bucket)
 
 
-_GROUPS: dict[Any, Compression] = {}
 
 
-def _of_group(group: Any) -> Compression:
-    return _GROUPS.setdefault(group, Compression(group))
+class CompressedGradients(Feature):
+    name = "compression"
 
-
-def rows_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The rows of `stats` about reduced gradients of a model, DDP's or FSDP2's."""
-    return [row for module in model.modules() if module in _KNOWN for row in _KNOWN[module].rows()]
+    def statistics(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        """Rows about reduced gradients of a model, DDP's or FSDP2's."""
+        return [row for module in model.modules() if module in _KNOWN for row in _KNOWN[module].rows()]

@@ -69,15 +69,10 @@ def _is_permutation(node: Any) -> bool:
 
 def _counts(node: Any, shape: Any) -> bool:
     """Is this arange(n)? In the joint graph it is an iota."""
-    if call_function(node, (aten.arange.default,)):
-        return same_shape((node.args[0],), shape) or same_shape(value(node).shape, shape)
-    if call_function(node, (aten.arange.start_step, aten.arange.start)):
-        steps = node.args[2] if len(node.args) > 2 else 1
-        return node.args[0] == 0 and steps == 1 and same_shape(value(node).shape, shape)
-    if str(getattr(node, "target", "")) == "prims.iota.default":
-        given = node.kwargs
-        return given.get("start", 0) == 0 and given.get("step", 1) == 1 and same_shape(value(node).shape, shape)
-    return False
+    if str(getattr(node, "target", "")) != "prims.iota.default":
+        return False
+    given = node.kwargs
+    return given.get("start", 0) == 0 and given.get("step", 1) == 1 and same_shape(value(node).shape, shape)
 
 
 def _copied(given: Node) -> tuple[Node, int]:

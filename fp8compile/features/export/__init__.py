@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ...extension import Feature, GraphFeature, Pass
 from ...ir.records import FP8
 from ...passes.pipeline import Rewritten
-from . import forward_records
-from .forward import Forwards
-from .forwards import forwards as run_forwards
+from . import forwards
+from .forwards import Forwards
 
 if TYPE_CHECKING:
     from ...compilation import Job
@@ -28,15 +27,15 @@ class ForwardsOfGraph(GraphFeature):
         self.found, self.learns = done.results.of(Forwards), self.trains and not done.inference
 
     def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
-        forward_records.know(owners, self.found.by_input, self.learns)
+        forwards.know(owners, self.found.by_input, self.learns)
 
 
 class Export(Feature):
     name = "export"
-    passes = {"amax_groups": (Pass("forwards", run_forwards),)}  # how the fprop of each weight casts
+    passes = {"amax_groups": (Pass("forwards", forwards.forwards),)}  # how the fprop of each weight casts
 
     def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
         return ForwardsOfGraph(job.inputs.training and job.inputs.grad) if phase == FP8 else None
 
     def reset(self) -> None:
-        forward_records.forget()
+        forwards.forget()

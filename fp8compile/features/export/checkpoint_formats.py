@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ExportError, describe, did_you_mean, near
-from .exported_layers import BLOCKS, GROUP, Chosen, ExportedLayer, Strategy
-from .weight_casts import WeightCast
+from .exported_layers import BLOCKS, GROUP, Chosen, ExportedLayer, Strategy, WeightCast
 
 COMPRESSED_TENSORS, FINE_GRAINED = "compressed-tensors", "fp8"
 MX = {"strategy": "group", "group_size": GROUP.columns, "scale_dtype": "torch.uint8"}

@@ -1,8 +1,8 @@
 """`fp8compile.export(model, "dir")`: a trained model as an FP8 checkpoint, with the numerics of the recipe that trained it.
 
-    model    ->    layers whose forward matmul is FP8 (`layers`), each weight cast as training casts it (`casts`)
-             ->    names of tensors and the configuration of a format (`formats`)
-             ->    model.safetensors, config.json (`files`)
+    model    ->    layers whose forward matmul is FP8 (`choose`), each weight cast as training casts it (`cast`)
+             ->    names of tensors and the configuration of a format (`checkpoint_formats`)
+             ->    model.safetensors, config.json (`checkpoint_files`)
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from ...logs import get_logger
 from ...runtime.state import unwrapped
 from . import checkpoint_files
 from .checkpoint_formats import FORMATS, pick
-from .exported_layers import Chosen, choose
-from .weight_casts import cast
+from .exported_layers import Chosen, cast, choose
 
 logger = get_logger(__name__)
 

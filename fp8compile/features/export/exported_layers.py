@@ -1,20 +1,31 @@
-"""Which layers of a model are exported in FP8, how their tensors are scaled, and why the others stay as they are."""
+"""Which layers of a model are exported in FP8, and why the others stay as they are; and their FP8 bytes and scales, by the
+operators that training casts with.
+
+    weight   = saturate(w * scale), rounded to nearest even, float8_e4m3fn [out, in]
+    scale    = 448 / (amax * 2**margin), float32, one a tensor, row or block; see `ir.scale`
+    exported: the weight, and 1 / scale, which multiplies the values of the weight: [1], [out, 1], [out / 128, in / 128],
+              [out, in / 32] or, for tiles, [out / 32, in / 32]; out / 32 is rounded up
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...config.recipe import ROW, WHOLE, Block, Scaling
+from ...devices.formats import E4M3
 from ...errors import ExportError
+from ...ir import ops
+from ...ir.frozen import FrozenWeight
 from ...ir.inputs import plain
+from ...ir.scale import inverse_of, scale_of
 from ...runtime.state import Slot
-from . import forward_records
-from .forward_records import KnownForward
+from . import forwards
+from .forwards import KnownForward
 
 BLOCKS, GROUP, TILE = Block(128, 128), Block(1, 32), Block(32, 32)
 Strategy = Literal["tensor", "channel", "block", "group"]
@@ -70,7 +81,7 @@ def choose(model: nn.Module) -> Chosen:
         matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
         why = ""
         for matrix in matrices:
-            known = forward_records.of(matrix)
+            known = forwards.of(matrix)
             if not known or any(one.forward.reason for one in known):
                 continue
             why = _obstacle(module, matrix, known, owners[id(matrix)])
@@ -139,3 +150,52 @@ def _refuse(layers: Iterable[ExportedLayer]) -> None:
     for layer in layers:
         if not bool(layer.weight.detach().isfinite().all()):
             raise ExportError(f"{layer.name}.weight has NaN or infinite values: export the last checkpoint that is finite")
+
+
+# --- casts --------------------------------------------------------------------------------------------
+
+
+class WeightCast(NamedTuple):
+    """`values`: float8_e4m3fn ``[out, in]``. `scale_inv`: float32, see above. Both on the CPU."""
+
+    values: Tensor
+    scale_inv: Tensor
+
+
+def cast(layer: ExportedLayer) -> WeightCast:
+    """The weight of a layer, as the next forward of training would cast it.
+
+    With a history, the scale is that of the history. If there is none, or the weight has just overflowed, it is that of the
+    current amax, as in a cold call. Weights of merged matmuls share the smallest of their scales.
+    """
+    with torch.no_grad():
+        weight = layer.weight
+        if isinstance(weight, FrozenWeight) and Block(weight.block, weight.block) == layer.scaling.block:
+            return WeightCast(weight.data_.cpu(), weight.inv_.cpu())  # as it is kept
+        weight = weight.detach()
+        scale = _scale(layer)
+        values = ops.quantize(weight, scale, E4M3.dtype, E4M3.max, False, list(layer.scaling.block))
+        return WeightCast(values.cpu(), inverse_of(scale).cpu())
+
+
+def _scale(layer: ExportedLayer) -> Tensor:
+    weights: Sequence[Tensor] = layer.partners or (layer.weight,)
+    scales = [_own_scale(weight, layer.scaling) for weight in weights]
+    return torch.stack([scale.to(layer.weight.device) for scale in scales]).amin(0) if len(scales) > 1 else scales[0]
+
+
+def _own_scale(weight: Tensor, scaling: Scaling) -> Tensor:
+    """The scale of one weight, float32: `[1]`, or one a block of it."""
+    if scaling.delayed:
+        slot = _slot(weight)
+        if slot is not None and not bool(slot.numbers.cold):
+            return slot.numbers.scale.detach().reshape(1).clone()
+    weight = weight.detach()
+    block = list(scaling.block)
+    amax = ops.amax(weight) if scaling.block == WHOLE else ops.amax_blocks(weight, False, block)
+    return scale_of(amax, E4M3.max, scaling.margin, scaling.power_of_2)
+
+
+def _slot(weight: Tensor) -> Slot | None:
+    found = (one.slot(one.forward.weight_slot, "weight") for one in forwards.of(weight))
+    return next((slot for slot in found if slot is not None), None)

@@ -1,16 +1,60 @@
-"""forwards: what the graph says of the forward matmul of each weight, for an export (see `forward`). Changes nothing.
+"""forwards: what a graph says of the forward matmul of each weight, and how that is kept with the record of the parameter. An
+export repeats it for a server. The pass changes nothing.
 
     y = linear(x, w)      ->    {input of w: (Forward(recipe, how w and x are scaled, where their histories are),)}
+
+A training graph counts more than an evaluation: evaluations may stay in high precision, and have no histories. Of several
+graphs of one kind the newest counts.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 from ... import compat
+from ...config.recipe import Scaling
 from ...ir.matmul import Matmul
 from ...passes.gathered import arrived
 from ...passes.joint import Joint
 from ...passes.plan import Operand, Plan
-from .forward import Forward, Forwards, Slot
+from ...runtime.parameters import all_records, find, record_of
+
+Slot = tuple[int, int]  # the input of the graph whose weight owns the slot, and which use of it
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One fprop ``y[m, n] = x[m, k] @ w[n, k]^T`` as a graph decided it. Plain data: no tensor, no node.
+
+    `reason`: why it stays in high precision, "" if it is FP8. All other fields are those of an FP8 matmul.
+    `weight`, `data`: how the two operands are scaled. `weight_slot`, `data_slot`: the slots of their histories; None with a
+    scale from the current amax. `together`: the inputs of the graph whose weights share one scale with this one, where matmuls
+    are merged. `whole`: the operand is the parameter itself, not a slice of it or a tensor computed from it.
+    `rows_are_outputs`: the parameter is stored as ``[out, in]``, as that of a Linear. `groups`: experts, where the weight is a
+    stack of matrices. `fnuz`: the weight's FP8 encoding is AMD's.
+    """
+
+    recipe: str = ""
+    reason: str = ""
+    weight: Scaling | None = None
+    data: Scaling | None = None
+    weight_slot: Slot | None = None
+    data_slot: Slot | None = None
+    together: tuple[int, ...] = ()
+    whole: bool = True
+    rows_are_outputs: bool = True
+    groups: int = 0
+    fnuz: bool = False
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """Those of each weight of a graph, by the graph's input that is the weight, in the order of the graph."""
+
+    by_input: Mapping[int, tuple[Forward, ...]] = field(default_factory=dict)
 
 
 def forwards(joint: Joint) -> int:
@@ -46,3 +90,51 @@ def _forward(matmul: Matmul, plan: Plan) -> Forward:
 
 def _slot(operand: Operand) -> Slot | None:
     return (operand.key.input, operand.key.use) if operand.slot >= 0 else None
+
+
+# --- by parameter -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KnownForward:
+    """A `Forward` of a call with known parameters. `owners`: the parameters that its slots and `together` name, by input."""
+
+    forward: Forward
+    owners: Mapping[int, weakref.ref]
+
+    def slot(self, slot: Slot | None, role: str) -> Any:
+        """The scaling state (`runtime.state.Slot`) of an operand, None if it has none."""
+        owner = self.owners[slot[0]]() if slot is not None and slot[0] in self.owners else None
+        return find(owner).slots.get((role, slot[1])) if slot is not None and owner is not None else None
+
+    def partners(self) -> list[Any]:
+        """The weights that share one scale, this one among them; [] if it has a scale of its own."""
+        found = [self.owners[i]() for i in self.forward.together if i in self.owners]
+        return [tensor for tensor in found if tensor is not None]
+
+
+@dataclass(eq=False)
+class KnownForwards:
+    """Of one parameter: those of the newest graph that trains (True), and of the newest that evaluates."""
+
+    of: dict[bool, tuple[KnownForward, ...]] = field(default_factory=dict)
+
+
+def know(owners: Mapping[int, weakref.ref], forwards: Mapping[int, tuple[Forward, ...]], trains: bool) -> None:
+    """Record that a graph with these weights, by input, multiplies so."""
+    for index, several in forwards.items():
+        owner = owners[index]() if index in owners else None
+        if owner is not None:
+            record_of(owner).extras.of(KnownForwards).of[trains] = tuple(KnownForward(forward, owners) for forward in several)
+
+
+def of(parameter: Any) -> tuple[KnownForward, ...]:
+    """The forward matmuls of a parameter: those of training, else those of evaluation; () if no graph multiplies by it."""
+    known = find(parameter).extras.of(KnownForwards).of
+    return known.get(True) or known.get(False) or ()
+
+
+def forget() -> None:
+    """All graphs are gone."""
+    for _, record in all_records():
+        record.extras.pop(KnownForwards)

@@ -18,22 +18,29 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from ... import compat, process
 from ...devices.formats import pick
+from ...errors import Retrace
+from ...extension import GraphFeature
 from ...ir.frozen import FrozenWeight, cast
-from ...ir.inputs import Inputs, plain
-from ...ir.records import FrozenRecord, Gatherable
+from ...ir.inputs import plain
+from ...ir.records import FrozenRecord, Gatherable, GraphReport
 from ...logs import get_logger, say_once
 from ...passes.joint import Joint
+from ...passes.pipeline import Rewritten
 from ...runtime.parameters import adopt
 from ...runtime.state import unwrapped
+
+if TYPE_CHECKING:
+    from ...compilation import Job
 
 logger = get_logger(__name__)
 
@@ -65,31 +72,61 @@ class FrozenMatrix(NamedTuple):
     block: int | None
 
 
-class Candidates(NamedTuple):
-    """The frozen `matrices` among the inputs of a graph. `possible`: those that may be kept in FP8 only; `refused`: why others
-    may not. `asked`: some rule asks for it. Holds no tensor and no module: it lives as long as the compiled code."""
+class FrozenInGraph(GraphFeature):
+    """The frozen `matrices` among the inputs of a graph. `refused`: why some may not be kept in FP8 only; `homes`: where those
+    live that may. `asked`: some rule asks for it."""
 
-    matrices: Mapping[int, FrozenMatrix]
-    possible: frozenset[int] = frozenset()
-    refused: Mapping[int, str] = {}
-    asked: bool = False
+    def __init__(self, matrices: Mapping[int, FrozenMatrix], asked: bool):
+        self.matrices, self.asked, self.warm = matrices, asked, not asked
+        self.refused: dict[int, str] = {}
+        self.homes: dict[int, Home] = {}
+        self.given: Sequence[Any] = ()
 
     @property
     def stored(self) -> frozenset[int]:
         """Those that are kept in FP8 only."""
         return frozenset(i for i, matrix in self.matrices.items() if matrix.block is not None)
 
+    def before(self, job: Job, joint: Joint) -> None:
+        self.given, joint.freezable = job.given, frozenset(self.homes)
+        joint.extras.put(self)
 
-def candidates(
-    gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, asked: bool
-) -> tuple[Candidates, Mapping[int, Home]]:
-    """To be asked within the backend. What the graph says of them is not known yet. And where the possible ones live."""
-    # FSDP1's views require gradients where any parameter of theirs does
-    held = compat.flat.owners(example_inputs, inputs.packed)
-    found = [i for i in sorted(inputs.parameters) if example_inputs[i].dim() == 2 and not held[i].requires_grad]
-    matrices = {i: _matrix(example_inputs[i]) for i in found}
+    def after(self, job: Job, done: Rewritten) -> None:
+        """Warn of a training graph that reads a weight that is kept in FP8 only otherwise than it was cast, and where the way
+        of training leaves the option without effect."""
+        self.homes, self.given = {}, ()  # this lives as long as the compiled code, and is to keep no module and no tensor
+        names, warn = job.inputs.names, job.options.warn
+        for reason in sorted({SHARDED, CUT} & {*self.refused.values()}):
+            warn(f"frozen='fp8' has no effect on weights of {job.inputs.root}: {reason}")
+        for i in sorted(self.stored & done.gatherable.keys()):
+            verdict = done.gatherable[i]
+            other = "cast with other blocks" if verdict.block != self.matrices[i].block else ""
+            if reason := verdict.reason or other:
+                what = f"{names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
+                warn(f"{what}: it has the values that FP8 has left. A rule with frozen = 'high_precision' keeps all of them")
+
+    def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
+        """What is said of the frozen matrices of a graph, where some are kept in FP8 only, or were asked to be."""
+        found = []
+        for i, matrix in self.matrices.items():
+            verdict = done.gatherable.get(i)
+            reason = self.refused.get(i) or (verdict.reason if verdict is not None else "")
+            if matrix.block is not None:
+                found.append(FrozenRecord(job.inputs.names[i], matrix.before, matrix.bytes))
+            elif self.asked and reason:
+                found.append(FrozenRecord(job.inputs.names[i], matrix.before, matrix.bytes, reason))
+        return replace(report, frozen=tuple(found))
+
+
+def frozen_in(job: Job) -> FrozenInGraph:
+    """To be asked within the backend. What the graph says of these weights is not known yet."""
+    gm, given, inputs = job.gm, job.given, job.inputs
+    asked = job.learns and job.only is None and any(x.frozen == "fp8" for x in job.options.policy.possible)
+    held = compat.flat.owners(given, inputs.packed)  # FSDP1's views require gradients where any parameter of theirs does
+    frozen = [i for i in sorted(inputs.parameters) if given[i].dim() == 2 and not held[i].requires_grad]
+    found = FrozenInGraph({i: _matrix(given[i]) for i in frozen}, asked)
     if not asked:
-        return Candidates(matrices), {}
+        return found
     roots = compat.dynamo.root_modules(gm, inputs.packed)
     places: dict[int, tuple[nn.Module, dict[int, list[tuple[nn.Module, str, str]]]]] = {}
     for root in {id(root): root for root, _ in roots.values()}.values():
@@ -101,37 +138,41 @@ def candidates(
         places[id(root)] = whole, known
     sharded = {id(read) for _, read in compat.fsdp.sharded_pairs()}
     cut = compat.split.uncut(gm) is not None
-    homes: dict[int, Home] = {}
-    refused: dict[int, str] = {}
-    for i in (i for i, matrix in matrices.items() if matrix.block is None):
-        parameter = example_inputs[i]
+    for i in (i for i, matrix in found.matrices.items() if matrix.block is None):
+        parameter = given[i]
         known = places[id(roots[i][0])][1] if i in roots else {}
         owned = known.get(id(parameter), [])
         if id(parameter) in sharded or i in inputs.packed:
-            refused[i] = SHARDED
+            found.refused[i] = SHARDED
         elif cut:
-            refused[i] = CUT
+            found.refused[i] = CUT
         elif type(parameter) is not nn.Parameter:
-            refused[i] = f"of another type: {type(parameter).__name__}"
+            found.refused[i] = f"of another type: {type(parameter).__name__}"
         elif parameter.dtype not in FLOATS:
-            refused[i] = f"dtype {str(parameter.dtype).removeprefix('torch.')}"
+            found.refused[i] = f"dtype {str(parameter.dtype).removeprefix('torch.')}"
         elif not owned:
-            refused[i] = "no module of the compiled model has it"
+            found.refused[i] = "no module of the compiled model has it"
         elif len(owned) > 1:
-            refused[i] = f"tied: {' and '.join(name for _, _, name in owned)}"
+            found.refused[i] = f"tied: {' and '.join(name for _, _, name in owned)}"
         else:
-            homes[i] = Home(*owned[0][:2], roots[i][0], places[id(roots[i][0])][0])
-    return Candidates(matrices, frozenset(homes), refused, True), homes
+            found.homes[i] = Home(*owned[0][:2], roots[i][0], places[id(roots[i][0])][0])
+    return found
 
 
-def freezable(joint: Joint) -> dict[int, Gatherable]:
-    """Which parameters can be kept in FP8 only, and are asked to be so by each matmul that reads them."""
+def freeze(joint: Joint) -> int:
+    """Stop where the graph reads weights that can be kept in FP8 only, and are asked to be so by each matmul that reads them:
+    they become so, and the graph is traced again."""
+    known = joint.extras.get(FrozenInGraph)
+    if known is None:
+        return 0
     asked: dict[int | None, bool] = {}
     for matmul in joint.matmuls:
         index = compat.dynamo.input_index(matmul.parameter) if matmul.parameter is not None else None
         asked[index] = asked.get(index, True) and matmul.recipe.frozen == "fp8"
-    found = joint.gatherable.items()
-    return {i: verdict for i, verdict in found if i in joint.freezable and not verdict.reason and asked.get(i, False)}
+    found = {i: x for i, x in joint.gatherable.items() if i in known.homes and not x.reason and asked.get(i, False)}
+    if found:
+        raise Retrace(partial(_freeze, found, known.homes, known.given, joint.inputs.root))
+    return 0
 
 
 def _matrix(x: Tensor) -> FrozenMatrix:
@@ -139,7 +180,7 @@ def _matrix(x: Tensor) -> FrozenMatrix:
     return FrozenMatrix(before, x.nbytes, x.block) if isinstance(x, FrozenWeight) else FrozenMatrix(before, before, None)
 
 
-def freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_inputs: Sequence[Any], of: str) -> None:
+def _freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_inputs: Sequence[Any], of: str) -> None:
     """Keep these parameters, and the same ones of modules of the same class, in FP8 only. The memory of each is free before the
     next one is cast, unless somebody else holds it. `example_inputs`: those that Dynamo gave. `of`: the name of the graph."""
     count = before = after = held = 0
@@ -262,33 +303,3 @@ def restore_frozen_weights(model: nn.Module) -> None:
             if isinstance(parameter, FrozenWeight):
                 again = made.setdefault(id(parameter), nn.Parameter(parameter.dequantized(), requires_grad=False))
                 _replace(module, name, again)
-
-
-def records(inputs: Inputs, known: Candidates, verdicts: Mapping[int, Gatherable]) -> tuple[FrozenRecord, ...]:
-    """What a report says of the frozen matrices of a graph, where some are kept in FP8 only, or were asked to be."""
-    found = []
-    for i, matrix in known.matrices.items():
-        verdict = verdicts.get(i)
-        reason = known.refused.get(i) or (verdict.reason if verdict is not None else "")
-        if matrix.block is not None:
-            found.append(FrozenRecord(inputs.names[i], matrix.before, matrix.bytes))
-        elif known.asked and reason:
-            found.append(FrozenRecord(inputs.names[i], matrix.before, matrix.bytes, reason))
-    return tuple(found)
-
-
-def check(
-    inputs: Inputs, known: Candidates, verdicts: Mapping[int, Gatherable], complain: Callable[[str], None]
-) -> None:
-    """Complain of a training graph that reads a weight that is kept in FP8 only otherwise than it was cast, and where the way
-    of training leaves the option without effect."""
-    for reason in sorted({SHARDED, CUT} & {*known.refused.values()}):
-        complain(f"frozen='fp8' has no effect on weights of {inputs.root}: {reason}")
-    for i in sorted(known.stored):
-        verdict = verdicts.get(i)
-        if verdict is None:
-            continue
-        other = "cast with other blocks" if not verdict.reason and verdict.block != known.matrices[i].block else ""
-        if reason := verdict.reason or other:
-            what = f"{inputs.names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
-            complain(f"{what}: it has the values that FP8 has left. A rule with frozen = 'high_precision' keeps all of them")

@@ -27,10 +27,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,17 +38,21 @@ from torch import nn
 from ... import compat, process
 from ...config.policy import Schedule
 from ...errors import ShardingError, StrictError
-from ...extension import in_fp8
+from ...extension import GraphFeature, in_fp8
 from ...ir.gathered_weight import GatheredWeight
 from ...ir.inputs import plain
 from ...ir.records import FP8, HIGH_PRECISION, Gatherable, GatherRecord
 from ...logs import get_logger, say_once
+from ...passes.pipeline import Rewritten
 from ...runtime import probe
 from ...runtime.ledger import Ledger
 from ...runtime.optimizer_steps import listen
 from ...runtime.parameters import find, record_of, share_records
 from .gathered_scales import HIGH_PRECISION as IN_HIGH_PRECISION
 from .gathered_scales import Scales, cast_of, code_of, form_of, format_of, misfit
+
+if TYPE_CHECKING:
+    from ...compilation import Job
 
 logger = get_logger(__name__)
 
@@ -153,6 +157,12 @@ def _stepped(_: torch.optim.Optimizer) -> None:
         gather.written()
 
 
+def _loaded(module: nn.Module, _: Any) -> None:
+    for gather in list(_all):
+        if any(entry.parameter.module is module for entry in gather.possible):
+            gather.written()
+
+
 def _check(parameter: compat.fsdp.ShardedParameter) -> None:
     fixes = {
         "is offloaded to the CPU": (parameter.on_cpu, "fully_shard without CPUOffloadPolicy"),
@@ -203,7 +213,7 @@ class GatheredParameter:
             record_of(entry.parameter.sharded).extras.put(entry)
         self.install()
         for module in {id(entry.parameter.module): entry.parameter.module for entry in self.possible}.values():
-            module.register_load_state_dict_post_hook(_Loaded(self))
+            module.register_load_state_dict_post_hook(_loaded)
         compat.fsdp.listen(model, self)
 
     def install(self) -> None:
@@ -260,18 +270,6 @@ class GatheredParameter:
         self.outdated = True
 
 
-class _Loaded:
-    """A hook after `load_state_dict`. An object, since a bound method would keep the model alive."""
-
-    def __init__(self, owner: GatheredParameter):
-        self.owner = weakref.ref(owner)
-
-    def __call__(self, *_: Any) -> None:
-        owner = self.owner()
-        if owner is not None:
-            owner.written()
-
-
 # --- what graphs say, and what is reported ----------------------------------------------------------
 
 
@@ -284,25 +282,30 @@ def asked(tensors: Sequence[Any]) -> dict[int, str]:
     return {i: plain(entry.parameter.name) for i, entry in enumerate(known) if entry is not None and not entry.objection}
 
 
-def of_graph(
-    found: Mapping[int, Gatherable], sharded: Mapping[int, str], complain: Callable[[str], None]
-) -> dict[int, Gatherable]:
-    """What a graph says of the weights that it was `asked` about."""
-    said = {i: verdict for i, verdict in found.items() if i in sharded}
-    for i, verdict in said.items():
-        if verdict.shared:
-            complain(f"fp8_all_gather: {sharded[i]} is gathered in high precision: beside FP8 matmuls, it is {verdict.reason}")
-    return said
+@dataclass(eq=False)
+class Gathers(GraphFeature):
+    """What one graph says of the weights that it reads, by input. `sharded`: the names of those that may be gathered in FP8.
+    `observes`: it is the high-precision graph of a schedule; what may be gathered, the FP8 graph has said."""
 
+    sharded: Mapping[int, str]
+    strict: bool
+    schedule: Schedule | None
+    observes: bool = False
+    found: Mapping[int, Gatherable] = field(default_factory=dict)
 
-class Gathers:
-    """What one graph says of the weights that it reads, by input."""
+    def __post_init__(self) -> None:
+        self.warm = not self.sharded
 
-    def __init__(self, found: Mapping[int, Gatherable], strict: bool, schedule: Schedule | None):
-        self.found, self.strict, self.schedule = found, strict, schedule
+    def after(self, job: Job, done: Rewritten) -> None:
+        if self.observes:
+            return
+        self.found = {i: verdict for i, verdict in done.gatherable.items() if i in self.sharded}
+        for i, verdict in self.found.items():
+            if verdict.shared:
+                why = f"gathered in high precision: beside FP8 matmuls, it is {verdict.reason}"
+                job.options.warn(f"fp8_all_gather: {self.sharded[i]} is {why}")
 
-    def learn(self, args: Sequence[Any], record: int | None) -> None:
-        """The first call with these weights."""
+    def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
         for i, verdict in self.found.items():
             entry = find(args[i]).extras.get(Gathered)
             if entry is not None:

@@ -11,7 +11,7 @@ from ...logs import get_logger
 from ...passes.joint import Joint
 from ...passes.partitioned import Partitioned
 from ...passes.pipeline import skipped
-from ...reporting.kept import brief
+from ...reporting.record_tables import brief_kept
 from ...runtime.ledger import Ledger
 from .save import SavedInFP8
 from .save import save as run_save
@@ -31,7 +31,7 @@ class _SavedOfGraph(GraphFeature):
     def partitioned(self, job: Job, halves: Partitioned, record: int | None) -> None:
         kept = tuple(halves.extras.of(SavedInFP8).records)
         if kept:
-            logger.info("fp8: %s: %s", job.inputs.root, brief(kept))
+            logger.info("fp8: %s: %s", job.inputs.root, brief_kept(kept))
         if record is not None:
             process.of(Ledger).keeps(record, kept)
 

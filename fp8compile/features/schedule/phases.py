@@ -22,6 +22,8 @@ from ... import compat, process
 from ...config.policy import Schedule
 from ...config.settings import integer
 from ...errors import OptionError
+from ...extension import Feature
+from ...ir.gathered_weight import GatheredWeight
 from ...ir.records import FP8, HIGH_PRECISION
 from ...logs import get_logger, say_once
 from ...runtime.ledger import Ledger
@@ -29,6 +31,7 @@ from ...runtime.optimizer_steps import STEPS, count_steps, each_step, parameters
 from ...runtime.parameters import all_records, find, record_of
 
 if TYPE_CHECKING:
+    from ...compilation import Job
     from ...runtime.compiled_graph import CompiledGraph
 
 logger = get_logger(__name__)
@@ -117,11 +120,6 @@ def _phase(parameter: Tensor, schedule: Schedule, ahead: int = 0) -> str:
     return (_phases.phase if by_hand is None else by_hand.phase) or scheduled
 
 
-def stays_in_fp8(parameter: Tensor, schedule: Schedule) -> bool:
-    """Are this step and the next one in FP8, as far as is known?"""
-    return all(_phase(parameter, schedule, ahead) == FP8 for ahead in (0, 1))
-
-
 class ScheduledGraph:
     """One Dynamo graph in both precisions; serves as its callable."""
 
@@ -157,3 +155,22 @@ class ScheduledGraph:
             if scalars:
                 _phases.loss = scalars[-1].detach()
         return result
+
+
+class Phases(Feature):
+    name = "schedule"
+
+    def callable(self, job: Job, graph: CompiledGraph, compiled: Callable[[str], CompiledGraph]) -> Callable[..., Any] | None:
+        schedule, weights = job.options.policy.schedule, graph.interface.weights
+        if schedule is None:
+            return None
+        observing = graph
+        if not any(isinstance(x, GatheredWeight) for x in job.given):  # those that were gathered in FP8 are for FP8 phases
+            root = job.inputs.root
+            logger.info("fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", root)
+            observing = compiled(HIGH_PRECISION)  # one entry in the ledger for both, whichever is called first
+        first = next((i for i in weights if job.given[i].requires_grad), weights[0])
+        return ScheduledGraph({FP8: graph, HIGH_PRECISION: observing}, schedule, first)
+
+    def in_fp8(self, parameter: Tensor, schedule: Schedule) -> bool:
+        return all(_phase(parameter, schedule, ahead) == FP8 for ahead in (0, 1))

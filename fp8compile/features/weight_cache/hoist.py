@@ -8,7 +8,13 @@ micro-batch.
 
 What moves is what is computed from parameters alone by our operators and by views. That holds for every recipe, and for
 merged matmuls, whose copies are one buffer. With `cache_weights` a weight is scaled by its current amax, so nothing here reads
-or moves scaling state. With `recast_weights=True`, one copy of a weight is kept where that is enough (`turned`).
+or moves scaling state.
+
+With `recast_weights=True`, one copy of a weight is kept where both layouts have the same scales, and so the same bytes: one
+scale a tensor, or square blocks. Backward transposes it, which moves 2 bytes a parameter. With scales of rows, or of 1 x 32
+elements, both are kept.
+
+    dgrad reads w8t = quantize(w, scale, transposed=True)    ->    w8t = transposed(w8), in backward
 
 `with_amaxes` makes a second graph of the casts, for an optimizer that computes the amaxes of the weights that it writes:
 
@@ -25,7 +31,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,8 +40,23 @@ from torch.fx import Graph, Node
 
 from ... import compat
 from ...ir import merged, ops
-from ...ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, become, behind, is_tensor, value
-from .turned import turn, turned
+from ...ir.casts import copies_at
+from ...ir.fx_utils import (
+    CASTS,
+    PERMUTES,
+    SAME,
+    SLICES,
+    VIEWS,
+    Emitter,
+    arg,
+    aten,
+    become,
+    behind,
+    call_function,
+    is_tensor,
+    same_shape,
+    value,
+)
 
 if TYPE_CHECKING:
     from ...passes.joint import Joint
@@ -98,7 +119,7 @@ def hoist(joint: Joint) -> int:
     keep = {matmul.parameter for matmul in matmuls if matmul.fp8 and matmul.recipe.recast_weights is not True}
     sparing = {node: i for node, i in weights.items() if node not in keep}
     alone = _from(graph, sparing) if sparing else {}
-    spared = turned([node for node in copies if node in alone], moving)
+    spared = _turned([node for node in copies if node in alone], moving)
     copies = [node for node in copies if node not in spared]
     if not copies:
         return 0
@@ -108,7 +129,7 @@ def hoist(joint: Joint) -> int:
         become(placeholders[cache.first + i], value(node))
         node.replace_all_uses_with(placeholders[cache.first + i], lambda user: user not in moving)
     for node, other in spared.items():
-        turn(graph, node, placeholders[cache.first + copies.index(other)])
+        _turn(graph, node, placeholders[cache.first + copies.index(other)])
     for node in reversed(moving):
         if node not in weights and not node.users and node not in amaxes:
             graph.erase_node(node)
@@ -138,6 +159,49 @@ def _from(graph: Graph, weights: Mapping[Node, int]) -> dict[Node, bool]:
         if found[node] and node.target in (*VIEWS, *PERMUTES) and not any(user in found for user in node.users):
             del found[node]
     return found
+
+
+def _turned(copies: Iterable[Node], moving: Container[Node]) -> dict[Node, Node]:
+    """Copy that is not to be kept -> the copy of the other layout, of which backward makes it. `copies`: those that may be
+    spared; `moving`: all nodes that leave the graph. Changes nothing."""
+    casts = [node for node in copies if node.target in (ops.quantize, merged.side_by_side)]
+    found: dict[Node, Node] = {}
+    for late in casts:
+        if late not in found.values() and all(user not in moving and compat.dynamo.is_backward(user) for user in late.users):
+            other = next((x for x in casts if x not in found and _turns(x, late)), None)
+            if other is not None:
+                found[late] = other
+    return found
+
+
+def _turn(graph: Graph, copy: Node, other: Node) -> None:
+    """Let the readers of a copy have `other`, transposed where the first of them is."""
+    emit = Emitter(graph, min(copy.users), copy, recompute=compat.inductor.MUST_RECOMPUTE, ac_graph_id=None)
+    copy.replace_all_uses_with(emit(ops.transposed, other))
+
+
+def _turns(copy: Node, late: Node) -> bool:
+    """Is `late` bitwise the transposition of `copy`?"""
+    rows, columns = value(copy).shape
+    if not same_shape(value(late).shape, (columns, ops.padded_rows(rows))):
+        return False
+    if call_function(copy, (merged.side_by_side,)) and call_function(late, (merged.side_by_side,)):
+        parts, others = arg(copy, 0), arg(late, 0)
+        if len(parts) != len(others) or {arg(copy, 1), arg(late, 1)} != {0, 1}:
+            return False
+        full = all(same_shape(value(b).shape, value(a).shape[::-1]) for a, b in zip(parts, others, strict=True))
+        return full and all(map(_both_layouts, parts, others))
+    return _both_layouts(copy, late)
+
+
+def _both_layouts(one: Node, other: Node) -> bool:
+    """Are these casts of one tensor in both layouts, with the same scale for each element?"""
+    if not (call_function(one, (ops.quantize,)) and call_function(other, (ops.quantize,))):
+        return False
+    (a,), (b,) = copies_at(one), copies_at(other)
+    square = a.rows is b.rows is None and a.block[0] == a.block[1] and a.transposed is not b.transposed
+    alike = a._replace(scale=None, transposed=True) == b._replace(scale=None, transposed=True)
+    return square and alike and behind(a.scale, PERMUTES) is behind(b.scale, PERMUTES)
 
 
 def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Graph, tuple[int, ...]]:

@@ -447,6 +447,29 @@ def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture
     assert len(said) == 1 and "1 frozen weights are kept in FP8 only, 0.01639 MB instead of 0.06554" in said[0]
 
 
+class AlsoSummed(nn.Module):
+    """Its frozen weight stays in high precision, as a sum reads it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.last = nn.Linear(128, 128, bias=False).requires_grad_(False), nn.Linear(128, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.base(x)) + self.base.weight.sum()
+
+
+def test_compiled_code_keeps_no_module_alive() -> None:
+    model = made(model=AlsoSummed)
+    run = torch.compile(model, backend="fp8", options={"recipe": "tensorwise", "frozen": "fp8", "policy": ALL_FP8})
+    run(batch(0)).sum().backward()
+    (record,) = fp8compile.report(model).graphs[0].frozen
+    assert record.reason == "read by aten.sum"
+    alive = weakref.ref(model.base)
+    del model, run
+    gc.collect()
+    assert alive() is None
+
+
 def test_a_graph_that_casts_otherwise_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """Another compilation, whose recipe has other scales, gets the values that are left, and a warning; with strict, an
     error."""

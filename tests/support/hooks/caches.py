@@ -72,9 +72,9 @@ def cached_by_aotautograd() -> Patched:
 
 def forwards_of(parameter: Any) -> list[str]:
     """What an export asks for: the forward matmuls of a parameter."""
-    from fp8compile.features.export import forward_records
+    from fp8compile.features.export import forwards
 
-    return [str(known.forward) for known in forward_records.of(parameter)]
+    return [str(known.forward) for known in forwards.of(parameter)]
 
 
 # -- other passes --------------------------------------------------------------------------------------------------------
