@@ -1,48 +1,40 @@
 """What `fp8compile.tune` chooses between: groups of layers, and candidates for each of them.
 
-    blocks.0.mlp.up, blocks.1.mlp.up, ...  ->  the group blocks.*.mlp.up
-    delayed, delayed in E4M3, ..., or high precision  ->  its candidates
+    blocks.0.mlp.up, blocks.1.mlp.up, ...                           ->  the group blocks.*.mlp.up
+    "delayed", "delayed, e4m3", "rowwise", ..., "high precision"    ->  its candidates
 
-A *choice* has a candidate for each group, or None for high precision. It is written as rules of a policy, one for each group.
+A *choice* has a candidate for each group. It is written as rules of a policy, one for each group.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..config.policy import Policy, load
 from ..config.policy.patterns import matcher
-from ..config.policy.policy_tables import SETTINGS
 from ..config.recipe import BUILT_IN, WHOLE
-from ..devices.formats import FP8_FORMATS
 from ..devices.gpu import Gpu
 from ..ir.records import FP8, MatmulRecord
 from ..reporting.layer_rows import pattern
 
+HIGH = "high precision"
 
-class Candidate(NamedTuple):
-    """A recipe and a format (None: the recipe's own, and only one)."""
-
-    recipe: str
-    fp8_format: str | None = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.recipe}, e4m3" if self.fp8_format == "e4m3" else self.recipe
+Choice = tuple[str, ...]  # in the order of the groups
 
 
-def candidates(gpu: Gpu) -> tuple[Candidate, ...]:
+def candidates(gpu: Gpu) -> tuple[str, ...]:
     """What a GPU multiplies natively, from coarse to fine."""
-    found = []
-    for name, made in BUILT_IN.items():
-        if made.native(gpu):
-            formats: Iterable[str | None] = sorted(FP8_FORMATS, reverse=True) if made.block == WHOLE else (None,)
-            found += [Candidate(name, fp8_format) for fp8_format in formats]
-    return tuple(found)
+    native = {name: made for name, made in BUILT_IN.items() if made.native(gpu)}
+    return tuple(name + e4m3 for name, made in native.items() for e4m3 in (("", ", e4m3") if made.block == WHOLE else ("",)))
+
+
+def recipe_of(candidate: str) -> str:
+    """The recipe of a candidate, on which its time depends: its formats take the same."""
+    return candidate.partition(",")[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +48,9 @@ class LayerGroup:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-Choice = tuple[Candidate | None, ...]  # in the order of the groups
-
-
 def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[LayerGroup, ...]:
     """The groups of the matmuls that `policy` has in FP8."""
-    rules = dict(zip(policy.labels, policy.rules, strict=True))
+    settings = {label: rule.settings for label, rule in zip(policy.labels, policy.rules, strict=True)}
     names = {"module": {r.fqn for r in matmuls}, "parameter": {r.parameter for r in matmuls}}
     members: dict[tuple[str, str], dict[str, MatmulRecord]] = {}
     for record in matmuls:
@@ -70,9 +59,9 @@ def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[LayerGro
             members.setdefault((what, "".join(pattern(name))), {}).setdefault(name, record)
     made = []
     for (what, name), records in members.items():
-        rule = rules.get(next(iter(records.values())).rule)
-        settings = {key: getattr(rule, key) for key in SETTINGS if key != "fp8_format" and getattr(rule, key, None) is not None}
-        made.append(LayerGroup(name, {what: _condition(name, records, names[what])}, tuple(records), settings))
+        first = next(iter(records.values()))
+        where = {what: _condition(name, records, names[what])}
+        made.append(LayerGroup(name, where, tuple(records), settings.get(first.rule, {})))
     return tuple(made)
 
 
@@ -89,14 +78,14 @@ def tables(groups: Sequence[LayerGroup], choice: Choice, extends: str) -> dict[s
     rules = []
     for group, candidate in zip(groups, choice, strict=True):
         rule: dict[str, Any] = {"name": f"tuned: {group.name}"[:100], **group.where}
-        if candidate is None:
+        if candidate == HIGH:
             rule["fp8"] = "off"
         else:
-            rule["recipe"] = candidate.recipe
-            if candidate.fp8_format == "e4m3":
+            rule["recipe"] = recipe_of(candidate)
+            if candidate.endswith("e4m3"):
                 rule["fp8_format"] = "e4m3"
             for key, value in group.settings.items():
-                if key != "current_scaling" or candidate.recipe == "delayed":
+                if key != "fp8_format" and (key != "current_scaling" or candidate.startswith("delayed")):
                     rule[key] = list(value) if isinstance(value, tuple) else value
         rules.append(rule)
     return {"extends": extends, "rules": rules}

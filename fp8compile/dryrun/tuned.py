@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,19 +14,17 @@ from typing import Any
 from ..config.policy import Policy, load
 from ..errors import OptionError
 from ..reporting.columns import aligned
-from .candidates import Candidate, Choice, LayerGroup, tables
-
-HIGH = "high precision"
+from .candidates import Choice, LayerGroup, tables
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole policy that was measured: its error and, if that is small enough, its estimated seconds a step."""
+    """A whole policy that was measured: its error and, if that is small enough, its estimated seconds a step (else inf)."""
 
     name: str
     choice: Choice
     error: float
-    seconds: float | None
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,7 @@ class Tuned:
     max_error: float
     extends: str
     groups: tuple[LayerGroup, ...]
-    candidates: tuple[Candidate, ...]
-    errors: tuple[Mapping[Candidate, float], ...]  # of each group alone
-    saved: tuple[Mapping[str, float], ...]  # seconds, by group and recipe
+    alone: tuple[Mapping[str, tuple[float, float]], ...]  # of each group's candidates: seconds saved, error
     bf16: float
     wholes: tuple[Whole, ...]
     chosen: Whole
@@ -60,7 +57,6 @@ class Tuned:
 
     @property
     def seconds(self) -> float:
-        assert self.chosen.seconds is not None
         return self.chosen.seconds
 
     @property
@@ -70,25 +66,23 @@ class Tuned:
     @property
     def choice(self) -> dict[str, str]:
         """What each group of layers gets: {"blocks.*.mlp.up": "rowwise", ...}."""
-        return {g.name: HIGH if c is None else c.label for g, c in zip(self.groups, self.chosen.choice, strict=True)}
+        return {group.name: candidate for group, candidate in zip(self.groups, self.chosen.choice, strict=True)}
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat dict for each group and candidate: "layers", "candidate", "error" (with this group alone in FP8), "seconds"
         (saved a step), "chosen"."""
-        made = []
-        for group, errors, saved, chosen in zip(self.groups, self.errors, self.saved, self.chosen.choice, strict=True):
-            for candidate in (None, *self.candidates):
-                error, seconds = (errors[candidate], saved[candidate.recipe]) if candidate is not None else (0.0, 0.0)
-                label = candidate.label if candidate is not None else HIGH
-                row = {"layers": group.name, "candidate": label, "error": error, "seconds": seconds}
-                made.append({**row, "chosen": candidate == chosen})
-        return made
+        return [
+            {"layers": name, "candidate": candidate, "error": error, "seconds": seconds, "chosen": candidate == chosen}
+            for (name, chosen), row in zip(self.choice.items(), self.alone, strict=True)
+            for candidate, (seconds, error) in row.items()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """{"model", "device", "max_error", "error", "seconds", "bf16_seconds", "speedup", "choice", "rows", "policies":
         [{"name", "error", "seconds", "chosen"}], "toml"}, for JSON. "seconds" is None for a policy above `max_error`."""
         policies = [
-            {"name": w.name, "error": w.error, "seconds": w.seconds, "chosen": w is self.chosen} for w in self.wholes
+            {"name": w.name, "error": w.error, "seconds": None if w.seconds == math.inf else w.seconds, "chosen": w == self.chosen}
+            for w in self.wholes
         ]
         return {
             "model": self.model,
@@ -127,9 +121,9 @@ class Tuned:
     def _policies(self) -> list[str]:
         lines = [["", "bf16", f"{1e3 * self.bf16:.4g}", "1.00x", f"{0:.4f}"]]
         for whole in self.wholes:
-            took = ["error too large", ""]
-            if whole.seconds is not None:
-                took = [f"{1e3 * whole.seconds:.4g}", f"{self.bf16 / whole.seconds:.2f}x"]
+            took = [f"{1e3 * whole.seconds:.4g}", f"{self.bf16 / whole.seconds:.2f}x"]
+            if whole.seconds == math.inf:
+                took = ["error too large", ""]
             lines.append(["*" if whole is self.chosen else "", whole.name, *took, f"{whole.error:.4f}"])
         return aligned(("", "policy", "ms", "speedup", "error"), lines, "<<>>>").splitlines()
 

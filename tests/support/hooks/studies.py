@@ -70,11 +70,11 @@ def described_once() -> Iterator[dict[tuple, tuple[Any, Any]]]:
     made: dict[tuple, tuple[Any, Any]] = {}
     stock = Compiler._compiled
 
-    def compiled(self: Compiler, backend: Callable, container: Any, blocks: int) -> Any:
+    def compiled(self: Compiler, backend: Callable, blocks: int) -> Any:
         cast = torch.is_autocast_enabled("cpu")
-        key = (id(self.model), backend.__name__, repr(self.options), self.device.gpu, id(container), blocks, cast)
+        key = (id(self.model), backend.__name__, repr(self.options), self.device.gpu, blocks, cast)
         if key not in made:
-            made[key] = self, stock(self, backend, container, blocks)  # the model stays alive, and its id its own
+            made[key] = self, stock(self, backend, blocks)  # the model stays alive, and its id its own
         return made[key][1]
 
     with mock.patch.object(Compiler, "_compiled", compiled):
@@ -82,11 +82,11 @@ def described_once() -> Iterator[dict[tuple, tuple[Any, Any]]]:
 
 
 @contextlib.contextmanager
-def tuning(times: type, candidates: Sequence[Any]) -> Iterator[None]:
-    """Inside, `tune` takes its times from `times`, and has few candidates: each takes a trace."""
+def tuning(compiler: type, candidates: Sequence[str]) -> Iterator[None]:
+    """Inside, `tune` takes its times from `compiler`, and has few candidates: each takes a trace."""
     from fp8compile.dryrun import tune
 
-    with mock.patch.object(tune, "Times", times), mock.patch.object(tune, "candidates", lambda gpu: candidates):
+    with mock.patch.object(tune, "Compiler", compiler), mock.patch.object(tune, "candidates", lambda gpu: candidates):
         yield
 
 
