@@ -80,10 +80,10 @@ class Tuned:
     def to_dict(self) -> dict[str, Any]:
         """{"model", "device", "max_error", "error", "seconds", "bf16_seconds", "speedup", "choice", "rows", "policies":
         [{"name", "error", "seconds", "chosen"}], "toml"}, for JSON. "seconds" is None for a policy above `max_error`."""
-        policies = [
-            {"name": w.name, "error": w.error, "seconds": None if w.seconds == math.inf else w.seconds, "chosen": w == self.chosen}
-            for w in self.wholes
-        ]
+        policies = []
+        for whole in self.wholes:
+            seconds = None if whole.seconds == math.inf else whole.seconds
+            policies.append({"name": whole.name, "error": whole.error, "seconds": seconds, "chosen": whole is self.chosen})
         return {
             "model": self.model,
             "device": self.device,
