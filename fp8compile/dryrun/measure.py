@@ -7,7 +7,6 @@ at the end of a turn. On a CPU, the clock times the parts.
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -188,23 +187,12 @@ def summarise(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def by_torchao(recipe: str, auto: bool = False, heads: Sequence[str] = ("lm_head",)) -> Callable[[nn.Module], None]:
-    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do): those of these names.
+def by_torchao(model: nn.Module, recipe: str, heads: Sequence[str] = ("lm_head",)) -> None:
+    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do): those of these names."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    `auto`: use torchao's own filter for the recipe, which does not replace small linears.
-    """
+    def keep(module: nn.Module, name: str) -> bool:
+        sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
+        return name.rpartition(".")[2] not in heads and all(size % 16 == 0 for size in sizes)
 
-    def prepare(model: nn.Module) -> None:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        if auto:
-            keep = importlib.import_module("torchao.float8.float8_linear_utils")._auto_filter_for_recipe(recipe, list(heads))
-        else:
-
-            def keep(module: nn.Module, name: str) -> bool:
-                sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
-                return name.rpartition(".")[2] not in heads and all(size % 16 == 0 for size in sizes)
-
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep)
-
-    return prepare
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep)
