@@ -3,7 +3,7 @@
     tuned = fp8compile.tune(model, tokens, targets, device="h100", max_error=0.05)
     tuned.write("policy.toml")                                  # a commented policy, for options={"policy": "policy.toml"}
 
-Layers whose names differ in numbers only are a group (`candidates`). For each group and each candidate, one training step runs
+Layers whose names differ in numbers only are a group (`tuned`). For each group and each candidate, one training step runs
 eagerly with that group alone in FP8, as `fp8compile.compare` runs it. The error of a step is that of its gradients:
 
     error^2 = mean over all elements of trained parameters of min(1, |g_fp8 - g|^2 / |g|^2 - what bf16 has)
@@ -30,12 +30,11 @@ from ..errors import Fp8CompileError, OptionError, TuneError
 from ..ir.records import FP8, HIGH_PRECISION
 from ..reporting.layer_rows import pattern
 from .autocast import wanted
-from .candidates import HIGH, Choice, LayerGroup, candidates, groups_of, policy_of, recipe_of
 from .compare import ComparedStep, Loss, Session
 from .estimate import Compiler, Costs, device_for, repeated
 from .observe import Watched, sums
 from .sandbox import modules_of, taken
-from .tuned import Tuned, Whole
+from .tuned import HIGH, Choice, LayerGroup, Tuned, Whole, candidates, groups_of, policy_of, recipe_of
 
 UNSTEADY = 0.3  # of max_error: two equal runs may differ by so much
 

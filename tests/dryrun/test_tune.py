@@ -17,7 +17,7 @@ import fp8compile
 from fp8compile.config.policy import Policy, load
 from fp8compile.devices import catalog
 from fp8compile.dryrun import estimate, fake_gpu
-from fp8compile.dryrun.candidates import HIGH, candidates, groups_of, policy_of, tables
+from fp8compile.dryrun.tuned import HIGH, candidates, groups_of, policy_of, tables
 from fp8compile.errors import Fp8CompileError, OptionError, TuneError
 from fp8compile.ir.records import MatmulRecord
 from tests.support import hooks, models

@@ -47,17 +47,22 @@ def compared_steps(fails: bool = False) -> Iterator[list[Any]]:
     from fp8compile.dryrun.compare import Session
 
     found: list[Any] = []
-    run, step = Session.run, Session._step
+    run, taking = Session.run, Session.taking
 
     def compare(self: Session, args: Any, kwargs: Any, loss: Any = None, repeat: bool = True) -> Any:
         found.append((args, loss))
         return 1 / 0 if fails else run(self, args, kwargs, loss, repeat)
 
-    def taken(self: Session, phase: str, *rest: Any) -> Any:
-        found.append(phase)
-        return step(self, phase, *rest)
+    def noted(self: Session, *batch: Any) -> Callable[..., Any]:
+        step = taking(self, *batch)
 
-    with mock.patch.object(Session, "run", compare), mock.patch.object(Session, "_step", taken):
+        def taken(phase: str, watched: Any) -> Any:
+            found.append(phase)
+            return step(phase, watched)
+
+        return taken
+
+    with mock.patch.object(Session, "run", compare), mock.patch.object(Session, "taking", noted):
         yield found
 
 
