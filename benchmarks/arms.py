@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fp8compile.config.policy import Policy, Rule
-from fp8compile.dryrun.measure import by_torchao as torchao
+from fp8compile.dryrun.measure import by_torchao
 
 from . import transformer_engine
 
@@ -52,6 +52,23 @@ class Arm:
         return "max-autotune" in str((self.how or {}).get("mode", ""))
 
 
+def torchao(recipe: str) -> Callable[[nn.Module], None]:
+    return lambda model: by_torchao(model, recipe)
+
+
+def torchao_auto(recipe: str) -> Callable[[nn.Module], None]:
+    """With torchao's own filter for the recipe, which does not replace small linears."""
+
+    def prepare(model: nn.Module) -> None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
+
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        convert_to_float8_training(model, config=config, module_filter_fn=_auto_filter_for_recipe(recipe, ["lm_head"]))
+
+    return prepare
+
+
 def torchao_experts(model: nn.Module) -> None:
     """Replace stacks of weights by torchao's, whose grouped matmuls are FP8 with scales of rows. torchao leaves it to the model
     to pad each expert's rows to a multiple of 16; ours does not, so this arm is for estimates."""
@@ -79,8 +96,8 @@ ARMS = {
         Arm("eager-bf16", "eager", None),
         Arm("torchao-tensorwise", "torchao", prepare=torchao("tensorwise")),
         Arm("torchao-rowwise", "torchao", prepare=torchao("rowwise")),
-        Arm("torchao-tensorwise-auto", "torchao", prepare=torchao("tensorwise", auto=True)),
-        Arm("torchao-rowwise-auto", "torchao", prepare=torchao("rowwise", auto=True)),
+        Arm("torchao-tensorwise-auto", "torchao", prepare=torchao_auto("tensorwise")),
+        Arm("torchao-rowwise-auto", "torchao", prepare=torchao_auto("rowwise")),
         Arm("torchao-experts", "torchao", prepare=torchao_experts),
         Arm("te-delayed", "te", prepare=te, around=transformer_engine.autocast("DelayedScaling")),
         Arm("te-current", "te", prepare=te, around=transformer_engine.autocast("Float8CurrentScaling")),

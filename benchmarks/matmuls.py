@@ -105,7 +105,7 @@ def measure(
     """Everything. `ready` gets what there is so far. No matmul is begun after the deadline."""
     cuda = device.type == "cuda"
     known = catalog.of(device) if cuda else None
-    timer: calibrate.Timer = calibrate.EventTimer(device, known.l2 if known is not None else 1 << 26) if cuda else Clock()
+    timer: calibrate.Timer = calibrate.Timer(device, known.l2 if known is not None else 1 << 26) if cuda else Clock()
     found: dict[str, Any] = {
         "device": machine.describe_device(device.type),
         "versions": machine.versions(),

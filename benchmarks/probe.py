@@ -250,7 +250,7 @@ def facts(device: str) -> dict[str, Any]:
         found |= {"device": vars(gpu), "target": gpu.target, "catalog": None if known is None else [known.name, known.origin]}
         found["free"] = torch.cuda.mem_get_info()[0]
         found["fp8"] = {"refusal": support.refusal([torch.device(device)]), "mx": support.has_mx(gpu)}
-        found["fp8"] |= {"blocks": support.has_blocks(gpu), "grouped": support.has_grouped(gpu)}
+        found["fp8"] |= {"blocks": support.has_blocks(gpu), "grouped": gpu.architecture.grouped}
     return found
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -20,12 +21,13 @@ from typing import Any
 
 import torch
 
-from fp8compile.dryrun import kernel_classes
-
 from . import arms, machine
 from .cases import CASES
 from .cases.base import Fit, Task, parse_case
 from .measure import Runner
+
+_TRITON_SOURCE = re.compile(r"async_compile\.triton\(\s*'(\w+)',\s*'''(.*?)'''", re.DOTALL)
+_FP8_POINTER = re.compile(r"\*fp8e\w+")
 
 
 class Worker:
@@ -58,7 +60,7 @@ class Worker:
     def profile(self) -> dict[str, Any]:
         assert self.runner is not None
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-        casts = kernel_classes.cast_kernels(Path(cache)) if cache and self.device == "cuda" else set()
+        casts = cast_kernels(Path(cache)) if cache and self.device == "cuda" else set()
         return {"kernels": self.runner.profile(casts), "decisions": decisions(self.runner.task.model)}
 
     def unload(self) -> dict[str, Any]:
@@ -74,6 +76,16 @@ class Worker:
 
         chosen, variant, _ = parse_case(case, CASES)
         return static.estimate(chosen.static(variant)[index], arms.ARMS[arm], instructions)
+
+
+def cast_kernels(cache: Path) -> set[str]:
+    """Names of the Triton kernels in an Inductor cache folder that have an FP8 pointer among their arguments."""
+    names = set()
+    for path in cache.rglob("*.py"):
+        for name, source in _TRITON_SOURCE.findall(path.read_text(errors="ignore")):
+            if _FP8_POINTER.search(source) and not name.startswith("triton_tem"):
+                names.add(name)
+    return names
 
 
 def decisions(model: torch.nn.Module) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from benchmarks import families, kernels, results, tables, torchao_casts
+from benchmarks import families, kernels, results, tables, torchao_casts, worker
 from fp8compile.dryrun import kernel_classes
 from tests.support import interpreter
 
@@ -93,7 +93,7 @@ def triton_poi_fused_mul_1(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
 """
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab" / "cab.py").write_text(source)
-    assert kernel_classes.cast_kernels(tmp_path) == {"triton_poi_fused_mul_0"}
+    assert worker.cast_kernels(tmp_path) == {"triton_poi_fused_mul_0"}
 
 
 def test_kernel_times_are_per_step():

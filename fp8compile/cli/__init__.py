@@ -3,9 +3,7 @@
 
     errors    error messages and tracebacks
     target    loads the model that a command gets as TARGET
-    model     explain, estimate, compare
-    bench     bench
-    tune      tune
+    model     explain, estimate, compare, bench, tune
     policy    policy check, policy show, policy schema
     tools     plot, devices, calibrate
     env       env
@@ -34,14 +32,12 @@ except ModuleNotFoundError:
 
 from .. import __version__
 from ..errors import Fp8CompileError, StrictError, TuneError, one_line
-from .bench_command import bench
 from .env import env
 from .messages import complain
-from .model_commands import compare, estimate, explain
+from .model_commands import bench, compare, estimate, explain, tune
 from .policy import policy
 from .target import TargetError
 from .tools import calibrate, devices, plot
-from .tune_command import tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import is_foreign, one_line, user_frames
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Failed(click.ClickException):
@@ -20,6 +24,16 @@ class Failed(click.ClickException):
 def usage(message: str) -> click.UsageError:
     """Wrong usage of the current command; exit status 2."""
     return click.UsageError(message, click.get_current_context())
+
+
+def torch_device(name: str) -> torch.device:
+    """The device that --device names, as torch names it."""
+    import torch
+
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise usage(f"--device {name!r} is not a device as torch names it, such as cuda:0") from None
 
 
 def complain(message: str, status: int, where: str = "fp8compile", color: bool | None = None) -> int:

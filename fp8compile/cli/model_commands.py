@@ -1,5 +1,4 @@
-"""explain, estimate and compare: which matmuls of a model become FP8, how much time that saves, and what it costs in
-accuracy."""
+"""The commands that take a TARGET: explain, estimate, compare, bench, tune."""
 
 from __future__ import annotations
 
@@ -16,124 +15,190 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import Fp8CompileError, StrictError, one_line
-from .messages import Failed, usage, user_traceback
-from .target import Target, beside, load
+from .messages import Failed, torch_device, usage, user_traceback
+from .target import Target, load
 
 if TYPE_CHECKING:
     from ..reporting.report import Report
 
-_HIDDEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-TARGET_HELP = """
+HIDDEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+TARGET = """
 
     TARGET is path.py:function or package.module:function. The function takes no arguments and returns a torch.nn.Module,
     (model, args), (model, args, kwargs) or dict(model=, args=, kwargs=).
     """
 
-
-autocast_option = click.option(
-    "--autocast/--no-autocast",
-    default=None,
-    help="Take the step under bf16 autocast, or as the model is (default: under autocast if a parameter is float32).",
-)
-
-
-def _model_options(function: Callable[..., Any] | None = None, html: bool = True) -> Callable[..., Any]:
-    """The arguments that explain, estimate and compare share. `html`: with --html."""
-    if function is None:
-        return lambda function: _model_options(function, html)
-    device_help = "Device whose description decides what pays (default: the policy's; else the model's, or h200 to estimate)."
-    decorators = [
-        click.argument("target"),
-        click.option("--device", metavar="NAME", help=device_help),
-        click.option("--policy", metavar="FILE|NAME", help="Policy file, or the name of a shipped policy."),
-        click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Option of the backend; repeatable."),
-        click.option(
-            "--input",
-            "inputs",
-            multiple=True,
-            metavar="SHAPE[:DTYPE]",
-            help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that TARGET returns.",
-        ),
-        autocast_option,
-        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
-        *([click.option("--html", metavar="FILE", help="Write an HTML page, too.")] if html else []),
-        click.option(
-            "--strict",
-            is_flag=True,
-            help="Fail where nothing can run in FP8, or a rule matches nothing." if html else "Fail if a row leaves its band.",
-        ),
-    ]
-
-    for decorator in reversed(decorators):
-        function = decorator(function)
-    return function
+OPTIONS = {
+    "policy": click.option("--policy", metavar="FILE|NAME", help="Policy file, or the name of a shipped policy."),
+    "option": click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Backend option; repeatable."),
+    "input": click.option(
+        "--input",
+        "inputs",
+        multiple=True,
+        metavar="SHAPE[:DTYPE]",
+        help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that TARGET returns.",
+    ),
+    "loss": click.option(
+        "--loss", metavar="NAME", help="A function beside TARGET that makes the loss of what the model returns."
+    ),
+    "autocast": click.option(
+        "--autocast/--no-autocast",
+        default=None,
+        help="Take the step under bf16 autocast, or as the model is (default: under autocast if a parameter is float32).",
+    ),
+    "json": click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
+    "html": click.option("--html", metavar="FILE", help="Write an HTML page, too."),
+}
 
 
-@click.command(help="Show which matmuls run in FP8, and why the others do not. Nothing is trained or run." + TARGET_HELP)
-@_model_options
+def takes(device: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """TARGET, --device with this help, and those of `OPTIONS`."""
+    first = (click.argument("target"), click.option("--device", metavar="NAME", help=device))
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for decorator in reversed((*first, *map(OPTIONS.__getitem__, names))):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+DECIDES = "Device whose description decides what pays (default: the policy's; else the model's, or h200 to estimate)."
+STEP = ("policy", "option", "input", "autocast", "json")
+
+
+@click.command(help="Show which matmuls run in FP8, and why the others do not. Nothing is trained or run." + TARGET)
+@takes(DECIDES, *STEP, "html")
+@click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing.")
 @click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
-def explain(target: str, device: str | None, as_json: bool, html: str | None, full: bool, **given: Any) -> None:
-    options = prepared(device, html, given)
-    report = explained(target, given["inputs"], options, device, given["autocast"])
+def explain(
+    target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None, full: bool,
+    **given: Any
+) -> None:  # fmt: skip
+    options = prepared(device, {"--html": html}, **given)
+    report = explained(target, inputs, options, device, autocast)
     _finish(report, report.table(collapse=not full), as_json, html)
     if given["strict"]:
         _insist(report, options, target)
 
 
-@click.command(help="Estimate the time of a training step in bf16 and in FP8, for a GPU that you need not have." + TARGET_HELP)
-@_model_options
+@click.command(help="Estimate the time of a training step in bf16 and in FP8, for a GPU that you need not have." + TARGET)
+@takes(DECIDES, *STEP, "html")
+@click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing.")
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
 def estimate(
-    target: str,
-    device: str | None,
-    as_json: bool,
-    html: str | None,
-    extrapolate: bool,
-    **given: Any,
-) -> None:
+    target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None,
+    extrapolate: bool, **given: Any
+) -> None:  # fmt: skip
     hide_gpus("estimate")
-    options = prepared(device, html, given)
+    options = prepared(device, {"--html": html}, **given)
     with talk_on_stderr():
-        loaded = load(target, given["inputs"])
+        loaded = load(target, inputs)
         from ..dryrun.estimate import estimate as run
 
-        settings: dict[str, Any] = {"device": device, "options": options, "extrapolate": extrapolate}
-        settings["autocast"] = given["autocast"]
-        found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
+        found = traced(loaded, run, device=device, options=options, extrapolate=extrapolate, autocast=autocast)
     _finish(found, str(found), as_json, html)
     if given["strict"]:
         _insist(found.report, options, target)
 
 
 @click.command(
-    help="One training step in FP8 beside the same step in high precision: errors of outputs and gradients." + TARGET_HELP
+    help="One training step in FP8 beside the same step in high precision: errors of outputs and gradients." + TARGET
 )
-@_model_options(html=False)
-@click.option("--loss", metavar="NAME", help="A function beside TARGET that makes the loss of what the model returns.")
+@takes(DECIDES, *STEP, "loss")
+@click.option("--strict", is_flag=True, help="Fail if a row leaves its band.")
 @click.option("--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf.")
 @click.option("--full", is_flag=True, help="A line for each layer and parameter.")
 def compare(
-    target: str, device: str | None, as_json: bool, loss: str | None, image: str | None, full: bool, **given: Any
-) -> None:
-    options = prepared(device, None, given)
-    if image is not None and not Path(image).parent.is_dir():
-        raise usage(f"--plot {image}: there is no folder {Path(image).parent}")
+    target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, loss: str | None,
+    image: str | None, full: bool, **given: Any
+) -> None:  # fmt: skip
+    options = prepared(device, {"--plot": image}, **given)
     with talk_on_stderr():
-        loaded = load(target, given["inputs"])
-        function = None if loss is None else beside(target, loss)
+        loaded = load(target, inputs)
+        function = loaded.function(loss)
         from ..dryrun.compare import compare as run
 
-        settings: dict[str, Any] = {"loss": function, "options": options or None, "device": device}
-        with as_trained(loaded, given["autocast"]):
-            found = traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
+        with as_trained(loaded, autocast):
+            found = traced(loaded, run, loss=function, options=options or None, device=device)
     if image is not None:
         found.plot(image)
         click.echo(f"wrote {image}", err=True)
-    _finish(found, found.table(worst=None if full else 20), as_json, None)
+    _finish(found, found.table(worst=None if full else 20), as_json)
     if given["strict"] and found.flagged:
         names = ", ".join(row["name"] for row in found.flagged)
         raise StrictError(f"strict: out of their band in FP8: {names}")
+
+
+@click.command(
+    help="Does FP8 pay here? The model's training step, timed on this machine's GPU, in bf16 and in FP8." + TARGET
+)
+@takes("A device of this machine (default: cuda).", *STEP, "loss")
+@click.option("--torchao/--no-torchao", default=None, help="Also torchao's float8 linears (default: where it is installed).")
+@click.option("--optimizer/--no-optimizer", default=True, help="A step has a fused AdamW, or none (default: it has).")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns of each arm.")
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Timed steps a turn.")
+@click.option("--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed steps at first, which compile.")
+def bench(
+    target: str, device: str | None, policy: str | None, options: Sequence[str], inputs: Sequence[str], as_json: bool,
+    loss: str | None, **settings: Any
+) -> None:  # fmt: skip
+    chosen, device = prepared(None, {}, policy, options), device or "cuda"
+    import torch
+
+    from ..devices.support import refusal
+    from ..dryrun.bench import EMULATED
+
+    place = torch_device(device)
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise Failed(f"bench times a GPU, and torch sees no {device} here. --device cpu tries the command: {EMULATED}")
+    if why := refusal([place]):
+        raise Failed(f"FP8 cannot pay here: {why}")
+    with talk_on_stderr():
+        loaded = load(target, inputs)
+        function = loaded.function(loss)
+        from ..dryrun.bench import bench as run
+
+        if device == "cpu":
+            click.echo(f"note: {EMULATED}", err=True)
+        found = traced(loaded, run, loss=function, device=device, options=chosen, progress=_say, **settings)
+    _finish(found, str(found), as_json)
+    if found.ratio is None:
+        raise Failed(f"FP8 failed: {found.rows[-1]['error']}")
+
+
+@click.command(
+    help="The fastest policy whose gradients are exact enough: a recipe for each group of layers, from measured errors and "
+    "estimated times. The result extends --policy." + TARGET
+)
+@takes("Device to estimate times for (default: the policy's; else h200).", "policy", "autocast", "json", "loss")
+@click.option("--max-error", type=float, default=0.05, show_default=True, help="Largest relative error of gradients.")
+@click.option("--loss-budget", hidden=True)
+@click.option("--like", metavar="TARGET", help="What times are estimated for: the same layers in real sizes.")
+@click.option("--out", metavar="FILE", help="Write the policy into this file.")
+def tune(
+    target: str, device: str | None, policy: str | None, autocast: bool | None, as_json: bool, loss: str | None,
+    max_error: float, loss_budget: str | None, like: str | None, out: str | None
+) -> None:  # fmt: skip
+    if loss_budget is not None:
+        raise usage("--loss-budget is gone, since no study supports one; give --max-error, such as 0.05")
+    hide_gpus("tune")
+    settings: dict[str, Any] = {"options": prepared(device, {"--out": out}, policy), "device": device, "max_error": max_error}
+    with talk_on_stderr():
+        loaded = load(target)
+        settings["loss"] = loaded.function(loss)
+        if like is not None:
+            sizes = load(like)
+            settings["like"] = (sizes.model, sizes.args, sizes.kwargs)
+        from ..dryrun.tune import tune as run
+
+        with as_trained(loaded, autocast):
+            found = traced(loaded, run, progress=_say, **settings)
+    if out is not None:
+        found.write(out)
+        click.echo(f"wrote {out}", err=True)
+    _finish(found, str(found), as_json)
 
 
 def explained(
@@ -144,8 +209,7 @@ def explained(
         loaded = load(target, inputs)
         from ..dryrun.explain import explain as run
 
-        settings: dict[str, Any] = {"options": options, "device": device, "autocast": autocast}
-        return traced(loaded, lambda: run(loaded.model, *loaded.args, **settings, **loaded.kwargs))
+        return traced(loaded, run, options=options, device=device, autocast=autocast)
 
 
 def idle(labels: Sequence[str], report: Report, target: str) -> str:
@@ -159,23 +223,31 @@ def idle(labels: Sequence[str], report: Report, target: str) -> str:
 # --- options --------------------------------------------------------------------------------------
 
 
-def prepared(device: str | None, html: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The backend's options. Refuses wrong arguments here, before torch and the model are loaded."""
-    options = dict(map(parse_option, given["options"]))
-    if given["policy"] is not None:
-        options["policy"] = given["policy"]
-    if given["strict"]:
-        options["strict"] = True
-    if html is not None and not Path(html).parent.is_dir():
-        raise usage(f"--html {html}: there is no folder {Path(html).parent}")
-    if html is not None and Path(html).is_dir():
-        raise usage(f"--html {html} is a folder")
+def prepared(
+    device: str | None,
+    written: Mapping[str, str | None],
+    policy: str | None = None,
+    options: Sequence[str] = (),
+    strict: bool = False,
+) -> dict[str, Any]:
+    """The backend's options. Refuses wrong arguments here, before torch and the model are loaded. `written`: files to write,
+    by the option that names them."""
+    found = dict(map(parse_option, options))
+    if policy is not None:
+        found["policy"] = policy
+    if strict:
+        found["strict"] = True
+    for name, file in written.items():
+        if file is not None and not Path(file).parent.is_dir():
+            raise usage(f"{name} {file}: there is no folder {Path(file).parent}")
+        if file is not None and Path(file).is_dir():
+            raise usage(f"{name} {file} is a folder")
     check_device(device)
-    if options:
+    if found:
         from ..config.options import parse
 
-        parse(options)
-    return options
+        parse(found)
+    return found
 
 
 def check_device(name: str | None) -> None:
@@ -202,9 +274,9 @@ def parse_option(text: str) -> tuple[str, Any]:
 def hide_gpus(command: str) -> None:
     """Hide this machine's GPUs: a process that uses one cannot describe another."""
     if "torch" not in sys.modules:
-        if any(os.path.exists(file) for file in _GPU_FILES) and os.environ.get(_HIDDEN_GPUS[0]) != "":
+        if any(os.path.exists(file) for file in GPU_FILES) and os.environ.get(HIDDEN_GPUS[0]) != "":
             click.echo(f"note: {command} describes a GPU and uses none, so it hides this machine's GPUs from itself", err=True)
-        os.environ.update(dict.fromkeys(_HIDDEN_GPUS, ""))
+        os.environ.update(dict.fromkeys(HIDDEN_GPUS, ""))
 
 
 # --- the model's own code -------------------------------------------------------------------------
@@ -237,37 +309,37 @@ def as_trained(target: Target, asked: bool | None) -> Iterator[None]:
             click.echo(f"note: {note} (--no-autocast takes the step without)", err=True)
 
 
-def traced(target: Target, function: Callable[[], Any]) -> Any:
-    """Run `function`, which traces the user's model. If the model raises, print the user's traceback and raise Failed (exit
-    status 1)."""
+def traced(target: Target, function: Callable[..., Any], **settings: Any) -> Any:
+    """Call `function` with the user's model and its inputs. If the model raises, print the user's traceback and raise Failed
+    (exit status 1)."""
     debug = click.get_current_context().find_root().params.get("traceback")
     if not debug:  # torch logs the traceback of an operator that refuses its inputs
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
-        return function()
-    except KeyboardInterrupt:
-        raise
+        return function(target.model, *target.args, **settings, **target.kwargs)
     except Fp8CompileError as error:
         if debug or error.__cause__ is None:
             raise
-        details = user_traceback(error.__cause__)
-        if details:
-            click.echo(details, err=True)
-        raise Failed(str(error)) from None
+        details, message = user_traceback(error.__cause__), str(error)
     except Exception as error:
         if debug:
             raise
         details = user_traceback(error)
-        if details:
-            click.echo(details, err=True)
-        message = f"{type(target.model).__name__} of {target.name} could not be traced: {one_line(error)}"
-        raise Failed(message + ("" if details else " (fp8compile --traceback ... shows where)")) from None
+        message = f"{type(target.model).__name__} of {target.spec} could not be traced: {one_line(error)}"
+        message += "" if details else " (fp8compile --traceback ... shows where)"
+    if details:
+        click.echo(details, err=True)
+    raise Failed(message)
 
 
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _finish(result: Any, text: str, as_json: bool, html: str | None) -> None:
+def _say(what: str) -> None:
+    click.echo(what, err=True)
+
+
+def _finish(result: Any, text: str, as_json: bool, html: str | None = None) -> None:
     if html is not None:
         try:
             result.to_html(html)

@@ -25,7 +25,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -51,10 +51,23 @@ class TargetError(Fp8CompileError):
 
 @dataclass(frozen=True)
 class Target:
-    name: str
+    """`module` is that of the function that was named; `spec` is TARGET."""
+
+    spec: str
+    module: ModuleType
     model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def function(self, name: str | None) -> Callable[..., Any] | None:
+        """The function `name` beside the one that was named; None for None. TargetError if there is none."""
+        if name is None:
+            return None
+        source = self.spec.rpartition(":")[0]
+        found = _named(self.module, source, name)
+        if not callable(found):
+            raise TargetError(f"{source}:{name} is a {type(found).__name__}, not a function")
+        return found
 
 
 def load(spec: str, inputs: Sequence[str] = ()) -> Target:
@@ -70,7 +83,7 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
     is_module = not source.endswith(".py") and all(part.isidentifier() for part in source.split("."))
     read = _imported if is_module else _loaded
     module = _run(lambda: read(source), f"loading {source}")
-    target = _understood(spec, name, _found(module, source, name))
+    target = _understood(spec, module, _found(module, source, name))
     if inputs:
         args, kwargs = parse_inputs(inputs)
         return replace(target, args=args, kwargs=kwargs)
@@ -81,28 +94,6 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
             f"return (model, args), or give --input for each, as in --input 8x1024:int64"
         )
     return target
-
-
-def beside(spec: str, name: str) -> Callable[..., Any]:
-    """The function `name` of the file or module of a target that was loaded. TargetError if there is none."""
-    source = spec.rpartition(":")[0]
-    modules = [module for module in map(sys.modules.get, _names(source)) if module is not None]
-    if source.endswith(".py"):  # two files may have the same name
-        path = Path(source).resolve()
-        modules = [module for module in modules if Path(module.__file__ or "").resolve() == path]
-    module = next(iter(modules), None)
-    found = getattr(module, name, None)
-    if callable(found):
-        return found
-    own = [key for key, value in vars(module).items() if callable(value)] if module is not None else []
-    raise TargetError(f"{source} has no function {name!r}.{did_you_mean(near(name, own))}")
-
-
-def _names(source: str) -> tuple[str, str]:
-    """The names under which `_loaded` or `_imported` may have stored a module."""
-    if source.endswith(".py"):
-        return f"fp8compile_target_{Path(source).stem}", Path(source).stem
-    return source, source
 
 
 def parse_inputs(inputs: Sequence[str]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -161,16 +152,20 @@ def _imported(source: str) -> ModuleType:
         raise TargetError(f"there is no module {source!r} on the path ({os.getcwd()} is first on it)") from None
 
 
-def _found(module: ModuleType, source: str, name: str) -> Any:
-    """The object called `name` if it is an nn.Module, else the result of calling it."""
-    from torch import nn
-
+def _named(module: ModuleType, source: str, name: str) -> Any:
     try:
-        found = operator.attrgetter(name)(module)
+        return operator.attrgetter(name)(module)
     except AttributeError:
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
         hint = did_you_mean(near(name, own)) or f" It defines {', '.join(own[:12]) or 'none'}."
         raise TargetError(f"{source} has no function {name!r}.{hint}") from None
+
+
+def _found(module: ModuleType, source: str, name: str) -> Any:
+    """The object called `name` if it is an nn.Module, else the result of calling it."""
+    from torch import nn
+
+    found = _named(module, source, name)
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
@@ -200,8 +195,8 @@ def _run(function: Callable[[], Any], what: str) -> Any:
         raise TargetError(f"{what} raised {one_line(error)}", traceback_of(error)) from None
 
 
-def _understood(spec: str, name: str, value: Any) -> Target:
-    """The target that a function returned as `value`."""
+def _understood(spec: str, module: ModuleType, value: Any) -> Target:
+    """The target whose function returned `value`."""
     from torch import nn
 
     if isinstance(value, Mapping):
@@ -216,5 +211,5 @@ def _understood(spec: str, name: str, value: Any) -> Target:
         args = () if args is None else (args,)
     kwargs = {} if kwargs is None else kwargs
     if not isinstance(model, nn.Module) or not set(given) <= set(_PARTS) or not isinstance(kwargs, Mapping):
-        raise TargetError(f"{name}() returned {shown}; wanted is {_WANTED}")
-    return Target(spec, model, tuple(args), dict(kwargs))
+        raise TargetError(f"{spec.rpartition(':')[2]}() returned {shown}; wanted is {_WANTED}")
+    return Target(spec, module, model, tuple(args), dict(kwargs))

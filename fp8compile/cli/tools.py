@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .messages import Failed, usage
+from .messages import Failed, torch_device
 
 
 @click.command()
@@ -66,16 +66,10 @@ def calibrate(device: str, no_write: bool) -> None:
 
     Takes about half a minute. Nothing else should run on the GPU meanwhile.
     """
-    import torch
-
     from ..devices.calibrate import NoDevice
     from ..devices.calibrate import calibrate as run
 
     try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise usage(f"--device {device!r} is not a device as torch names it, such as cuda:0") from None
-    try:
-        run(chosen, write=not no_write)
+        run(torch_device(device), write=not no_write)
     except NoDevice as error:
         raise Failed(str(error)) from None

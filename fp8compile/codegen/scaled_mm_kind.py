@@ -74,7 +74,7 @@ def how_grouped(gpu: Gpu | None, a_block: Sequence[int], b_block: Sequence[int],
         return REFERENCE
     a, b = Block(*a_block), Block(*b_block)
     rows = {a, b} <= {ROW, WHOLE}
-    if rows and support.has_grouped(gpu):
+    if rows and gpu.architecture.grouped:
         return GROUPED
     fits = rows or a == LINE and b in BLOCKS or a == MX_BLOCK and b in MX_BLOCKS
     return TRITON if fits and launches else EMULATED

@@ -17,10 +17,9 @@ after work that keeps the device busy: else the host, which launches more slowly
 from __future__ import annotations
 
 import dataclasses
-import logging
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,6 +33,7 @@ logger = get_logger(__name__)
 # m, n, k of the forward, dgrad and wgrad of large layers; none is a power of two in all sizes
 SIZES = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192), (16384, 8192, 8192))
 COPY_BYTES = 1 << 30
+RUNS, WARMUP = 15, 5
 LAUNCHES, PAIRS = 64, 5  # of a pair of times, one is of 64 launches, one of 4 * 64
 AHEAD = 100  # buffers that are written meanwhile: at least 30 us each, and 256 launches take 1 to 3 ms of the host
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,23 +43,19 @@ class NoDevice(Fp8CompileError, RuntimeError):
     """There is no GPU to measure."""
 
 
-class Timer(Protocol):
-    def seconds(self, function: Callable[[], Any], ahead: int = 1) -> float:
-        """The median time of a call, in seconds. `ahead`: how often a large buffer is written before it."""
-
-
-class EventTimer:
+class Timer:
     """Times calls on a CUDA or ROCm device by events. Before each call, it writes a buffer larger than the device's cache."""
 
-    def __init__(self, device: torch.device, cache_bytes: int, runs: int = 15, warmup: int = 5):
-        self.device, self.runs, self.warmup = device, runs, warmup
+    def __init__(self, device: torch.device, cache_bytes: int):
+        self.device = device
         self.flushed = torch.empty(max(cache_bytes, 1 << 26) * 2, dtype=torch.int8, device=device)
 
     def seconds(self, function: Callable[[], Any], ahead: int = 1) -> float:
-        for _ in range(self.warmup):
+        """The median time of a call, in seconds. `ahead`: how often the buffer is written before it."""
+        for _ in range(WARMUP):
             function()
         times = []
-        for _ in range(self.runs):
+        for _ in range(RUNS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             for _ in range(ahead):
                 self.flushed.zero_()
@@ -84,7 +80,7 @@ def calibrate(device: torch.device | str | None = None, write: bool = True) -> D
     with torch.cuda.device(chosen):
         properties = torch.cuda.get_device_properties(chosen)
         known = catalog.unmeasured(properties)
-        made = measured(known, EventTimer(chosen, known.l2), chosen)
+        made = measured(known, Timer(chosen, known.l2), chosen)
     print(catalog.to_toml(made), end="")
     if write:
         print(f"# stored in {catalog.store(made)}")
@@ -120,7 +116,7 @@ def matmul_rate(
         except RuntimeError as error:
             if dtype not in cost.FP8:
                 raise
-            logger.log(logging.WARNING, "no FP8 matmul here: %s", str(error).splitlines()[0])
+            logger.warning("no FP8 matmul here: %s", str(error).splitlines()[0])
             return 0.0
         seconds = timer.seconds(run) - alone - (cost.FP8_START_S if dtype in cost.FP8 else 0)
         found.append(2 * m * n * k / max(seconds, 1e-9) / (1.0 if known is None else _filled(known, m, n, k, dtype)))
@@ -167,13 +163,14 @@ def _launches(count: int, device: torch.device) -> Callable[[], Any]:
 
 
 def matmul(m: int, n: int, k: int, dtype: str, device: torch.device) -> Callable[[], Any]:
-    """A call that multiplies [m, k] by [k, n] in one of the ways of `matmul_rate`."""
-    return _scaled_mm(m, n, k, device, dtype == "fp8") if dtype in cost.FP8 else _mm(m, n, k, DTYPES[dtype], device)
-
-
-def _mm(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
-    out = torch.empty(m, n, dtype=dtype, device=device)
+    """A call that multiplies [m, k] by [k, n] in one of the ways of `matmul_rate`. FP8: both K-major, bf16 output."""
+    own = formats.pick(False, formats.fnuz()).dtype if dtype in cost.FP8 else DTYPES[dtype]
+    a, b = (torch.randn(rows, k, device=device).to(own) for rows in (m, n))
+    if dtype in cost.FP8:
+        scale = torch.ones((), device=device)
+        how: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": dtype == "fp8"}
+        return lambda: torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, **how)
+    out = torch.empty(m, n, dtype=own, device=device)
 
     def run() -> Any:
         before = torch.get_float32_matmul_precision()
@@ -184,12 +181,3 @@ def _mm(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Cal
             torch.set_float32_matmul_precision(before)
 
     return run
-
-
-def _scaled_mm(m: int, n: int, k: int, device: torch.device, fast: bool) -> Callable[[], Any]:
-    """a [m, k] row-major, b [k, n] column-major: both K-major; bf16 output. `fast`: with fast accumulation."""
-    dtype = formats.pick(False, formats.fnuz()).dtype
-    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
-    scale = torch.ones((), device=device)
-    how: dict[str, Any] = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
-    return lambda: torch._scaled_mm(a, b.t(), **how)

@@ -139,8 +139,8 @@ def find(name: str) -> Device:
     Finds a description measured on this machine by the full name of its device. Raises OptionError, which lists the known keys.
     """
     if isinstance(name, str):
-        for device in (*stored().values(), *shipped().values()):
-            if device.origin == "calibrated" and name.lower() == device.name.lower():
+        for device in stored().values():
+            if name.lower() == device.name.lower():
                 return device
         wanted = _plain(name)
         for device in shipped().values():
@@ -240,16 +240,9 @@ def stored() -> dict[str, Device]:
     """The descriptions that `fp8compile calibrate` has written on this machine, by the device's name."""
     try:
         path = stored_path()
-        stamp = path.stat()
-    except (OSError, RuntimeError):  # no file; no home
-        return {}
-    return _stored(path, stamp.st_mtime_ns, stamp.st_size)
-
-
-@functools.lru_cache(maxsize=8)
-def _stored(path: Path, changed: int, size: int) -> dict[str, Device]:
-    try:
         devices = [dataclasses.replace(_device(key, table), origin="calibrated") for key, table in _tables(path).items()]
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # no file; no home
+        return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         fix = "Remove it, or run `python -m fp8compile calibrate` again."
         say_once(logger, logging.WARNING, f"fp8: {path} is ignored: {error}. {fix}")

@@ -30,11 +30,6 @@ def has_blocks(gpu: Gpu) -> bool:
     return _reached(gpu.architecture.blocks_from)
 
 
-def has_grouped(gpu: Gpu) -> bool:
-    """Whether ATen multiplies groups of rows, each with its own matrix, with a scale a row."""
-    return gpu.architecture.grouped
-
-
 @functools.cache
 def casts_to_e4m3(device: torch.device) -> bool:
     """Whether kernels that Inductor makes for a device may have E4M3 tensors. Triton refuses the type on NVIDIA's GPUs before

@@ -174,7 +174,7 @@ def bench(
 
     def converted() -> Runner:
         part = _sharing(model)
-        by_torchao(theirs, heads=HEADS)(part)
+        by_torchao(part, theirs, HEADS)
         return compiled(part, "inductor", parsed.inductor)
 
     frozen = any(not parameter.requires_grad for parameter in model.parameters())

@@ -43,7 +43,7 @@ from ..runtime.state import named_weights, unwrapped
 from ..runtime.state_dict import prepare_load, scaling_state
 from .comparison import Comparison, assembled
 from .observe import Tap, Watched
-from .sandbox import entry, inputs, modules_of, taken, untouched
+from .sandbox import entry, inputs, modules_of, roots_of, taken, untouched
 
 logger = get_logger(__name__)
 
@@ -141,7 +141,8 @@ class Session:
         """A function that takes the step in one phase, with the options in `given`, as often as it is called. Without a
         `Watched` only loss and gradients are found."""
         modules = modules_of((self.model, args, kwargs))
-        roots = _roots(modules)
+        found = roots_of(modules)
+        roots = {"" if len(found) == 1 else f"{i}.": root for i, root in enumerate(found)}  # by a prefix of parameters' names
         weights = {prefix + name: weight for prefix, root in roots.items() for name, weight in named_weights(root).items()}
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         if not trained:
@@ -152,8 +153,33 @@ class Session:
         saved = {name: scaling_state(root) for name, root in roots.items()}
 
         def step(phase: str, watched: Watched | None) -> ComparedStep:
+            seen, measurements = watched or Watched(), []
             with untouched(modules, self.codes), torch.enable_grad():
-                return self._step(phase, watched, (inputs(args), inputs(kwargs), loss), trained, roots, saved)
+                for graph in self.graphs:
+                    if hasattr(graph, "forget"):
+                        graph.forget()
+                for prefix, root in roots.items() if phase == FP8 else ():
+                    prepare_load(root, saved[prefix], strict=False, quiet=True)()
+                    if watched is not None:
+                        measurements.append((prefix, root, Measurement(root).begin()))
+                self.tap.watched = watched
+                try:
+                    result = self.steps[phase](*inputs(args), **inputs(kwargs))
+                    value = loss_of(result, loss, self.name, self.who)
+                    gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+                except Fp8CompileError:
+                    raise
+                except Exception as error:
+                    raise Fp8CompileError(f"{self.who}: {self.name} refuses this batch: {one_line_where(error)}") from error
+                finally:
+                    self.tap.watched = None
+                if phase == FP8 and self.report is None:
+                    self.report = report()
+                named = [(prefix, row) for prefix, root, made in measurements for row in table(root, made)]
+            found = {name: grad.detach() for name, grad in zip(trained, gradients, strict=True) if grad is not None}
+            seen.sources.clear()
+            rows = [{**row, "name": prefix + row["name"]} for prefix, row in named]
+            return ComparedStep(float(value.detach()), found, seen, rows)
 
         return step
 
@@ -193,49 +219,6 @@ class Session:
             self.codes.append(step.__code__)
             self.steps[phase] = torch.compile(step, backend=backend)
 
-    def _step(
-        self,
-        phase: str,
-        watched: Watched | None,
-        given: tuple[Any, Any, Loss | None],
-        trained: Mapping[str, Tensor],
-        roots: Mapping[str, nn.Module],
-        saved: Mapping[str, Any],
-    ) -> ComparedStep:
-        """One step, in the sandbox."""
-        for graph in self.graphs:
-            if hasattr(graph, "forget"):
-                graph.forget()
-        measurements = []
-        if phase == FP8:
-            for prefix, root in roots.items():
-                prepare_load(root, saved[prefix], strict=False, quiet=True)()
-                if watched is not None:
-                    measurements.append((prefix, root, Measurement(root).begin()))
-        self.tap.watched = watched
-        args, kwargs, loss = given
-        try:
-            result = self.steps[phase](*args, **kwargs)
-            value = loss_of(result, loss, self.name, self.who)
-            gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
-        except Fp8CompileError:
-            raise
-        except Exception as error:
-            raise Fp8CompileError(f"{self.who}: {self.name} refuses this batch: {one_line_where(error)}") from error
-        finally:
-            self.tap.watched = None
-        if phase == FP8 and self.report is None:
-            self.report = report()
-        rows = [
-            {**row, "name": prefix + row["name"]}
-            for prefix, root, measurement in measurements
-            for row in table(root, measurement)
-        ]
-        found = {name: grad.detach() for name, grad in zip(trained, gradients, strict=True) if grad is not None}
-        seen = watched or Watched()
-        seen.sources.clear()
-        return ComparedStep(float(value.detach()), found, seen, rows)
-
 
 def _of_one_rank(policy: Policy) -> Policy:
     """The policy without `reduce_amax`, which waits for other ranks and changes no scale of this step: only of later ones."""
@@ -253,13 +236,6 @@ def _rank() -> int | None:
     """This process's rank, where several train together."""
     several = compat.process_groups.has_groups() and dist.get_world_size() > 1
     return dist.get_rank() if several else None
-
-
-def _roots(modules: list[nn.Module]) -> dict[str, nn.Module]:
-    """The modules that are no part of another one, by a prefix of their parameters' names: "" if there is one."""
-    inner = {id(part) for module in modules for part in module.modules() if part is not module}
-    roots = [module for module in modules if id(module) not in inner]
-    return {"" if len(roots) == 1 else f"{i}.": root for i, root in enumerate(roots)}
 
 
 def check_places(tensors: Mapping[str, Tensor], who: str) -> None:

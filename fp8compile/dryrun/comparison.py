@@ -24,7 +24,7 @@ matmul knows. It is only asked if no layer has left its band, because a layer's 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -83,31 +83,26 @@ class Compared:
         return {"name": self.name, "kind": "layer" if self.layer else "parameter", **found, "flag": self.flag}
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
     """A training step in FP8 beside the same step in high precision. ``str()`` is a table, ``rows()`` are flat dicts,
     ``to_dict()`` is for JSON, ``plot(path)`` draws a picture. `flagged` are the rows that have left their band.
 
     `loss`, `loss_bf16`, `loss_fp8`: of the three runs. `gradient`, `gradient_bf16`: of all parameters as one vector.
-    `deterministic`: two runs in high precision with the same random numbers were bitwise equal (None: not asked).
-    `rank`: of the process whose batch was compared (None: it trains alone).
+    `deterministic`: two runs in high precision with the same random numbers were bitwise equal (None: not asked); `unsteady`:
+    else, the gradient that differs most, and its SQNR. `rank`: of the process whose batch was compared (None: it trains alone).
     """
 
-    def __init__(
-        self,
-        model: str,
-        losses: tuple[float, float, float],
-        gradients: tuple[Likeness, Likeness],
-        items: Iterable[Compared],
-        unsteady: tuple[str, float] | None = None,
-        asked: bool = True,
-        rank: int | None = None,
-    ):
-        self.model, self.rank = model, rank
-        self.loss, self.loss_bf16, self.loss_fp8 = losses
-        self.gradient, self.gradient_bf16 = gradients
-        self.items = sorted(items, key=lambda item: item.order)
-        self.deterministic = unsteady is None if asked else None
-        self._unsteady = unsteady
+    model: str
+    loss: float
+    loss_bf16: float
+    loss_fp8: float
+    gradient: Likeness
+    gradient_bf16: Likeness
+    items: Sequence[Compared]  # the worst first
+    deterministic: bool | None
+    unsteady: tuple[str, float] | None
+    rank: int | None
 
     def rows(self) -> list[dict[str, Any]]:
         """Flat dicts, worst first, as ``pandas.DataFrame`` takes them.
@@ -161,27 +156,30 @@ class Comparison:
         where = "" if self.rank is None else f" on rank {self.rank}"
         return (
             f"{self.model}{where}: loss {self.loss:.6g} in high precision, {self.loss_fp8:.6g} in FP8{change}; gradient "
-            f"{_db(like.sqnr)} dB (bf16: {_db(bf16.sqnr)}), cosine {_number(like.cosine)}, norm {_number(like.norm)}"
+            f"{_text('sqnr', like.sqnr)} dB (bf16: {_text('sqnr', bf16.sqnr)}), cosine {_text('cosine', like.cosine)}, "
+            f"norm {_text('norm', like.norm)}"
         )
 
     def table(self, worst: int | None = 20) -> str:
         """The table, of the `worst` layers and half as many other parameters at most; None: of all."""
         lines = ["fp8: " + self.summary()]
-        lines += [f"{item.name} is out of range: {item.flag}" for item in self.items if item.flag]
-        if not any(item.flag for item in self.items):
-            lines.append("all layers are within the expected range")
-        if self._unsteady is not None:
-            name, sqnr = self._unsteady
+        flags = [f"{item.name} is out of range: {item.flag}" for item in self.items if item.flag]
+        lines += flags or ["all layers are within the expected range"]
+        if self.unsteady is not None:
+            name, sqnr = self.unsteady
             lines.append(
                 f"the model is not deterministic: with the same random numbers, the gradient of {name} is at {sqnr:.1f} dB in "
                 "a second run in high precision; numbers near that say nothing about FP8"
             )
         for layer in (True, False):
-            items = [item for item in self.items if item.layer is layer]
+            items = [item.row() for item in self.items if item.layer is layer]
             shown = items if worst is None else items[: worst if layer else worst // 2]
             if shown:
-                head, cells = _cells(shown, layer)
-                lines += ["", aligned(head, cells, "<" + ">" * (len(head) - 1))]
+                keys = NUMBERS[0 if layer else 5 : 9]
+                head = ["layer" if layer else "other parameter", *_HEAD[-len(keys) :]]
+                names = [("! " if row["flag"] else "") + row["name"] for row in shown]
+                cells = [[name, *(_text(key, row[key]) for key in keys)] for name, row in zip(names, shown, strict=True)]
+                lines += ["", aligned(head, cells, "<" + ">" * len(keys))]
             if len(shown) < len(items):
                 lines.append(f"and {len(items) - len(shown)} more, which are better (table(worst=None) shows all)")
         return "\n".join(lines)
@@ -194,24 +192,10 @@ class Comparison:
         plot_comparison(self.rows(), self.summary(), path, {key: x - BAND for key, x in EXPECTED.items()}, worst)
 
 
-def _cells(items: Sequence[Compared], layer: bool) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table of layers, or of other parameters."""
-    keys = NUMBERS[0 if layer else 5 : 9]
-    head = ["layer" if layer else "other parameter", *_HEAD[-len(keys) :]]
-    rows = []
-    for item in items:
-        row = item.row()
-        texts = [_number(row[key]) if key in ("cosine", "norm") else _db(row[key]) for key in keys]
-        rows.append([("! " if item.flag else "") + item.name, *texts])
-    return head, rows
-
-
-def _db(x: float | None) -> str:
-    return "-" if x is None or math.isnan(x) else f"{x:.1f}"
-
-
-def _number(x: float | None) -> str:
-    return "-" if x is None or math.isnan(x) else f"{x:.4f}"
+def _text(key: str, x: float | None) -> str:
+    if x is None or math.isnan(x):
+        return "-"
+    return f"{x:.4f}" if key in ("cosine", "norm") else f"{x:.1f}"
 
 
 def _json(x: float) -> float | None:
@@ -252,13 +236,17 @@ def assembled(
         items.append(_flagged(item, mine))
     if not any(item.flag for item in items):
         items = [_apart(item) for item in items]
+    unsteady = None if again is None else _unsteady(reference, again)
     return Comparison(
         model,
-        (reference.loss, noisy.loss, fp8.loss),
-        (_whole(reference, fp8), _whole(reference, noisy)),
-        items,
-        _unsteady(reference, again),
-        again is not None,
+        reference.loss,
+        noisy.loss,
+        fp8.loss,
+        _whole(reference, fp8),
+        _whole(reference, noisy),
+        sorted(items, key=lambda item: item.order),
+        None if again is None else unsteady is None,
+        unsteady,
         rank,
     )
 
@@ -312,10 +300,8 @@ def _whole(reference: ComparedStep, test: ComparedStep) -> Likeness:
     return Likeness.of(sum(every[1:], every[0])) if every else _like(None, None)
 
 
-def _unsteady(reference: ComparedStep, again: ComparedStep | None) -> tuple[str, float] | None:
+def _unsteady(reference: ComparedStep, again: ComparedStep) -> tuple[str, float] | None:
     """The parameter whose gradient differs most between two equal runs, with its SQNR; None if none differs."""
-    if again is None:
-        return None
     found = {name: _like(given, again.gradients.get(name)).sqnr for name, given in reference.gradients.items()}
     worse = {name: sqnr for name, sqnr in found.items() if sqnr < math.inf}
     if not worse and again.loss == reference.loss:

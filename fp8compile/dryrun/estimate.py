@@ -18,22 +18,26 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from .. import compat
+from ..config.options import parse
 from ..devices import catalog
+from ..devices.catalog import Device
 from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError
 from ..reporting.layer_rows import alike, joined, parts
 from ..reporting.report import Report, report
-from . import roofline
+from ..runtime.inner import INDUCTOR
+from . import fake_gpu, roofline
+from .autocast import autocast as under
 from .estimate_result import Cost, Estimate, LayerCost
-
-if TYPE_CHECKING:
-    from ..devices.catalog import Device
-    from .fake_gpu import Step
+from .explain import explain
+from .fake_gpu import Step
+from .sandbox import entry, fuse_attention, inputs, modules_of, taken, untouched
 
 NOWHERE, OPTIMIZER = "(elsewhere)", "(optimizer)"
 Costs = dict[str, Cost]  # by module
@@ -67,46 +71,31 @@ def estimate(
     Raises OptionError for an unknown device, a device without FP8, or bad options; Fp8CompileError if no GPU can be described
     (in a process with a CUDA device, or without Triton); and any error of the model.
     """
-    from ..config.options import parse
-    from . import fake_gpu
-    from .autocast import autocast as under
-    from .explain import explain
-    from .sandbox import modules_of, taken
-
     if attention is not None and not 0 < attention <= 1:
         raise OptionError.of("attention", attention, "a share of the bf16 matmul rate, above 0 and at most 1")
     if optimizer < 0:
         raise OptionError.of("optimizer", optimizer, "bytes a parameter, at least 0")
     chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
-    found = catalog.find(device or parse(chosen).policy.device or "h200")
-    if not found.has_fp8:
-        raise OptionError.of("device", found.key, "a device with FP8 tensor cores", ("h100", "h200"))
+    found = device_for(device or parse(chosen).policy.device)
     chosen["device"] = found.key
     inductor = parse(chosen).inductor
     if any(inductor.get(name) for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")):
         raise OptionError("autotuning needs the device: estimate without max_autotune")
-    why = fake_gpu.unavailable()
-    if why is not None:
-        raise Fp8CompileError(f"no GPU can be described here: {why}")
     model = taken(model)
     modules = modules_of((model, args, kwargs))
+    container, name = repeated(modules) if extrapolate else (None, "")
+    if extrapolate and container is None:
+        raise OptionError("extrapolate: the model has no ModuleList or Sequential of three or more equal blocks")
+    compiler = Compiler(model, modules, args, kwargs, found, chosen, container, attention, waves)
     notes = []
     if found.gfx:
         notes.append("compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described")
     with under(modules, autocast) as how:
         notes[:0] = [how] if how else []
-        compiler = Compiler(model, modules, args, kwargs, found, chosen, inductor, attention, waves)
-        if not extrapolate:
-            bf16, fp8, decided = compiler.costs()
-        else:
-            container, name = repeated(modules)
-            count = len(container)
-            bf16, fp8 = (
-                carried_on(one, two, count)
-                for one, two in zip(compiler.costs(container, 1)[:2], compiler.costs(container, 2)[:2], strict=True)
-            )
+        bf16, (fp8, decided) = compiler.bf16(), compiler.fp8()
+        if container is not None:
             decided = explain(model, *args, options=chosen, autocast=False, **kwargs)  # as it is on already, where it is
-            notes.append(f"{count} of {name or 'the blocks'}, carried on from 1 and 2")
+            notes.append(f"{len(container)} of {name or 'the blocks'}, carried on from 1 and 2")
     if not waves:
         notes.append("matmuls at the full rate, without waves of tiles")
     if optimizer:
@@ -118,48 +107,60 @@ def estimate(
     return Estimate(found.name, tuple(_layers(bf16, fp8)), decided, tuple(notes), rate)
 
 
+def device_for(name: str | None) -> Device:
+    """The description of the device to estimate for. OptionError if it has no FP8."""
+    found = catalog.find(name or "h200")
+    if not found.has_fp8:
+        raise OptionError.of("device", found.key, "a device with FP8 tensor cores", ("h100", "h200"))
+    return found
+
+
 @dataclass(frozen=True)
 class Compiler:
+    """Compiles a step for a device. Of the blocks of `container`, if it is given, only one and two are compiled, and the costs
+    are extrapolated to all."""
+
     model: Callable[..., Any]
     modules: list[nn.Module]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     device: Device
     options: dict[str, Any]
-    inductor: dict[str, Any]
-    attention: float | None
-    waves: bool
+    container: nn.Module | None = None
+    attention: float | None = None
+    waves: bool = True
 
-    def costs(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Costs, Report]:
-        """The costs in bf16 and in FP8, and the report, with only the first `blocks` blocks of `container`."""
-        plain = self.plain(container, blocks)
-        ours, decided = self.ours(container, blocks)
-        return plain, ours, decided
+    def __post_init__(self) -> None:
+        if (why := fake_gpu.unavailable()) is not None:
+            raise Fp8CompileError(f"no GPU can be described here: {why}")
 
-    def plain(self, container: nn.Module | None = None, blocks: int = 0) -> Costs:
-        """The costs in bf16."""
-        from .. import compat
-        from ..runtime.inner import INDUCTOR
+    def bf16(self) -> Costs:
+        """The costs without FP8."""
+        chosen = parse(self.options).inductor
 
         def inductor(gm: Any, example_inputs: Any) -> Any:
-            return compat.inductor.compile_fx(gm, example_inputs, INDUCTOR.compile, self.inductor)
+            return compat.inductor.compile_fx(gm, example_inputs, INDUCTOR.compile, chosen)
 
-        return self._by_module(self._compiled(inductor, container, blocks)[0])
+        return self._costs(inductor)[0]
 
-    def ours(self, container: nn.Module | None = None, blocks: int = 0) -> tuple[Costs, Report]:
-        """The costs in FP8, and the report."""
+    def fp8(self) -> tuple[Costs, Report]:
+        """The costs in FP8, and the report of what was compiled."""
         from ..backend import fp8
 
         def ours(gm: Any, example_inputs: Any) -> Any:
             return fp8(gm, example_inputs, options=self.options)
 
-        step, decided = self._compiled(ours, container, blocks)
-        return self._by_module(step), decided
+        return self._costs(ours)
 
-    def _compiled(self, backend: Callable, container: nn.Module | None, blocks: int) -> tuple[Step, Report]:
-        from . import fake_gpu
-        from .sandbox import entry, fuse_attention, inputs, untouched
+    def _costs(self, backend: Callable) -> tuple[Costs, Report]:
+        if self.container is None:
+            step, decided = self._compiled(backend, 0)
+            return self._by_module(step), decided
+        count = len(list(self.container.children()))
+        (one, _), (two, decided) = (self._compiled(backend, blocks) for blocks in (1, 2))
+        return carried_on(self._by_module(one), self._by_module(two), count), decided
 
+    def _compiled(self, backend: Callable, blocks: int) -> tuple[Step, Report]:
         decided = Report()
 
         def compiled(gm: Any, example_inputs: Any) -> Any:
@@ -172,7 +173,7 @@ class Compiler:
             torch.compile(entry(self.model), backend=compiled)(*args, **kwargs)
             decided = report()  # here, because trace() clears the ledger at its end
 
-        with untouched(self.modules), torch.enable_grad(), _only(container, blocks):
+        with untouched(self.modules), torch.enable_grad(), _only(self.container, blocks):
             found = fake_gpu.trace(step, _described(self.device))
         if not found.kernels:
             raise Fp8CompileError("nothing was compiled: Dynamo found no graph in this model")
@@ -200,8 +201,8 @@ def _described(device: Device) -> Gpu:
 # -- repeated blocks ---------------------------------------------------------------------------------------------------
 
 
-def repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential, str]:
-    """The container of equal blocks with the most parameters, and its name."""
+def repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential | None, str]:
+    """The container of three or more equal blocks with the most parameters, and its name. None if there is none."""
     found: list[tuple[int, nn.ModuleList | nn.Sequential, str]] = []
     for root in modules:
         for name, part in root.named_modules():
@@ -209,9 +210,7 @@ def repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequentia
             forms = {(type(child), *(tuple(p.shape) for p in child.parameters())) for child in children}
             if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(children) > 2 and len(forms) == 1:
                 found.append((sum(p.numel() for p in part.parameters()), part, name))
-    if not found:
-        raise OptionError("extrapolate: the model has no ModuleList or Sequential of three or more equal blocks")
-    _, container, name = max(found, key=lambda item: item[0])
+    _, container, name = max(found, key=lambda item: item[0], default=(0, None, ""))
     return container, name
 
 

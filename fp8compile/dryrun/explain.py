@@ -51,7 +51,7 @@ def explain(
     from ..config.options import parse
     from .autocast import autocast as under
     from .placeholders import PLACEHOLDERS
-    from .sandbox import entry, fuse_attention, inputs, modules_of, taken, untouched
+    from .sandbox import entry, fuse_attention, inputs, modules_of, roots_of, taken, untouched
 
     model = taken(model)
     modules = modules_of((model, args, kwargs))
@@ -77,8 +77,7 @@ def explain(
             if not known or isinstance(error, Fp8CompileError) or compat.dynamo.is_of_backend(error):
                 raise
             note = f"incomplete: after graph {known - 1} the model raised {one_line_where(error)}"
-        inner = {id(part) for module in modules for part in module.modules() if part is not module}
-        outside = [record for module in modules if id(module) not in inner for record in report(module).outside]
+        outside = [record for module in roots_of(modules) for record in report(module).outside]
         graphs = report().graphs
         notes = [how] if how else []
         if not any(graph.device for graph in graphs) and any(record.decision == FP8 for x in graphs for record in x.matmuls):

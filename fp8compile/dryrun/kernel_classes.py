@@ -7,14 +7,13 @@
     other        the rest: norms, losses, the optimizer, copies
 
 Names identify the matmuls and attention of libraries, and fp8compile's own kernels (`fp8_..`). The names of Inductor's kernels
-do not contain dtypes, so their sources in Inductor's cache are read: a kernel with an FP8 pointer in its signature is a cast.
+do not contain dtypes: who has read their sources says which of them are casts.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 CLASSES = ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
@@ -37,12 +36,9 @@ _CAST = re.compile(r"float8|fp8|quantize|amax", re.IGNORECASE)
 _GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|scale|amax|columns|sum|update)(?:_|$)")  # fp8compile's own
 _MEMORY = re.compile(r"^(?:Memcpy|Memset)", re.IGNORECASE)
 
-_TRITON_SOURCE = re.compile(r"async_compile\.triton\(\s*'(\w+)',\s*'''(.*?)'''", re.DOTALL)
-_FP8_POINTER = re.compile(r"\*fp8e\w+")
-
 
 def classify(name: str, casts: Iterable[str] = ()) -> str:
-    """The class of a kernel. `casts`: names of Inductor's kernels that read or write FP8 (`cast_kernels`)."""
+    """The class of a kernel. `casts`: names of Inductor's kernels that read or write FP8."""
     if _MEMORY.match(name):
         return "other"
     if _GENERATED.match(name):  # before the others, because the name lists fused operators, such as attention's dropout
@@ -56,16 +52,6 @@ def classify(name: str, casts: Iterable[str] = ()) -> str:
     if _GEMM.search(name) and not name.startswith(("triton_poi", "triton_red", "triton_per", "triton_for")):
         return "bf16_gemm"
     return "cast" if _CAST.search(name) else "other"
-
-
-def cast_kernels(cache: Path) -> set[str]:
-    """Names of the Triton kernels in an Inductor cache folder that have an FP8 pointer among their arguments."""
-    names = set()
-    for path in cache.rglob("*.py"):
-        for name, source in _TRITON_SOURCE.findall(path.read_text(errors="ignore")):
-            if _FP8_POINTER.search(source) and not name.startswith("triton_tem"):
-                names.add(name)
-    return names
 
 
 def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: int) -> dict[str, Any]:

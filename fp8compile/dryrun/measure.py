@@ -7,11 +7,9 @@ at the end of a turn. On a CPU, the clock times the parts.
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,14 +20,7 @@ from . import kernel_classes
 T = TypeVar("T")
 
 
-@dataclass
-class Marks:
-    """Points in time of one step: its start, (forward, backward, end) of each micro-batch, the optimizer, the end."""
-
-    start: Any
-    micro: list[tuple[Any, Any, Any]]
-    optimizer: Any
-    end: Any
+Mark = tuple[str, Any, Any]  # a part of a step, its start and its end
 
 
 class Runner:
@@ -66,8 +57,9 @@ class Runner:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def step(self) -> Marks:
-        start, micro = self.mark(), []
+    def step(self) -> list[Mark]:
+        """Train a step. The first mark is that of the whole step."""
+        start, marks = self.mark(), []
         for _ in range(self.accumulate):
             if self.cuda:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -75,14 +67,15 @@ class Runner:
             out = self.forward()
             backward = self.mark()
             out.backward(self.grad)
-            micro.append((forward, backward, self.mark()))
+            marks += [("forward", forward, backward), ("backward", backward, self.mark())]
             if self.grad is None:
                 self.losses.append(out.detach().clone())  # a CUDA graph's output is overwritten by its next replay
             del out
         before = self.mark()
         self.update()
         self.steps += 1
-        return Marks(start, micro, before, self.mark())
+        end = self.mark()
+        return [("total", start, end), *marks, ("optimizer", before, end)]
 
     def warm_up(self, steps: int) -> dict[str, Any]:
         """The first steps, which compile: their seconds, and the peak memory of the first one and of the others."""
@@ -107,7 +100,7 @@ class Runner:
         self.wait()
         result = {
             "tokens": steps * self.accumulate * self.tokens,
-            "span_ms": self.milliseconds(marks[0].start, marks[-1].end) if marks else 0.0,
+            "span_ms": self.milliseconds(marks[0][0][1], marks[-1][0][2]) if marks else 0.0,
             "lead_s": lead_s,
             "steps": [self.split(m) for m in marks],
             "losses": torch.stack(self.losses).float().tolist() if self.losses else [],
@@ -124,14 +117,11 @@ class Runner:
         torch.cuda.empty_cache()
         return {"idle": torch.cuda.memory_reserved()}
 
-    def split(self, marks: Marks) -> dict[str, float]:
-        between = self.milliseconds
-        return {
-            "total": between(marks.start, marks.end),
-            "forward": sum(between(forward, backward) for forward, backward, _ in marks.micro),
-            "backward": sum(between(backward, end) for _, backward, end in marks.micro),
-            "optimizer": between(marks.optimizer, marks.end),
-        }
+    def split(self, marks: Sequence[Mark]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for part, start, end in marks:
+            found[part] = found.get(part, 0.0) + self.milliseconds(start, end)
+        return found
 
     def memory(self) -> dict[str, int] | None:
         """The peaks since the last call; None on a CPU."""
@@ -188,23 +178,12 @@ def summarise(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def by_torchao(recipe: str, auto: bool = False, heads: Sequence[str] = ("lm_head",)) -> Callable[[nn.Module], None]:
-    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do): those of these names.
+def by_torchao(model: nn.Module, recipe: str, heads: Sequence[str] = ("lm_head",)) -> None:
+    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do): those of these names."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    `auto`: use torchao's own filter for the recipe, which does not replace small linears.
-    """
+    def keep(module: nn.Module, name: str) -> bool:
+        sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
+        return name.rpartition(".")[2] not in heads and all(size % 16 == 0 for size in sizes)
 
-    def prepare(model: nn.Module) -> None:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        if auto:
-            keep = importlib.import_module("torchao.float8.float8_linear_utils")._auto_filter_for_recipe(recipe, list(heads))
-        else:
-
-            def keep(module: nn.Module, name: str) -> bool:
-                sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
-                return name.rpartition(".")[2] not in heads and all(size % 16 == 0 for size in sizes)
-
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep)
-
-    return prepare
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep)

@@ -9,6 +9,7 @@ as slice lengths, where 0 would be wrong. Results of a matmul or a norm are neve
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,19 +36,18 @@ def placeholder_callable(graph: Graph, device: torch.device | None = None) -> Ca
     outputs: Sequence[Any] = end.args[0]  # type: ignore[assignment]
     described = end.meta.get("desc") or [None] * len(outputs)
     saved = {i for i, what in enumerate(described) if type(what).__name__.startswith("SavedForBackwards")}
-    cheap = _cheap(graph, [node for i, node in enumerate(outputs) if isinstance(node, Node) and i not in saved])
 
     def run(args: list[Any]) -> list[Any]:
         given: dict[Any, Any] = dict(zip(inputs, args, strict=True))
         sizes = _sizes(given)
-        known = _computed(cheap, given, sizes, device) if cheap else given
+        known = _computed(graph, given, sizes, device)
         made: dict[Any, Any] = {}
         results = []
         for i, node in enumerate(outputs):
             key = (node, i in saved)
             if isinstance(node, Node) and key not in made:
                 where = torch.device("meta") if i in saved else device
-                source = given if i in saved else known
+                source = given if i in saved or node in given else known
                 made[key] = source[node] if node in source else _like(node.meta.get("val"), sizes, where)
             results.append(made[key] if isinstance(node, Node) else node)
         args.clear()
@@ -62,26 +62,6 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> C
 
 
 PLACEHOLDERS = Inner(_compile, computes=False)
-
-
-def _cheap(graph: Graph, wanted: Sequence[Node]) -> list[Node]:
-    """The nodes to compute, in order, for the `wanted` nodes that depend on small tensors and sizes only."""
-    able: set[Node] = set()
-    for node in graph.nodes:
-        target = node.target
-        op = isinstance(target, compat.OpOverload) and target.namespace in ("aten", "prims") and not target._schema.is_mutable
-        if _is_size(node) or (
-            (op or node.op in ("placeholder", "get_attr")) and _is_small(node) and able.issuperset(node.all_input_nodes)
-        ):
-            able.add(node)
-    needed: set[Node] = set()
-    waiting = [node for node in wanted if node in able]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += () if _is_size(node) else node.all_input_nodes
-    return [node for node in graph.nodes if node in needed and node.op != "placeholder"]
 
 
 def _is_size(node: Node) -> bool:
@@ -100,26 +80,26 @@ def _is_small(node: Node) -> bool:
 
 
 @torch.no_grad()
-def _computed(
-    nodes: Sequence[Node], given: dict[Node, Any], sizes: dict[Any, Any], device: torch.device | None
-) -> dict[Node, Any]:
-    """`given`, and the values of those `nodes` that can be computed."""
-    known = dict(given)
-    for node in nodes:
+def _computed(graph: Graph, given: dict[Node, Any], sizes: dict[Any, Any], device: torch.device | None) -> dict[Node, Any]:
+    """The values of nodes that depend on sizes and on small tensors only, where they can be computed."""
+    known: dict[Node, Any] = {}
+    for node in graph.nodes:
+        target = node.target
         if _is_size(node):
             known[node] = _number(node.meta["val"], sizes)
+        elif not _is_small(node) or not known.keys() >= {*node.all_input_nodes}:
             continue
-        try:
-            if node.op == "get_attr":
-                found = getattr(node.graph.owning_module, str(node.target))
-            else:
-                args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-                args, kwargs = tree_map_only(torch.device, lambda where: device or where, (args, kwargs))
-                found = node.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception:  # an operator without a kernel for this device, a constant that is gone: the output becomes zeros
-            continue
-        if not isinstance(found, compat.FakeTensor):
-            known[node] = found
+        elif node.op == "placeholder":
+            known[node] = given[node]
+        elif node.op == "get_attr":
+            known[node] = getattr(graph.owning_module, str(target), None)
+        elif isinstance(target, compat.OpOverload) and target.namespace in ("aten", "prims") and not target._schema.is_mutable:
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+            args, kwargs = tree_map_only(torch.device, lambda where: device or where, (args, kwargs))
+            with contextlib.suppress(Exception):  # an operator without a kernel for this device: the output becomes zeros
+                known[node] = target(*args, **kwargs)
+        if known.get(node) is None or isinstance(known[node], compat.FakeTensor):
+            known.pop(node, None)
     return known
 
 

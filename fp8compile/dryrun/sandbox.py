@@ -83,6 +83,12 @@ def modules_of(model: Any) -> list[nn.Module]:
     return list(found.values())
 
 
+def roots_of(modules: list[nn.Module]) -> list[nn.Module]:
+    """The modules that are no part of another one."""
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inner]
+
+
 def _filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell

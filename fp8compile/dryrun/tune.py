@@ -3,7 +3,7 @@
     tuned = fp8compile.tune(model, tokens, targets, device="h100", max_error=0.05)
     tuned.write("policy.toml")                                  # a commented policy, for options={"policy": "policy.toml"}
 
-Layers whose names differ in numbers only are a group (`candidates`). For each group and each candidate, one training step runs
+Layers whose names differ in numbers only are a group (`tuned`). For each group and each candidate, one training step runs
 eagerly with that group alone in FP8, as `fp8compile.compare` runs it. The error of a step is that of its gradients:
 
     error^2 = mean over all elements of trained parameters of min(1, |g_fp8 - g|^2 / |g|^2 - what bf16 has)
@@ -16,28 +16,27 @@ whole policy; so is every uniform recipe. The fastest of those whose measured er
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..config.options import parse
 from ..config.policy import VARIABLE
-from ..devices import catalog
 from ..errors import Fp8CompileError, OptionError, TuneError
 from ..ir.records import FP8, HIGH_PRECISION
 from ..reporting.layer_rows import pattern
-from .candidates import Candidate, Choice, LayerGroup, candidates, groups_of, policy_of
+from .autocast import wanted
 from .compare import ComparedStep, Loss, Session
+from .estimate import Compiler, Costs, device_for, repeated
 from .observe import Watched, sums
-from .times import Times, of_modules, seconds
-from .tuned import Tuned, Whole
+from .sandbox import modules_of, taken
+from .tuned import HIGH, Choice, LayerGroup, Tuned, Whole, candidates, groups_of, policy_of, recipe_of
 
 UNSTEADY = 0.3  # of max_error: two equal runs may differ by so much
-Progress = Callable[[str], None]
-Row = dict[Candidate | None, tuple[float, float]]
 
 
 def tune(
@@ -48,7 +47,7 @@ def tune(
     device: str | None = None,
     max_error: float = 0.05,
     like: tuple[Any, ...] | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Tuned:
     """Choose recipe and format for each group of layers of `model(*args, **kwargs)`. See `Tuned`.
@@ -78,13 +77,13 @@ def tune(
     if not isinstance(timed, tuple) or not 2 <= len(timed) <= 3 or not isinstance(timed[1], (tuple, list)):
         raise OptionError("tune: like has to be (model, args) or (model, args, kwargs), with args a tuple")
     extends = _extends(options or {})
-    found = catalog.find(device or parse({"policy": extends}).policy.device or "h200")
-    if not found.has_fp8:
-        raise OptionError.of("device", found.key, "a device with FP8 tensor cores", ("h100", "h200"))
-    network, its, *named = timed
-    times = Times(network, tuple(its), dict(*named), found, here=like is None)  # before the work: it may not be possible here
-    errors = _Errors(model, (args, kwargs, loss), extends, max_error, progress or (lambda what: None))
-    return _Search(errors, times, candidates(found.gpu), max_error).result()
+    found = device_for(device or parse({"policy": extends}).policy.device)
+    network, its, *named = taken(timed[0]), tuple(timed[1]), *timed[2:]
+    modules = modules_of((network, its, *named))
+    compiler = Compiler(network, modules, its, dict(*named), found, {}, repeated(modules)[0])  # early: it may be impossible
+    autocast = wanted(modules, None) or (like is None and torch.is_autocast_enabled("cpu"))
+    session = Session(model, {"policy": policy_of((), (), extends)}, who="tune")
+    return _Study(session, compiler, autocast, extends, max_error, progress or (lambda what: None)).result(args, kwargs, loss)
 
 
 def _extends(options: Mapping[str, Any]) -> str:
@@ -95,48 +94,85 @@ def _extends(options: Mapping[str, Any]) -> str:
     return os.fspath(policy)
 
 
-class _Errors:
-    """The errors of choices, squared, each measured once. `groups`: what there is to choose for."""
+class _Study:
+    """Measures and estimates policies."""
 
-    def __init__(self, model: Any, given: tuple[Any, ...], extends: str, max_error: float, say: Progress):
-        self.given, self.extends, self.say = given, extends, say
-        self.session = Session(model, {"policy": policy_of((), (), extends)}, who="tune")
-        self.name = self.session.name
-        step = self.session.taking(*given)
-        say("in high precision")
+    def __init__(
+        self, session: Session, compiler: Compiler, autocast: bool, extends: str, max_error: float, say: Callable[[str], None]
+    ):
+        self.session, self.compiler, self.autocast, self.extends = session, compiler, autocast, extends
+        self.max_error, self.say = max_error, say
+        self.found = candidates(compiler.device.gpu)
+        self.floor: dict[str, float] = {}  # squared errors of bf16, by parameter
+        self.times: dict[Choice, float] = {}  # seconds of a step, by the recipes of its groups
+        self.wholes: dict[Choice, Whole] = {}
+
+    def result(self, *batch: Any) -> Tuned:
+        self._begin(*batch)
+        name, device, groups = self.session.name, self.compiler.device.name, self.groups
+        alone = [self._alone(group) for group in groups]
+        bf16, saved = self._saved(dict.fromkeys(map(recipe_of, self.found)))
+        rows = [
+            {HIGH: (0.0, 0.0), **{candidate: (saves[recipe_of(candidate)], error) for candidate, error in errors.items()}}
+            for saves, errors in zip(saved, alone, strict=True)
+        ]
+        for candidate in self.found:
+            self._weigh((candidate,) * len(groups), f"{candidate} everywhere")
+        self._descend(rows, "mixed")
+        for only in saved[0]:  # a kernel between two layers counts for one of them: times of one recipe add up best
+            self._descend([{c: row[c] for c in row if recipe_of(c) in (HIGH, only)} for row in rows], f"{only}, in part")
+        wholes = sorted(self.wholes.values(), key=lambda whole: (whole.seconds, whole.error))
+        if wholes[0].seconds == math.inf and any(seconds > 0 for saves in saved for seconds in saves.values()):
+            least = math.sqrt(min(error for errors in alone for error in errors.values()))
+            raise TuneError(
+                f"tune: no FP8 policy of {name} has an error of gradients of at most {self.max_error:g}; the least of one "
+                f"group alone is {least:.2g}. Raise max_error, or train in bf16"
+            )
+        if wholes[0].seconds >= bf16:
+            raise TuneError(
+                f"tune: FP8 does not make {name} faster on {device} at these sizes, so train in bf16; give a larger batch, or "
+                "the sizes of the real training with like= (--like)"
+            )
+        shown = tuple({c: (seconds, math.sqrt(error)) for c, (seconds, error) in row.items()} for row in rows)
+        return Tuned(name, device, self.max_error, self.extends, groups, shown, bf16, tuple(wholes), wholes[0])
+
+    # -- errors
+
+    def _begin(self, *batch: Any) -> None:
+        """Take the step in high precision, as bf16 might, and in FP8, which finds the groups."""
+        self.batch, step, name = batch, self.session.taking(*batch), self.session.name
+        self.say("in high precision")
         self.reference = step(HIGH_PRECISION, None)
         self.session.check_finite(self.reference)
-        self.floor: dict[str, float] = {}  # what bf16 has, by parameter
-        say("once more")
+        self.say("once more")
         again = math.sqrt(self._squared(step(HIGH_PRECISION, None)))
-        if again > UNSTEADY * max_error:
+        if again > UNSTEADY * self.max_error:
             raise Fp8CompileError(
-                f"tune: {self.name} is not deterministic: the gradients of two equal steps in high precision differ by "
-                f"{again:.2g}; seed what is random, or use torch.use_deterministic_algorithms(True)"
+                f"tune: {name} is not deterministic: the gradients of two equal steps in high precision differ by {again:.2g}; "
+                "seed what is random, or use torch.use_deterministic_algorithms(True)"
             )
-        say("with the noise of bf16")
+        self.say("with the noise of bf16")
         noisy = step(HIGH_PRECISION, Watched({}, noise=True))
         self.floor = {name: self._share(name, noisy) for name in self.reference.gradients}
-        say("in FP8")
+        self.say("in FP8")
         step(FP8, None)
-        assert self.session.report is not None
-        self.groups = groups_of(self.session.report.matmuls, parse({"policy": extends}).policy)
+        report = self.session.report
+        assert report is not None
+        self.groups = groups_of(report.matmuls, parse({"policy": self.extends}).policy)
         if not self.groups:
-            why = f"({self.session.report.summary()}); fp8compile.explain says why"
-            raise Fp8CompileError(f"tune: no matmul of {self.name} can become FP8 {why}")
-        self.known: dict[Choice, float] = {(None,) * len(self.groups): 0.0}
+            why = f"({report.summary()}); fp8compile.explain says why"
+            raise Fp8CompileError(f"tune: no matmul of {name} can become FP8 {why}")
 
-    def of(self, choice: Choice, what: str) -> float:
-        if choice not in self.known:
-            self.say(what)
-            self.session.given = {"policy": policy_of(self.groups, choice, self.extends)}
-            self.known[choice] = self._squared(self.session.taking(*self.given)(FP8, None))
-        return self.known[choice]
+    def _error(self, choice: Choice, what: str) -> float:
+        """The squared error of a step."""
+        self.say(what)
+        self.session.given = {"policy": policy_of(self.groups, choice, self.extends)}
+        return self._squared(self.session.taking(*self.batch)(FP8, None))
 
-    def alone(self, i: int, candidate: Candidate) -> float:
-        """The error of a candidate in one group, with the others in high precision."""
-        choice = tuple(candidate if i == j else None for j in range(len(self.groups)))
-        return self.of(choice, f"{candidate.label}: {self.groups[i].name}")
+    def _alone(self, group: LayerGroup) -> dict[str, float]:
+        """The squared errors of each candidate, with the other groups in high precision."""
+        choices = {one: tuple(one if group is other else HIGH for other in self.groups) for one in self.found}
+        return {one: self._error(choice, f"{one}: {group.name}") for one, choice in choices.items()}
 
     def _squared(self, test: ComparedStep) -> float:
         total = weights = 0.0
@@ -153,96 +189,58 @@ class _Errors:
         signal, error, *_ = sums(self.reference.gradients[name], test.gradients[name]).tolist()
         return 1.0 if not math.isfinite(error) else error / signal if signal > 0 else 0.0
 
+    # -- times
 
-class _Search:
-    def __init__(self, errors: _Errors, times: Times, found: Sequence[Candidate], max_error: float):
-        self.errors, self.times, self.candidates, self.max_error = errors, times, found, max_error
-        self.groups: tuple[LayerGroup, ...] = errors.groups
-        self.estimated: dict[tuple[str | None, ...], float] = {}  # seconds of a step
-        self.wholes: dict[Choice, Whole] = {}
-
-    def result(self) -> Tuned:
-        alone = [{c: self.errors.alone(i, c) for c in self.candidates} for i in range(len(self.groups))]
-        recipes = tuple(dict.fromkeys(candidate.recipe for candidate in self.candidates))
-        saved = self._time(recipes)
-        for candidate in self.candidates:
-            self._weigh((candidate,) * len(self.groups), f"{candidate.label} everywhere")
-        for only in (None, *recipes):  # a kernel between two layers counts for one of them: times of one recipe add up best
-            rows: list[Row] = [
-                {None: (0.0, 0.0), **{c: (row[c.recipe], errors[c]) for c in self.candidates if only in (None, c.recipe)}}
-                for row, errors in zip(saved, alone, strict=True)
-            ]
-            self._descend(rows, "mixed" if only is None else f"{only}, in part")
-        exact = [whole for whole in self.wholes.values() if whole.seconds is not None]
-        best = min(exact, key=lambda whole: (whole.seconds, whole.error), default=None)
-        if best is None and max(max(row.values()) for row in saved) > 0:
-            least = math.sqrt(min(min(row.values()) for row in alone))
-            raise TuneError(
-                f"tune: no FP8 policy of {self.errors.name} has an error of gradients of at most {self.max_error:g}; the least "
-                f"of one group alone is {least:.2g}. Raise max_error, or train in bf16"
-            )
-        if best is None or best.seconds is None or best.seconds >= self.bf16:
-            raise TuneError(
-                f"tune: FP8 does not make {self.errors.name} faster on {self.times.device.name} at these sizes, so train in "
-                "bf16; give a larger batch, or the sizes of the real training with like= (--like)"
-            )
-        return Tuned(
-            model=self.errors.name,
-            device=self.times.device.name,
-            max_error=self.max_error,
-            extends=self.errors.extends,
-            groups=self.groups,
-            candidates=tuple(self.candidates),
-            errors=tuple({c: math.sqrt(error) for c, error in row.items()} for row in alone),
-            saved=tuple(saved),
-            bf16=self.bf16,
-            wholes=tuple(sorted(self.wholes.values(), key=lambda w: (w.seconds is None, w.seconds or 0.0, w.error))),
-            chosen=best,
-        )
-
-    def _time(self, recipes: Sequence[str]) -> list[dict[str, float]]:
-        """Seconds that each group saves in each recipe, from steps with everything in it. What other layers save (a norm that
-        is fused with casts) is divided between groups by their time in bf16."""
+    def _saved(self, recipes: Collection[str]) -> tuple[float, list[dict[str, float]]]:
+        """Seconds of a step in bf16, and those that each group saves in each recipe, from steps with everything in it. What
+        other layers save (a norm that is fused with casts) is divided between groups by their time in bf16."""
         owner = {group.name: i for i, group in enumerate(self.groups) if "module" in group.where}
 
-        def by_group(costs: Mapping[str, Any]) -> dict[Any, float]:
-            return of_modules(costs, {fqn: owner.get("".join(pattern(fqn))) for fqn in costs})
+        def by_group(costs: Costs) -> dict[int | None, float]:
+            found: dict[int | None, float] = dict.fromkeys([None, *range(len(self.groups))], 0.0)
+            for fqn, cost in costs.items():
+                found[owner.get("".join(pattern(fqn)))] += cost.seconds
+            return found
 
-        self.errors.say("estimating bf16")
-        plain = self.times.bf16()
-        self.bf16, before = seconds(plain), by_group(plain)
+        self.say("estimating bf16")
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            plain = self.compiler.bf16()
+        before = by_group(plain)
         body = sum(t for i, t in before.items() if i is not None)
         if not body:
             names = ", ".join(group.name for group in self.groups)
             raise OptionError(f"tune: like has no module with a name of the model's layers: {names}")
         saved: list[dict[str, float]] = [{} for _ in self.groups]
         for recipe in recipes:
-            after = by_group(self._costs((Candidate(recipe),) * len(self.groups), recipe))
+            after = by_group(self._costs((recipe,) * len(self.groups), recipe))
             for i, row in enumerate(saved):
-                mine = before.get(i, 0.0)
-                row[recipe] = mine - after.get(i, 0.0) + (before[None] - after[None]) * mine / body
-        return saved
+                row[recipe] = before[i] - after[i] + (before[None] - after[None]) * before[i] / body
+        return _seconds(plain), saved
 
-    def _costs(self, choice: Choice, what: str) -> Mapping[str, Any]:
-        self.errors.say(f"estimating {what}")
-        costs = self.times.fp8(policy_of(self.groups, choice, self.errors.extends))
-        self.estimated[_recipes(choice)] = seconds(costs)
+    def _costs(self, choice: Choice, what: str) -> Costs:
+        self.say(f"estimating {what}")
+        options = {"policy": policy_of(self.groups, choice, self.extends), "device": self.compiler.device.key}
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            costs, _ = dataclasses.replace(self.compiler, options=options).fp8()
+        self.times[tuple(map(recipe_of, choice))] = _seconds(costs)
         return costs
 
-    def _descend(self, rows: Sequence[Row], name: str) -> None:
+    # -- whole policies
+
+    def _descend(self, rows: Sequence[Mapping[str, tuple[float, float]]], name: str) -> None:
         """From the fastest choice, change one group after the other, each time where the most error goes for the least time,
-        until the whole policy is exact enough. `rows`: (seconds saved, error) of each group's candidates."""
+        until the whole policy is exact enough. `rows`: (seconds saved, squared error) of each group's candidates."""
         choice = [max(row, key=lambda c: (row[c][0], -row[c][1])) for row in rows]
-        limit = self.max_error**2
-        while any(choice):
+        while set(choice) != {HIGH}:
             total = sum(row[c][1] for row, c in zip(rows, choice, strict=True))
-            if total <= limit and self._weigh(tuple(choice), name).seconds is not None:
+            if total <= self.max_error**2 and self._weigh(tuple(choice), name).seconds < math.inf:
                 return
-            changes = []
-            for i, (row, now) in enumerate(zip(rows, choice, strict=True)):
-                for other, (time, error) in row.items():
-                    if (less := row[now][1] - error) > 0:
-                        changes.append((less / max(row[now][0] - time, 1e-12), i, other))
+            changes = [
+                ((row[now][1] - error) / max(row[now][0] - time, 1e-12), i, other)
+                for i, (row, now) in enumerate(zip(rows, choice, strict=True))
+                for other, (time, error) in row.items()
+                if error < row[now][1]
+            ]
             if not changes:
                 return
             _, i, choice[i] = max(changes, key=lambda change: change[0])
@@ -250,15 +248,15 @@ class _Search:
     def _weigh(self, choice: Choice, name: str) -> Whole:
         """Measure a whole policy, and estimate its time if it is exact enough."""
         if choice not in self.wholes:
-            error, time = math.sqrt(self.errors.of(choice, name)), None
+            error, time = math.sqrt(self._error(choice, name)), math.inf
             if error <= self.max_error:
-                if _recipes(choice) not in self.estimated:
+                recipes = tuple(map(recipe_of, choice))
+                if recipes not in self.times:
                     self._costs(choice, name)
-                time = self.estimated[_recipes(choice)]
+                time = self.times[recipes]
             self.wholes[choice] = Whole(name, choice, error, time)
         return self.wholes[choice]
 
 
-def _recipes(choice: Choice) -> tuple[str | None, ...]:
-    """What the time of a choice depends on: both formats of a recipe take the same."""
-    return tuple(None if candidate is None else candidate.recipe for candidate in choice)
+def _seconds(costs: Costs) -> float:
+    return sum(cost.seconds for cost in costs.values())

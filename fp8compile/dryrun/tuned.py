@@ -1,31 +1,119 @@
-"""The result of `fp8compile.tune`: the policy, as a commented file, and the candidates that were compared."""
+"""The result of `fp8compile.tune`: a choice of candidates for groups of layers, as a policy and as a commented file.
+
+    blocks.0.mlp.up, blocks.1.mlp.up, ...                           ->  the group blocks.*.mlp.up
+    "delayed", "delayed, e4m3", "rowwise", ..., "high precision"    ->  its candidates
+
+A *choice* has a candidate for each group. It is written as rules of a policy, one for each group.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from ..config.policy import Policy, load
+from ..config.policy.patterns import matcher
+from ..config.recipe import BUILT_IN, WHOLE
+from ..devices.gpu import Gpu
 from ..errors import OptionError
+from ..ir.records import FP8, MatmulRecord
 from ..reporting.columns import aligned
-from .candidates import Candidate, Choice, LayerGroup, tables
+from ..reporting.layer_rows import pattern
 
 HIGH = "high precision"
+
+Choice = tuple[str, ...]  # in the order of the groups
+
+
+def candidates(gpu: Gpu) -> tuple[str, ...]:
+    """What a GPU multiplies natively, from coarse to fine."""
+    native = {name: made for name, made in BUILT_IN.items() if made.native(gpu)}
+    return tuple(name + e4m3 for name, made in native.items() for e4m3 in (("", ", e4m3") if made.block == WHOLE else ("",)))
+
+
+def recipe_of(candidate: str) -> str:
+    """The recipe of a candidate, on which its time depends: its formats take the same."""
+    return candidate.partition(",")[0]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGroup:
+    """Layers whose names differ in numbers only. `name`: with * for the numbers. `where`: the condition of its rule.
+    `settings`: what the policy that is extended sets for these layers."""
+
+    name: str
+    where: Mapping[str, str | list[str]]
+    modules: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[LayerGroup, ...]:
+    """The groups of the matmuls that `policy` has in FP8."""
+    settings = {label: rule.settings for label, rule in zip(policy.labels, policy.rules, strict=True)}
+    names = {"module": {r.fqn for r in matmuls}, "parameter": {r.parameter for r in matmuls}}
+    members: dict[tuple[str, str], dict[str, MatmulRecord]] = {}
+    for record in matmuls:
+        if record.decision == FP8:
+            what, name = ("module", record.fqn) if record.fqn else ("parameter", record.parameter)
+            members.setdefault((what, "".join(pattern(name))), {}).setdefault(name, record)
+    made = []
+    for (what, name), records in members.items():
+        first = next(iter(records.values()))
+        where = {what: _condition(name, records, names[what])}
+        made.append(LayerGroup(name, where, tuple(records), settings.get(first.rule, {})))
+    return tuple(made)
+
+
+def _condition(name: str, members: Collection[str], names: set[str]) -> str | list[str]:
+    """What fits these members and no other of `names`: a glob (where * is any text), a regular expression, or their names."""
+    for text in (name, "re:" + r"\d+".join(re.escape(part) for part in name.split("*"))):
+        if {other for other in names if matcher(text)(other)} <= set(members):
+            return text
+    return list(members)
+
+
+def tables(groups: Sequence[LayerGroup], choice: Choice, extends: str) -> dict[str, Any]:
+    """The policy of a choice, as the tables of a file."""
+    rules = []
+    for group, candidate in zip(groups, choice, strict=True):
+        rule: dict[str, Any] = {"name": f"tuned: {group.name}"[:100], **group.where}
+        if candidate == HIGH:
+            rule["fp8"] = "off"
+        else:
+            rule["recipe"] = recipe_of(candidate)
+            if candidate.endswith("e4m3"):
+                rule["fp8_format"] = "e4m3"
+            for key, value in group.settings.items():
+                if key != "fp8_format" and (key != "current_scaling" or candidate.startswith("delayed")):
+                    rule[key] = list(value) if isinstance(value, tuple) else value
+        rules.append(rule)
+    return {"extends": extends, "rules": rules}
+
+
+def policy_of(groups: Sequence[LayerGroup], choice: Choice, extends: str) -> Policy:
+    """The policy of a choice, for all of a training and no device."""
+    return dataclasses.replace(load(tables(groups, choice, extends)), device=None, schedule=None)
+
+
+# -- the result ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole policy that was measured: its error and, if that is small enough, its estimated seconds a step."""
+    """A whole policy that was measured: its error and, if that is small enough, its estimated seconds a step (else inf)."""
 
     name: str
     choice: Choice
     error: float
-    seconds: float | None
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -43,9 +131,7 @@ class Tuned:
     max_error: float
     extends: str
     groups: tuple[LayerGroup, ...]
-    candidates: tuple[Candidate, ...]
-    errors: tuple[Mapping[Candidate, float], ...]  # of each group alone
-    saved: tuple[Mapping[str, float], ...]  # seconds, by group and recipe
+    alone: tuple[Mapping[str, tuple[float, float]], ...]  # of each group's candidates: seconds saved, error
     bf16: float
     wholes: tuple[Whole, ...]
     chosen: Whole
@@ -60,7 +146,6 @@ class Tuned:
 
     @property
     def seconds(self) -> float:
-        assert self.chosen.seconds is not None
         return self.chosen.seconds
 
     @property
@@ -70,26 +155,24 @@ class Tuned:
     @property
     def choice(self) -> dict[str, str]:
         """What each group of layers gets: {"blocks.*.mlp.up": "rowwise", ...}."""
-        return {g.name: HIGH if c is None else c.label for g, c in zip(self.groups, self.chosen.choice, strict=True)}
+        return {group.name: candidate for group, candidate in zip(self.groups, self.chosen.choice, strict=True)}
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat dict for each group and candidate: "layers", "candidate", "error" (with this group alone in FP8), "seconds"
         (saved a step), "chosen"."""
-        made = []
-        for group, errors, saved, chosen in zip(self.groups, self.errors, self.saved, self.chosen.choice, strict=True):
-            for candidate in (None, *self.candidates):
-                error, seconds = (errors[candidate], saved[candidate.recipe]) if candidate is not None else (0.0, 0.0)
-                label = candidate.label if candidate is not None else HIGH
-                row = {"layers": group.name, "candidate": label, "error": error, "seconds": seconds}
-                made.append({**row, "chosen": candidate == chosen})
-        return made
+        return [
+            {"layers": name, "candidate": candidate, "error": error, "seconds": seconds, "chosen": candidate == chosen}
+            for (name, chosen), row in zip(self.choice.items(), self.alone, strict=True)
+            for candidate, (seconds, error) in row.items()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """{"model", "device", "max_error", "error", "seconds", "bf16_seconds", "speedup", "choice", "rows", "policies":
         [{"name", "error", "seconds", "chosen"}], "toml"}, for JSON. "seconds" is None for a policy above `max_error`."""
-        policies = [
-            {"name": w.name, "error": w.error, "seconds": w.seconds, "chosen": w is self.chosen} for w in self.wholes
-        ]
+        policies = []
+        for whole in self.wholes:
+            seconds = None if whole.seconds == math.inf else whole.seconds
+            policies.append({"name": whole.name, "error": whole.error, "seconds": seconds, "chosen": whole is self.chosen})
         return {
             "model": self.model,
             "device": self.device,
@@ -127,9 +210,9 @@ class Tuned:
     def _policies(self) -> list[str]:
         lines = [["", "bf16", f"{1e3 * self.bf16:.4g}", "1.00x", f"{0:.4f}"]]
         for whole in self.wholes:
-            took = ["error too large", ""]
-            if whole.seconds is not None:
-                took = [f"{1e3 * whole.seconds:.4g}", f"{self.bf16 / whole.seconds:.2f}x"]
+            took = [f"{1e3 * whole.seconds:.4g}", f"{self.bf16 / whole.seconds:.2f}x"]
+            if whole.seconds == math.inf:
+                took = ["error too large", ""]
             lines.append(["*" if whole is self.chosen else "", whole.name, *took, f"{whole.error:.4f}"])
         return aligned(("", "policy", "ms", "speedup", "error"), lines, "<<>>>").splitlines()
 

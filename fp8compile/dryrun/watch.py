@@ -5,7 +5,7 @@ with such a comparison: the arguments of its first call, the autocast that it wa
 to its outputs. So no loss has to be given: the comparison goes backward from the same gradients (for a model that returns its
 loss, that is the loss itself). Copies of the batch and of these gradients are kept from that call to the end of the step.
 
-Hooks see the call from outside of what Dynamo compiles, so nothing is compiled anew, and the training is bitwise the same.
+The call is seen from outside of what Dynamo compiles, so nothing is compiled anew, and the training is bitwise the same.
 """
 
 from __future__ import annotations
@@ -63,20 +63,15 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl", co
     """
     if compare_every is not None:
         integer("compare_every", compare_every, 1)
-        _check_called(model)
+        if isinstance(model, nn.Module) and not compat.autograd.is_compiled(model):
+            raise OptionError(
+                "monitor(compare_every=...): the model must be the object that the training loop calls, to see its batches: "
+                f"what torch.compile(model, backend='fp8') returned; got a {type(model).__name__}"
+            )
     made = reporting.monitor(model, every, to)
     if compare_every is not None:
         made.add(Comparing(model, compare_every))
     return made
-
-
-def _check_called(model: nn.Module) -> None:
-    """OptionError for a module of which only a wrapper can be compiled: a hook on it would change the compiled code."""
-    if isinstance(model, nn.Module) and not compat.autograd.is_compiled(model):
-        raise OptionError(
-            "monitor(compare_every=...): the model must be the object that the training loop calls, to see its batches: what "
-            f"torch.compile(model, backend='fp8') returned; got a {type(model).__name__}"
-        )
 
 
 class Comparing:
@@ -173,43 +168,24 @@ def _copied(values: Any) -> Any:
 
 def _listen(model: nn.Module, called: Callable[[Any, Any], Any]) -> Callable[[], None]:
     """Call `called(args, kwargs)` at each call of a model, and what it returns with the output. Returns what ends that."""
-    compiled = model.__dict__.get("_compiled_call_impl")
-    if compiled is not None:  # by model.compile(): a hook of the module would be inside of the compiled code
+    before = model.__dict__.get("_compiled_call_impl")  # of model.compile(), which compiles hooks of the module, too
+    inner, name = (model._call_impl, "_call_impl") if before is None else (before, "_compiled_call_impl")
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            watch = called(args, kwargs)
-            output = compiled(*args, **kwargs)
-            if watch is not None:
-                watch(output)
-            return output
-
-        model.__dict__["_compiled_call_impl"] = call
-
-        def stop() -> None:
-            if model.__dict__.get("_compiled_call_impl") is call:
-                model.__dict__["_compiled_call_impl"] = compiled
-
-        return stop
-    pending: list[Any] = []
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        pending.append(called(args, kwargs))
-
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        watch = pending.pop() if pending else None
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watch = called(args, kwargs)
+        output = inner(*args, **kwargs)
         if watch is not None:
             watch(output)
+        return output
 
-    hooks = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True),
-    ]
+    def stop() -> None:
+        if model.__dict__.get(name) is call:
+            del model.__dict__[name]
+            if before is not None:
+                model.__dict__[name] = before
 
-    def remove() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return remove
+    model.__dict__[name] = call
+    return stop
 
 
 def _warn(step: int, found: Comparison) -> None:

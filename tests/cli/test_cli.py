@@ -21,11 +21,10 @@ from fp8compile.cli.target import TargetError
 from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog
 from fp8compile.dryrun.autocast import NOTE
-from fp8compile.dryrun.candidates import Candidate
 from fp8compile.dryrun.explain import UNWEIGHED
 from fp8compile.logs import VARIABLES
 from tests.support import hooks
-from tests.support.times import Times
+from tests.support.times import Compiler
 
 env = importlib.import_module("fp8compile.cli.env")  # `cli.env` is the command
 ROOT = Path(__file__).resolve().parents[2]
@@ -480,7 +479,7 @@ def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
 def test_tune(model, capsys):
     """The file, JSON on stdout, progress on stderr; an answer of no is one line and status 1."""
     arguments = ["tune", "my_model.py:tiny", "--device", "h100", "--like", "my_model.py:tiny"]
-    with hooks.tuning(Times, [Candidate("rowwise")]):
+    with hooks.tuning(Compiler, ["rowwise"]):
         assert cli.main([*arguments, "--max-error", "0.4", "--json", "--out", "tuned.toml"]) == 0
         out, err = capsys.readouterr()
         sys.modules.pop("my_model")

@@ -140,7 +140,7 @@ def test_arms_share_weights_and_torchao_gets_modules_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 24), nn.BatchNorm1d(24))
     model.lm_head = nn.Linear(24, 32)
     part = bench._sharing(model)
-    measure.by_torchao("tensorwise", heads=("lm_head",))(part)
+    measure.by_torchao(part, "tensorwise")
     kinds = [type(module).__name__ for module in (*part, *model)]
     assert kinds == ["Float8Linear", "Linear", "BatchNorm1d", "Linear", "Linear", "Linear", "BatchNorm1d", "Linear"]
     assert [*map(id, part.parameters())] == [*map(id, model.parameters())]

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.config.policy import Policy, load
 from fp8compile.devices import catalog
-from fp8compile.dryrun import fake_gpu, times
-from fp8compile.dryrun.candidates import Candidate, candidates, groups_of, policy_of, tables
+from fp8compile.dryrun import estimate, fake_gpu
+from fp8compile.dryrun.tuned import HIGH, candidates, groups_of, policy_of, tables
 from fp8compile.errors import Fp8CompileError, OptionError, TuneError
 from fp8compile.ir.records import MatmulRecord
 from tests.support import hooks, models
 from tests.support.compared import TOKENS, WIDTH, Case, LanguageModel
 from tests.support.harness import compiled, noise
-from tests.support.times import FACTORS, Times
+from tests.support.times import FACTORS, Compiler
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
-FEW = (Candidate("delayed", "hybrid"), Candidate("delayed", "e4m3"), Candidate("rowwise"))
+FEW = ("delayed", "delayed, e4m3", "rowwise")
 LARGEST = 0.03  # each group alone is within it, and no uniform recipe
 
 
@@ -42,14 +42,14 @@ def tuned_mlp(largest: Any = 0.7, case: Case | None = None, **given: Any) -> fp8
 
 @pytest.fixture(autouse=True)
 def stand_in() -> Iterator[None]:
-    with hooks.tuning(Times, FEW[2:]):
+    with hooks.tuning(Compiler, FEW[2:]):
         yield
 
 
-def tuned(few: tuple[Candidate, ...], largest: float) -> tuple[fp8compile.Tuned, list[str]]:
+def tuned(few: tuple[str, ...], largest: float) -> tuple[fp8compile.Tuned, list[str]]:
     """The result with these candidates, and what was said meanwhile."""
     seen: list[str] = []
-    with hooks.tuning(Times, few):
+    with hooks.tuning(Compiler, few):
         return tuned_mlp(largest, progress=seen.append), seen
 
 
@@ -67,10 +67,9 @@ def found() -> fp8compile.Tuned:
 
 
 def test_candidates_are_what_the_device_multiplies() -> None:
-    labels = [c.label for c in candidates(catalog.find("h100").gpu)]
-    assert labels[:4] == ["delayed", "delayed, e4m3", "tensorwise", "tensorwise, e4m3"]
-    assert "mxfp8" not in labels and "blockwise" in labels
-    assert "mxfp8" in [c.label for c in candidates(catalog.find("b200").gpu)]
+    found = candidates(catalog.find("h100").gpu)
+    assert found[:4] == ("delayed", "delayed, e4m3", "tensorwise", "tensorwise, e4m3")
+    assert "mxfp8" not in found and "blockwise" in found and "mxfp8" in candidates(catalog.find("b200").gpu)
 
 
 def record(fqn: str, reason: str = "", rule: str = "") -> MatmulRecord:
@@ -88,10 +87,10 @@ def test_groups_and_their_rules() -> None:
     assert groups[2].where == {"module": ["b.1.gate"]}, "and b.0.gate stays as it is"
     down = groups[3]
     assert down.settings == {"current_scaling": (True, False, False)}, "the shipped rule that is put after ours"
-    rule = tables([down], (Candidate("delayed", "e4m3"),), "default")["rules"][0]
+    rule = tables([down], ("delayed, e4m3",), "default")["rules"][0]
     assert rule["current_scaling"] == [True, False, False] and rule["fp8_format"] == "e4m3"
-    assert "current_scaling" not in tables([down], (Candidate("rowwise"),), "default")["rules"][0]
-    made = policy_of(groups, (None,) * len(groups), "default")
+    assert "current_scaling" not in tables([down], ("rowwise",), "default")["rules"][0]
+    made = policy_of(groups, (HIGH,) * len(groups), "default")
     assert made.own == 4 and all(rule.fp8 == "off" for rule in made.rules[:4])
 
 
@@ -126,9 +125,9 @@ def test_the_error_is_that_of_the_gradients_of_a_step(found: fp8compile.Tuned) -
     assert relative_error(an_mlp(), found.policy) == pytest.approx(found.error, rel=0.02)
     for i, group in enumerate(found.groups):
         for candidate in FEW[1:]:
-            alone = tuple(candidate if i == j else None for j in range(len(found.groups)))
+            alone = tuple(candidate if i == j else HIGH for j in range(len(found.groups)))
             error = relative_error(an_mlp(), tables(found.groups, alone, "default"))
-            assert 0 < error == pytest.approx(found.errors[i][candidate], rel=0.02), group.name
+            assert 0 < error == pytest.approx(found.alone[i][candidate][1], rel=0.02), group.name
 
 
 def test_nothing_is_left_behind() -> None:
@@ -155,10 +154,10 @@ def test_nothing_is_left_behind() -> None:
 @pytest.mark.slow
 def test_the_chosen_policy_fits_and_no_fitting_recipe_is_faster(found: fp8compile.Tuned) -> None:
     assert 0 < found.error <= found.max_error and found.seconds < found.bf16
-    timed = [whole for whole in found.wholes if whole.seconds is not None]
+    timed = [whole for whole in found.wholes if whole.seconds < math.inf]
     assert found.seconds == min(whole.seconds for whole in timed) and all(w.error <= found.max_error for w in timed)
-    others = [whole for whole in found.wholes if whole.seconds is None]
-    assert {f"{c.label} everywhere" for c in FEW} <= {w.name for w in others}, "no recipe fits everywhere"
+    others = [whole for whole in found.wholes if whole.seconds == math.inf]
+    assert {f"{candidate} everywhere" for candidate in FEW} <= {w.name for w in others}, "no recipe fits everywhere"
     assert all(w.error > found.max_error for w in others)
     assert len(set(found.choice.values())) > 1
 
@@ -166,12 +165,10 @@ def test_the_chosen_policy_fits_and_no_fitting_recipe_is_faster(found: fp8compil
 @pytest.mark.slow
 def test_the_choice_is_the_best_of_all(found: fp8compile.Tuned) -> None:
     """Of all choices, those of groups that are exact enough together, by the sum of squares: none is faster."""
-    every = itertools.product((None, *FEW), repeat=len(found.groups))
     seconds = []
-    for choice in every:
-        rows = [(e[c] ** 2, s[c.recipe]) for e, s, c in zip(found.errors, found.saved, choice, strict=True) if c]
-        if sum(error for error, _ in rows) <= found.max_error**2:
-            seconds.append(found.bf16 - sum(saved for _, saved in rows))
+    for rows in itertools.product(*(row.values() for row in found.alone)):
+        if sum(error**2 for _, error in rows) <= found.max_error**2:
+            seconds.append(found.bf16 - sum(saved for saved, _ in rows))
     assert found.seconds == pytest.approx(min(seconds))
 
 
@@ -208,7 +205,7 @@ def test_a_policy_with_a_relative_path_is_extended_from_elsewhere(tmp_path, monk
 def test_progress_is_said_step_by_step() -> None:
     _, seen = result()
     assert seen[:4] == ["in high precision", "once more", "with the noise of bf16", "in FP8"]
-    assert {f"{c.label}: {name}" for c in FEW for name in ("up", "down")} <= set(seen) and "estimating rowwise" in seen
+    assert {f"{candidate}: {name}" for candidate in FEW for name in ("up", "down")} | {"estimating rowwise"} <= set(seen)
 
 
 @pytest.mark.weekly
@@ -243,7 +240,7 @@ def test_an_error_that_nothing_meets() -> None:
 
 
 def test_where_fp8_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Times, "factors", dict.fromkeys(FACTORS, 1.5))
+    monkeypatch.setattr(Compiler, "factors", dict.fromkeys(FACTORS, 1.5))
     with pytest.raises(TuneError) as error:
         tuned_mlp()
     assert "does not make Mlp faster on NVIDIA H100" in one_line(error) and "like=" in str(error.value)
@@ -304,7 +301,7 @@ def test_with_the_times_of_larger_sizes() -> None:
     small, x = models.make(lambda: Net(128, 1)), noise(64, 128)
     with torch.device("meta"):
         like = Net(2048, 3).bfloat16(), (torch.empty(16384, 2048, dtype=torch.bfloat16),)
-    with hooks.tuning(times.Times, FEW[1:]):
+    with hooks.tuning(estimate.Compiler, FEW[1:]):
         with pytest.raises(Fp8CompileError, match="faster on NVIDIA H100"):
             fp8compile.tune(small, x, device="h100", max_error=0.5)
         found = fp8compile.tune(small, x, device="h100", max_error=0.5, like=like)

@@ -1,10 +1,11 @@
-"""Instead of `dryrun.times.Times`, which compiles for minutes: a nanosecond for each weight of a linear, times a factor of
-the recipe that a policy gives it."""
+"""Instead of `dryrun.estimate.Compiler`, which compiles for minutes: a nanosecond for each weight of a linear, times a factor
+of the recipe that a policy gives it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -15,16 +16,24 @@ from fp8compile.dryrun.estimate_result import Cost
 FACTORS = {"delayed": 0.5, "tensorwise": 0.6, "rowwise": 0.7, "rowwise_with_gw_hp": 0.8, "blockwise": 0.65}
 
 
-class Times:
-    factors: Mapping[str, float] = FACTORS
-
-    def __init__(self, model: Any, args: Any, kwargs: Any, device: Any, here: bool = True) -> None:
-        self.model, self.device = model, device
+@dataclass(frozen=True)
+class Compiler:
+    factors: ClassVar[Mapping[str, float]] = FACTORS
+    model: Any
+    modules: Any
+    args: Any
+    kwargs: Any
+    device: Any
+    options: Any
+    container: Any
 
     def bf16(self) -> dict[str, Cost]:
-        return self.fp8(Policy())
+        return self._costs(Policy())
 
-    def fp8(self, policy: Policy) -> dict[str, Cost]:
+    def fp8(self) -> tuple[dict[str, Cost], None]:
+        return self._costs(self.options["policy"]), None
+
+    def _costs(self, policy: Policy) -> dict[str, Cost]:
         linears = {name: part for name, part in self.model.named_modules() if isinstance(part, nn.Linear)}
         return {name: Cost(seconds=1e-9 * part.weight.numel() * self._factor(policy, name)) for name, part in linears.items()}
 

@@ -47,17 +47,22 @@ def compared_steps(fails: bool = False) -> Iterator[list[Any]]:
     from fp8compile.dryrun.compare import Session
 
     found: list[Any] = []
-    run, step = Session.run, Session._step
+    run, taking = Session.run, Session.taking
 
     def compare(self: Session, args: Any, kwargs: Any, loss: Any = None, repeat: bool = True) -> Any:
         found.append((args, loss))
         return 1 / 0 if fails else run(self, args, kwargs, loss, repeat)
 
-    def taken(self: Session, phase: str, *rest: Any) -> Any:
-        found.append(phase)
-        return step(self, phase, *rest)
+    def noted(self: Session, *batch: Any) -> Callable[..., Any]:
+        step = taking(self, *batch)
 
-    with mock.patch.object(Session, "run", compare), mock.patch.object(Session, "_step", taken):
+        def taken(phase: str, watched: Any) -> Any:
+            found.append(phase)
+            return step(phase, watched)
+
+        return taken
+
+    with mock.patch.object(Session, "run", compare), mock.patch.object(Session, "taking", noted):
         yield found
 
 
@@ -70,11 +75,11 @@ def described_once() -> Iterator[dict[tuple, tuple[Any, Any]]]:
     made: dict[tuple, tuple[Any, Any]] = {}
     stock = Compiler._compiled
 
-    def compiled(self: Compiler, backend: Callable, container: Any, blocks: int) -> Any:
+    def compiled(self: Compiler, backend: Callable, blocks: int) -> Any:
         cast = torch.is_autocast_enabled("cpu")
-        key = (id(self.model), backend.__name__, repr(self.options), self.device.gpu, id(container), blocks, cast)
+        key = (id(self.model), backend.__name__, repr(self.options), self.device.gpu, blocks, cast)
         if key not in made:
-            made[key] = self, stock(self, backend, container, blocks)  # the model stays alive, and its id its own
+            made[key] = self, stock(self, backend, blocks)  # the model stays alive, and its id its own
         return made[key][1]
 
     with mock.patch.object(Compiler, "_compiled", compiled):
@@ -82,11 +87,11 @@ def described_once() -> Iterator[dict[tuple, tuple[Any, Any]]]:
 
 
 @contextlib.contextmanager
-def tuning(times: type, candidates: Sequence[Any]) -> Iterator[None]:
-    """Inside, `tune` takes its times from `times`, and has few candidates: each takes a trace."""
+def tuning(compiler: type, candidates: Sequence[str]) -> Iterator[None]:
+    """Inside, `tune` takes its times from `compiler`, and has few candidates: each takes a trace."""
     from fp8compile.dryrun import tune
 
-    with mock.patch.object(tune, "Times", times), mock.patch.object(tune, "candidates", lambda gpu: candidates):
+    with mock.patch.object(tune, "Compiler", compiler), mock.patch.object(tune, "candidates", lambda gpu: candidates):
         yield
 
 
