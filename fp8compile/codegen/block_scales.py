@@ -23,8 +23,8 @@ from ..ir.fx_utils import arg
 from ..ir.grouped import ALIGN
 from .group import Group
 from .indexing import Domain, Index, quotient, size_of, sizes
-from .masks import Masks, both, guarded, kept
 from .scales import Scale, computed_scale, of_amax
+from .text import Masks, both, guarded, kept
 
 
 class Writer(Protocol):

@@ -98,6 +98,24 @@ class Group:
     def _blocks(self) -> list[Scale]:
         return [x.scale for x in self.outputs if x.scale is not None and x.scale.granularity == "tile"]
 
+    @property
+    def stored(self) -> list[Output]:
+        """The outputs with a pointer of their own."""
+        return self.with_content("copy", "transposed", "value", "row", "blocks", "number")
+
+    @property
+    def sums(self) -> list[Output]:
+        """These share one pointer: [blocks of rows, sums * columns]."""
+        return self.with_content("sum")
+
+    @property
+    def amaxes(self) -> list[Output]:
+        return self.with_content("amax")
+
+    @property
+    def column_amaxes(self) -> list[Output]:
+        return self.with_content("column_amax")
+
     def with_content(self, *contents: str) -> list[Output]:
         return [x for x in self.outputs if x.content in contents]
 
