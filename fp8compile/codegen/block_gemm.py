@@ -18,6 +18,7 @@ are known are constants of the kernel, others are arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -50,22 +51,12 @@ def configurations(gpu: Gpu | None, shared: int, b_block: Sequence[int]) -> tupl
     return COLUMN_TILES if columns else TILES
 
 
-def launch_gemm(
-    node: Node,
-    inline: Callable[..., Node],
-    gpu: Gpu | None,
-    a: Node,
-    b: Node,
-    a_inv: Node,
-    b_inv: Node,
-    bias: Node | None,
-    out_dtype: torch.dtype,
-    a_block: tuple[int, int],
-    b_block: tuple[int, int],
-) -> Node:
-    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node."""
+def launch_gemm(node: Node, inline: Callable[..., Node], gpu: Gpu | None, product: Any) -> Node:
+    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node.
+    `product`: a `Product` of nodes."""
     from .triton_kernels import fp8_gemm
 
+    a, b, a_inv, b_inv, bias, out_dtype, _, a_block, b_block = product
     emit = Emitter(node.graph, node, node)
     launcher = launch.Launcher(node.graph, 0, node)
     m, k, n = (size_of(size) for size in (*value(a).shape, value(b).shape[0]))

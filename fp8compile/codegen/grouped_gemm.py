@@ -50,23 +50,12 @@ def configurations(gpu: Gpu | None, shared: int, b_block: Block) -> tuple[block_
     return SMALL_MX_TILES if shared < 160 << 10 else MX_TILES
 
 
-def launch_grouped(
-    node: Node,
-    inline: Callable[..., Node],
-    gpu: Gpu | None,
-    a: Node,
-    b: Node,
-    a_inv: Node,
-    b_inv: Node,
-    offs: Node,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    a_block: Block,
-    b_block: Block,
-) -> Node:
-    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node."""
+def launch_grouped(node: Node, inline: Callable[..., Node], gpu: Gpu | None, product: Any) -> Node:
+    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node.
+    `product`: a `GroupedProduct` of nodes."""
     from .triton_grouped import LINE_OF_ROW, STEP, fp8_grouped
 
+    a, b, a_inv, b_inv, offs, out_dtype, fast_accum, a_block, b_block = product
     emit = Emitter(node.graph, node, node)
     launcher = launch.Launcher(node.graph, 0, node)
     m, k = (size_of(size) for size in value(a).shape)

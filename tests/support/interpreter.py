@@ -33,7 +33,6 @@ with contextlib.suppress(ImportError):
 from fp8compile import compat
 from fp8compile.codegen.expressions import saturates
 from fp8compile.codegen.inline import Inliner
-
 from tests.support import hooks
 
 TORCH = {
