@@ -19,17 +19,12 @@ CALLS = ("forward", "__call__", "_call_impl")  # functions of a module that is b
 
 def source_name(placeholder: Node) -> str:
     """The expression of a Dynamo placeholder in the user's frame, `L['self']._modules['up']._parameters['weight']`; or ''."""
-    return _name(getattr(placeholder, "_dynamo_source", None))
+    return getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
 
 
 def as_parameter(source: str) -> str:
     """`L['self'].weight` -> `L['self']._parameters['weight']`"""
     return re.sub(r"\.(\w+)$", r"._parameters['\1']", source)
-
-
-def _name(source: Any) -> str:
-    name = getattr(source, "name", "") or ""
-    return name() if callable(name) else name  # a method up to 2.11, a property since
 
 
 def add_input(gm: GraphModule, name: str, example: torch.Tensor, stable: bool = True) -> torch.Tensor:
@@ -186,28 +181,31 @@ def root_modules(gm: GraphModule, attributes: Collection[int] = ()) -> dict[int,
     """For each input of a Dynamo graph that is a parameter or buffer, by position: the module through which the compiled
     frame reaches it, and that module's Dynamo source. `attributes`: inputs that are parameters, and plain attributes."""
     scopes = _scopes()
-    modules: dict[str, nn.Module] = {}
+    values: dict[Any, Any] = {}  # what sources stand for
     found: dict[int, tuple[nn.Module, Any]] = {}
     for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder") if scopes else ()):
-        source, root = getattr(placeholder, "_dynamo_source", None), None
-        name = as_parameter(_name(source)) if position in attributes else _name(source)
-        if "._parameters[" not in name and "._buffers[" not in name:
+        root = _root(getattr(placeholder, "_dynamo_source", None), position in attributes)
+        try:
+            module = root.get_value(scopes, {}, values) if root is not None else None
+        except Exception:  # a source that no expression of the frame stands for
             continue
-        prefix = name.split("._modules[")[0].split("._parameters[")[0].split("._buffers[")[0]
-        while source is not None and root is None:
-            root = source if _name(source) == prefix else None
-            source = getattr(source, "base", None)
-        if root is None:
-            continue
-        if prefix not in modules:
-            try:
-                module = eval(prefix, {"__builtins__": {}}, scopes)  # Dynamo's own expression, as its guards evaluate it
-            except Exception:
-                continue
-            modules[prefix] = module
-        if isinstance(modules[prefix], nn.Module):
-            found[position] = modules[prefix], root
+        if isinstance(module, nn.Module):
+            found[position] = module, root
     return found
+
+
+def _root(source: Any, is_attribute: bool) -> Any:
+    """What the first step to a parameter or buffer starts from: of `L['self']._modules['up']._parameters['weight']`, the source
+    of `L['self']`. None if this is no source of one."""
+    from torch._dynamo.source import AttrSource
+
+    root = source.base if is_attribute and isinstance(source, AttrSource) else None
+    owned = root is not None
+    while source is not None:
+        if isinstance(source, AttrSource) and source.member in ("_modules", "_parameters", "_buffers"):
+            root, owned = source.base, owned or source.member != "_modules"
+        source = getattr(source, "base", None)
+    return root if owned else None
 
 
 def is_part(module: nn.Module) -> bool:

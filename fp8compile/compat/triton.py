@@ -5,29 +5,35 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._inductor import config
 from torch.fx import Graph, Node
 
 _ours: dict[Any, bool] = {}  # the Python functions of the kernels that were launched here: may the compiler contract them?
 _accesses: dict[Any, Any] = {}  # by such a function and the arguments that are not given: what it reads and writes
 
 
+# options of Inductor by which it reorders a graph by data dependencies, after our pass
+REORDERING = tuple(f"bucket_{kind}_fx" for kind in ("all_gathers", "reduce_scatters", "all_reduces"))
+REORDERING += ("aten_distributed_optimizations.enable_overlap_scheduling",)
+
+
+def is_on(option: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Is this option of Inductor on? One that a version does not have is off. `options`: of this compilation."""
+    value = (options or {}).get(option, functools.reduce(lambda x, part: getattr(x, part, None), option.split("."), config))
+    return value not in (None, False, "none")
+
+
 def reorders() -> bool:
     """Will Inductor reorder a graph after our pass by data dependencies? A launch has none: it writes its arguments."""
-    from torch._inductor import config
-
-    overlap = getattr(getattr(config, "aten_distributed_optimizations", None), "enable_overlap_scheduling", False)
-    buckets = ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx")
-    return bool(overlap) or any(getattr(config, name, "none") not in ("none", None, False) for name in buckets)
+    return any(map(is_on, REORDERING))
 
 
 def max_autotune() -> bool:
-    from torch._inductor import config
-
-    return bool(config.max_autotune or config.max_autotune_pointwise)
+    return is_on("max_autotune") or is_on("max_autotune_pointwise")
 
 
 def converts_through_float16(capability: tuple[int, int]) -> bool:
