@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -116,29 +117,25 @@ def launched(node: Node) -> tuple[Any, dict[str, Any]]:
     return kernel_side_table.get_kernel(kwargs["kernel_idx"]), arguments
 
 
+_OPERATIONS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod}
+_OPERATIONS |= {"PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min}
+
+
 def size_node(emit: Any, expr: Any, symbol: Callable[[Any, Any], Node]) -> Any:
     """Nodes that compute an integer expression of sizes."""
-    import operator
-
-    names = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod}
-    names |= {"PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min}
-
-    def join(op: Any, a: Any, b: Any) -> Any:
-        return op(a, b) if isinstance(a, int) and isinstance(b, int) else emit(op, a, b)
-
-    def build(e: Any) -> Any:
-        if e.is_Integer:
-            return int(e)
-        if e.is_Symbol:
-            return symbol(emit, e)
-        if e.is_Pow and e.exp.is_Integer and e.exp > 0:
-            return functools.reduce(lambda a, b: join(operator.mul, a, b), [build(e.base)] * int(e.exp))
-        op = names.get(type(e).__name__)
+    if expr.is_Integer:
+        return int(expr)
+    if expr.is_Symbol:
+        return symbol(emit, expr)
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+        op: Any = operator.mul
+        parts = [size_node(emit, expr.base, symbol)] * int(expr.exp)
+    else:
+        op = _OPERATIONS.get(type(expr).__name__)
         if op is None:
-            raise NotImplementedError(f"a size that cannot be computed: {e}")
-        return functools.reduce(lambda a, b: join(op, a, b), map(build, e.args))
-
-    return build(expr)
+            raise NotImplementedError(f"a size that cannot be computed: {expr}")
+        parts = [size_node(emit, x, symbol) for x in expr.args]
+    return functools.reduce(lambda a, b: op(a, b) if isinstance(a, int) and isinstance(b, int) else emit(op, a, b), parts)
 
 
 def stable_sort(graph: Graph) -> None:
