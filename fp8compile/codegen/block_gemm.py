@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..devices.gpu import Gpu
-from ..ir.fx_utils import Emitter, aten, value
+from ..ir.fx_utils import Emitter, value
 from . import launch
 from .indexing import quotient, size_of
 from .scale_layouts import columns_first, copied, rows_first
@@ -70,8 +70,7 @@ def launch_gemm(node: Node, inline: Callable[..., Node], gpu: Gpu | None, produc
         constants["bias"] = None
     elif value(bias).stride(0) != 1:
         bias = inline(node, copied, bias)
-    sizes = [launcher.number(emit, size) for size in (m, n)]
-    out = emit(aten.empty.memory_format, sizes, dtype=out_dtype, device=value(node).device, pin_memory=False)
+    out = launcher.new(emit, (m, n), out_dtype)
     tensors = {"a": a, "b": b, "a_inv": a_inv, "b_inv": b_inv, **({} if bias is None else {"bias": bias}), "y": out}
     tiles = configurations(gpu, shared_memory(value(node).device), b_block)
     programs = [quotient(m + r - 1, r) * quotient(n + c - 1, c) for r, c, *_ in tiles]

@@ -128,20 +128,16 @@ def read_scales(outputs: Iterable[Output], tiles: Collection[Node]) -> dict[Node
 DEEPEST = 64  # operators in a chain; a longer chain is cut: the kernel reads a value in its middle
 
 
-class Walk:
-    """Follows values back to what they are computed from; fills in a group's inputs, members and levels.
+class Walk(Group):
+    """A group that grows: follows values back to what they are computed from.
 
     `stop(node)` says which tensors are in memory already and are read, not computed. A node that cannot be computed in place
     is read, too.
     """
 
     def __init__(self, domain: Domain, stop: Callable[[Node], bool]):
-        self.domain, self.stop = domain, stop
-        self.inputs: dict[Node, None] = {}
-        self.members: dict[Node, None] = {}
-        self.levels: dict[Node, int] = {}
-        self.loads: set[tuple[Node, Index]] = set()
-        self.tiles: dict[Node, None] = {}
+        super().__init__(domain, [])
+        self.stop = stop
         self.seen: dict[tuple[Node, Index], int] = {}
         self.depth = 0
 

@@ -25,7 +25,7 @@ from .. import compat
 from ..config.recipe import ROW, WHOLE, Block
 from ..devices import support
 from ..devices.gpu import Gpu
-from ..ir.fx_utils import Emitter, aten, is_data, value
+from ..ir.fx_utils import Emitter, is_data, value
 from ..ir.grouped import ALIGN
 from . import block_gemm, launch
 from .indexing import quotient, size_of
@@ -83,14 +83,7 @@ def launch_grouped(node: Node, inline: Callable[..., Node], gpu: Gpu | None, pro
         scales.append(inverse if as_it_is else inline(node, columns_first if block == LINE else rows_first, inverse))
         if as_it_is and block == LINE:
             constants[f"{name}_KIND"] = LINE_OF_ROW.value
-    shape = [launcher.number(emit, m), n]
-    out = emit(
-        aten.empty.memory_format,
-        shape if of_rows else [groups, *shape],
-        dtype=out_dtype,
-        device=value(node).device,
-        pin_memory=False,
-    )
+    out = launcher.new(emit, (m, n) if of_rows else (groups, m, n), out_dtype)
     tensors = {"a": a, "b": b, "a_inv": scales[0], "b_inv": scales[1], "offs": offs, "y": out}
     tiles = configurations(gpu, block_gemm.shared_memory(value(node).device), b_block)
     grids = []
@@ -114,10 +107,7 @@ def launch_order(node: Node) -> list[Node]:
     block = max(16, align, 8192 // lanes)
     constants, numbers = launcher.size_arguments(emit, ("M", "m", m, 1))
     constants |= {"E": count, "LANES": lanes, "ALIGN": align}
-    made = []
-    for result in value(node):
-        sizes = [launcher.number(emit, size_of(size)) for size in result.shape]
-        made.append(emit(aten.empty.memory_format, sizes, dtype=torch.int32, device=result.device, pin_memory=False))
+    made = [launcher.new(emit, map(size_of, result.shape), torch.int32) for result in value(node)]
     places = size_of(value(node)[0].shape[0])
     grid = (launcher.number(emit, quotient(places + block - 1, block)), 1, 1)
     tensors = {"offs": offs, **dict(zip(("rows", "ends", "groups"), made, strict=True))}

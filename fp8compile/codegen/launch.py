@@ -16,7 +16,7 @@ argument, Inductor would take each launch for a kernel of its own, and tune each
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import sympy
@@ -162,7 +162,7 @@ class Launcher:
         tensors.update({f"y{i}": node for i, node in enumerate(outputs)})
         if group.sums:
             shape = [row_blocks(group), len(group.sums) * group.domain.columns]
-            outputs.append(self._new(emit, shape, torch.float32))
+            outputs.append(self.new(emit, shape, torch.float32))
             tensors["sums"] = outputs[-1]
         bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in slots]
         tensors.update({f"amax{i}": node for i, node in enumerate(bits)})
@@ -234,17 +234,18 @@ class Launcher:
                 pin_memory=False,
             )
         if output.content in ("blocks", "number"):
-            return self._new(emit, list(sizes(output.replaces)), torch.float32)
+            return self.new(emit, list(sizes(output.replaces)), torch.float32)
         assert output.dtype is not None
         shape = [domain.rows, domain.columns] if output.content == "copy" else [domain.columns, domain.walked]
         if (part := self.parts.get(id(output))) is not None:
             if part.whole not in self.wholes:
-                self.wholes[part.whole] = self._new(emit, list(sizes(part.whole)), output.dtype)
+                self.wholes[part.whole] = self.new(emit, list(sizes(part.whole)), output.dtype)
             end = self.number(emit, part.first + shape[part.dim])
             return emit(aten.slice.Tensor, self.wholes[part.whole], part.dim, part.first, end)
-        return self._new(emit, shape, output.dtype)
+        return self.new(emit, shape, output.dtype)
 
-    def _new(self, emit: Emitter, shape: list[sympy.Expr], dtype: torch.dtype) -> Node:
+    def new(self, emit: Emitter, shape: Iterable[Any], dtype: torch.dtype) -> Node:
+        """An empty tensor, in row-major order."""
         device = self.like.meta["val"].device
         return emit(
             aten.empty.memory_format, [self.number(emit, x) for x in shape], dtype=dtype, device=device, pin_memory=False
@@ -273,7 +274,7 @@ class Launcher:
         if not (rows.is_Integer and columns.is_Integer and rows <= MOST_PARTIAL_SUMS):
             total = emit(aten.sum.dim_IntList, partial, [0])
             return total if dtype == torch.float32 else emit(torch.ops.prims.convert_element_type.default, total, dtype)
-        total = self._new(emit, [columns], dtype)
+        total = self.new(emit, [columns], dtype)
         constants = {"ROWS": int(rows), "COLUMNS": int(columns)}
         grid = [(_blocks(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
         launched = [(int(x), y, z) for x, y, z in grid]

@@ -33,14 +33,9 @@ def row_amax(x: Tensor) -> Tensor:
     return x.abs().to(torch.float32).amax(-1)
 
 
-def last_amax(rows: Tensor) -> Tensor:
-    """Second stage: [R] -> [1]."""
-    return rows.amax(0, keepdim=True)
-
-
 def last_amaxes(rows: list[Tensor]) -> Tensor:
     """Second stage of n tensors with equally many rows: n x [R] -> [n]."""
-    return last_amax(rows[0]) if len(rows) == 1 else torch.cat(rows).view(len(rows), -1).amax(1)
+    return rows[0].amax(0, keepdim=True) if len(rows) == 1 else torch.cat(rows).view(len(rows), -1).amax(1)
 
 
 def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
@@ -122,7 +117,3 @@ def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[in
         parts = data.to(torch.float32).view(-1, columns // block[1], block[1]) * inv.unsqueeze(-1)
         return parts.view(-1, columns).to(dtype)
     return ops.values(data, inv, dtype, block)
-
-
-def concatenate(vectors: list[Tensor]) -> Tensor:
-    return torch.cat(vectors)

@@ -59,15 +59,13 @@ class Grouping:
             if not late:
                 return "it reads what is made of its own results"
             stops |= late
-        group = Group(
-            domain, outputs, dict(walk.inputs), dict(walk.members), dict(walk.levels), set(walk.loads), dict(walk.tiles)
-        )
-        if len(group.inputs) > MOST_INPUTS:
-            return f"{len(group.inputs)} inputs"
-        for x in (*group.inputs, *group.scales):
+        walk.outputs = outputs
+        if len(walk.inputs) > MOST_INPUTS:
+            return f"{len(walk.inputs)} inputs"
+        for x in (*walk.inputs, *walk.scales):
             if not readable(x):
                 return f"{x.name} cannot be read: {_described(x)}"
-        return group
+        return walk
 
     def others(self, domain: Domain, walk: Walk, sinks: set[Node]) -> list[Output]:
         """Members that someone else reads, and that are cheaper to write than to compute again."""
