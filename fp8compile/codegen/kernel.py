@@ -82,18 +82,17 @@ class _Writer:
         group = self.group
         rows, columns = self.text(self.domain.rows), self.text(self.domain.columns)
         looping, span = bool(group.passes), group.span
-        width = str(span or "BLOCK_C")
-        body: list[str] = ["pid = tl.program_id(0).to(tl.int64)"]
-        if not looping:
-            body += [f"tiles = ({columns} + {width} - 1) // {width}", "block = pid // tiles"]
-            body += [f"{'span' if span else 'start'} = pid % tiles * {width}"]
-        else:
+        width, start = (span, "span") if span else ("BLOCK_C", "start")
+        body = ["pid = tl.program_id(0).to(tl.int64)"]
+        if looping:
             body += ["block = pid"]
+        else:
+            body += [f"tiles = ({columns} + {width} - 1) // {width}", "block = pid // tiles"]
+            body += [f"{start} = pid % tiles * {width}"]
         body += self.rows(rows)
-        for node, name in self.scales.items():
-            if (scale := group.scales[node]).granularity == "one":
-                first = int(name[1:])
-                body += loaded_scale(scale, [f"s{first + i}" for i in range(len(scale.read))], name)
+        for node, scale in group.scales.items():
+            if scale.granularity == "one":
+                body += loaded_scale(scale, self.scales[node])
         body += [self.store_number(output) for output in group.with_content("number")]
         for number in range(group.passes):
             body += self.reduce(number, columns)
@@ -177,14 +176,14 @@ class _Writer:
         """One pass: all sums over rows that are known after it."""
         nodes = [node for node, level in self.group.levels.items() if level == number]
         self.lines, self.loop, self.outer_lines = [], {}, []
-        start, last, names = [], [], {}
+        start, last = [], []
         for node in nodes:
             whole, part = statistics_of(node)
             source = arg(whole, 0)
             index = self.domain.full(sizes(source))
             assert index is not None
             value, name, into = self.value(source, index), self.name("r"), self.name("acc")
-            names[node] = name
+            self.reduced[node] = name
             if node.target is ops.amax_blocks:
                 start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
                 self.lines.append(f"{into} = tl.maximum({into}, {magnitude(value, self.masks)})")
@@ -207,11 +206,8 @@ class _Writer:
                 last.append(f"{self.means[whole]} = {total}")
                 total = self.means[whole]
             last.append(f"{name} = {rounded(total, node.meta['val'].dtype)}")
-        head = self.columns(columns)
-        lines = [*self.outer_lines, *start, f"for start in range(0, {columns}, BLOCK_C):"]
-        lines += [*indented([*head, *self.lines]), *last]
-        self.reduced.update(names)
-        return lines
+        loop = [f"for start in range(0, {columns}, BLOCK_C):", *indented([*self.columns(columns), *self.lines])]
+        return [*self.outer_lines, *start, *loop, *last]
 
     def span(self, head: list[str]) -> list[str]:
         """The scales of the rows of a span: a pass over its strips for their amaxes."""
@@ -224,17 +220,16 @@ class _Writer:
         return [*passed, *tiles.lines]
 
     @staticmethod
-    def strips(lines: list[str], span: int = SPAN) -> list[str]:
-        return [f"for strip in range(0, {span}, BLOCK_C):", *indented(["start = span + strip", *lines])]
+    def strips(lines: list[str]) -> list[str]:
+        return [f"for strip in range(0, {SPAN}, BLOCK_C):", *indented(["start = span + strip", *lines])]
 
     # -- values --
 
     def value(self, node: Node, index: Index) -> str:
         """The name of a value; writes what computes it where it is computed first."""
         key = (node, index)
-        for known in (self.loop, self.outer):
-            if key in known:
-                return known[key]
+        if known := self.loop.get(key) or self.outer.get(key):
+            return known
         if node in self.reduced and key not in self.group.loads:
             return self.reduced[node]
         if key in self.group.loads:
@@ -274,11 +269,10 @@ class _Writer:
 
     def load(self, node: Node, index: Index) -> str:
         dtype = node.meta["val"].dtype
-        varying = varies_with(index)
-        mask = {"full": self.masks.inside, "row": self.masks.row, "col": self.masks.col}.get(varying, "")
+        masks = {"full": self.masks.inside, "row": self.masks.row, "col": self.masks.col, "one": ""}
+        axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",), "one": ()}[varies_with(index)]
         other = "0.0" if dtype.is_floating_point else "0"
-        axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",)}.get(varying, ())
-        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded(mask, other)})"
+        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded(masks[varies_with(index)], other)})"
         return f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
 
     def offset(self, node: Node, index: Index, *varying: str) -> str:
@@ -321,9 +315,9 @@ class _Writer:
                 into = f"column_amax{self.group.column_amaxes.index(output)}"
                 if output.groups is not None:
                     tiles.amax_of_groups(into, value, output.groups, sizes(output.replaces))
-                    continue
-                largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
-                lines.append(f'tl.atomic_max({into} + col, {largest}{guarded(self.masks.col)}, sem="relaxed")')
+                else:
+                    largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
+                    lines.append(f'tl.atomic_max({into} + col, {largest}{guarded(self.masks.col)}, sem="relaxed")')
             elif output.content == "blocks":
                 assert output.scale is not None
                 found, (where, mask) = tiles(output.scale), tiles.offset(output.scale)

@@ -78,26 +78,25 @@ def _way(node: Node) -> str:
 def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:
     """For matmuls by ATen whose operands have one scale each: these scales, spread over the vectors that it takes. One kernel
     writes those of several matmuls, if the scales are stored ones, which are there from the beginning."""
-    found: dict[Node, tuple[Node, Node]] = {}
-    chunk: list[Node] = []
+    chunks: list[list[Node]] = []  # which are spread together
     for node in graph.find_nodes(op="call_function", target=grouped_mm):
         if _way(node) != GROUPED or any(value(inverse).dim() != 1 for inverse in _inverses(node)):
             continue
         if is_data(value(arg(node, 0)).shape[0]):  # no part of a vector can be taken by such a size, up to torch 2.11
             continue
-        stored_scales = all(inverse.target is aten.as_strided.default for inverse in _inverses(node))
-        early = stored_scales and (not chunk or all(arg(inverse, 0) < chunk[0] for inverse in _inverses(node)))
-        if chunk and (not early or len(chunk) == TOGETHER):
-            found |= _spread(chunk, inline)
-            chunk = []
-        chunk.append(node)
-        if not stored_scales:
-            found |= _spread(chunk, inline)
-            chunk = []
-    return found | (_spread(chunk, inline) if chunk else {})
+        if chunks and len(chunks[-1]) < TOGETHER and all(map(_are_stored, (node, chunks[-1][0]))):
+            if all(arg(inverse, 0) < chunks[-1][0] for inverse in _inverses(node)):
+                chunks[-1].append(node)
+                continue
+        chunks.append([node])
+    return {node: scales for chunk in chunks for node, scales in _spread(chunk, inline).items()}
 
 
 TOGETHER = 4  # matmuls: Inductor writes a concatenation of up to 8 tensors by one kernel
+
+
+def _are_stored(node: Node) -> bool:
+    return all(inverse.target is aten.as_strided.default for inverse in _inverses(node))
 
 
 def _inverses(node: Node) -> tuple[Node, Node]:

@@ -17,6 +17,13 @@ from torch.fx import Graph, GraphModule, Node
 CALLS = ("forward", "__call__", "_call_impl")  # functions of a module that is being called
 
 
+def frames(file: str = "") -> Iterator[types.FrameType]:
+    """The frames on the stack whose code is in a file that ends so, from the inside out."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_filename.replace("\\", "/").endswith(file):
+            yield frame
+
+
 def source_name(placeholder: Node) -> str:
     """The expression of a Dynamo placeholder in the user's frame, `L['self']._modules['up']._parameters['weight']`; or ''."""
     return getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
@@ -212,7 +219,7 @@ def is_part(module: nn.Module) -> bool:
     """Is a graph of this module compiled because a module around it is compiled, whose own graph breaks? To be asked within the
     backend: the frames between it and the compiled module's call are those of the modules that are being called."""
     compiling = False
-    for frame, _ in traceback.walk_stack(sys._getframe()):
+    for frame in frames():
         file = frame.f_code.co_filename.replace("\\", "/")
         compiling = compiling or file.endswith("torch/_dynamo/convert_frame.py")
         if compiling and file.endswith("torch/_dynamo/eval_frame.py"):
@@ -235,7 +242,7 @@ def outermost(module: nn.Module) -> nn.Module:
 
 def called(functions: Collection[str] = ("__call__", "_wrapped_call_impl")) -> Iterator[nn.Module]:
     """The modules that are being called, from the inside out. `functions`: those of a module that tell."""
-    for frame, _ in traceback.walk_stack(sys._getframe()):
+    for frame in frames():
         caller = frame.f_locals.get("self") if frame.f_code.co_name in functions else None
         if isinstance(caller, nn.Module):
             yield caller

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -224,15 +223,12 @@ def keep_instead(forward: Graph, visible: int, instead: Mapping[Node, Sequence[N
     AOTAutograd describes each output (torch 2.11 to 2.15, `_extract_fwd_bwd_modules`): what is kept has a number.
     """
     (output,) = forward.find_nodes(op="output")
-    old: Sequence[Any] = output.args[0]
-    descs = output.meta.get("desc")
-    described = [*descs] if isinstance(descs, (list, tuple)) and len(descs) == len(old) else [None] * len(old)
-    before = zip(old[visible:], described[visible:], strict=True)
-    kept = [(node, desc) for given, desc in before for node in instead.get(given, (given,))]
+    old: Any = output.args[0]
+    descs = output.meta["desc"]
+    before = zip(old[visible:], descs[visible:], strict=True)
+    kept = [(node, type(desc)) for given, desc in before for node in instead.get(given, (given,))]
     output.args = ((*old[:visible], *(node for node, _ in kept)),)
-    if descs is not None:
-        kinds = [type(desc) if desc is not None else SavedForBackwardsAOTOutput for _, desc in kept]
-        output.meta["desc"] = [*described[:visible], *(kind(i) for i, kind in enumerate(kinds))]
+    output.meta["desc"] = [*descs[:visible], *(kind(i) for i, (_, kind) in enumerate(kept))]
 
 
 def no_version_check(node: Node) -> bool:
