@@ -28,7 +28,7 @@ from ..devices.gpu import Gpu
 from ..ir.fx_utils import Emitter, value
 from . import launch
 from .indexing import quotient, size_of
-from .scale_layouts import columns_first, copied, rows_first
+from .lowerings import columns_first, copied, rows_first
 
 # (BLOCK_R, BLOCK_C, warps, stages), the default first. A stage takes 128 bytes of shared memory for each row and each column of
 # the tile. With 1 x 128 blocks of b, a thread holds a scale for each of its columns: those tiles are small, so nothing spills.

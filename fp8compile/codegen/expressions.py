@@ -184,7 +184,7 @@ def expression(node: Node, operands: list[str], name: str = "v") -> str:
             return f"{text} != 0"
         if dtype in FLOATS and source not in FLOATS:
             text = f"{text}.to(tl.float32)"
-        return rounded(text, dtype) if dtype in FLOATS and _narrower(dtype, source) else text
+        return rounded(text, dtype) if dtype in FLOATS and dtype != source else text
     if target is aten.pow.Tensor_Scalar:
         form = POWERS[float(node.args[1])]  # type: ignore[arg-type]
     else:
@@ -215,11 +215,6 @@ def _rounded(number: Any, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         return str(bool(number))
     return number_text(torch.tensor(number, dtype=dtype).item())
-
-
-def _narrower(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Does a cast from `source` to `dtype` lose anything?"""
-    return dtype != source and dtype != torch.float32
 
 
 def saturates(dtype: torch.dtype) -> bool:

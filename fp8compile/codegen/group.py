@@ -20,7 +20,7 @@ scale computed from it, take no earlier pass.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,7 +63,8 @@ class Group:
     @property
     def scales(self) -> dict[Node, Scale]:
         """The scales that the kernel reads, one for the matrix or one a block. (Scales of rows or columns are inputs.)"""
-        return read_scales(self.outputs, self.tiles)
+        scales = [x.scale for x in self.outputs if x.scale is not None and x.scale.granularity in ("one", "tile")]
+        return {scale.node: scale for scale in scales if scale.node not in self.tiles}
 
     @property
     def block(self) -> tuple[int, int]:
@@ -118,11 +119,6 @@ class Group:
 
     def with_content(self, *contents: str) -> list[Output]:
         return [x for x in self.outputs if x.content in contents]
-
-
-def read_scales(outputs: Iterable[Output], tiles: Collection[Node]) -> dict[Node, Scale]:
-    scales = [x.scale for x in outputs if x.scale is not None and x.scale.granularity in ("one", "tile")]
-    return {scale.node: scale for scale in scales if scale.node not in tiles}
 
 
 DEEPEST = 64  # operators in a chain; a longer chain is cut: the kernel reads a value in its middle

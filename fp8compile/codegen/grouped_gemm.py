@@ -29,7 +29,7 @@ from ..ir.fx_utils import Emitter, is_data, value
 from ..ir.grouped import ALIGN
 from . import block_gemm, launch
 from .indexing import quotient, size_of
-from .scale_layouts import columns_first, rows_first
+from .lowerings import columns_first, rows_first
 from .scaled_mm_kind import LINE, MX_BLOCK, MX_BLOCKS, MX_TILE, SQUARE
 
 # (BLOCK_R, BLOCK_C, warps, stages) for blocks of 1 x 32, where tensor cores scale them, and where bf16 copies take registers

@@ -28,7 +28,7 @@ from ..ir.grouped import grouped_mm, order_of_groups, taken
 from . import launch
 from .grouped_gemm import launch_grouped, launch_order
 from .indexing import quotient, sizes
-from .scale_layouts import copied, stored
+from .lowerings import copied, stored
 from .scaled_mm_kind import GROUPED, TRITON, GroupedProduct, how_grouped
 
 aten = torch.ops.aten

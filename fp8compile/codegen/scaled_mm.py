@@ -9,7 +9,7 @@ cuBLASLt and CUTLASS add a bias in half precision only, in the result's dtype (`
 product after the matmul. Inductor fuses this sum into the kernel that reads it, and the sum is rounded once.
 
 `_scaled_mm` finds the kind of scaling from shapes and strides. So scales are written into memory of their own and read through
-`as_strided`, whose strides Inductor keeps (`scale_layouts`). `_scaled_mm_v2` is told the kind, but it is not used: Inductor
+`as_strided`, whose strides Inductor keeps (`lowerings`). `_scaled_mm_v2` is told the kind, but it is not used: Inductor
 (2.13) lowers it to `_scaled_mm` with the scales in the wrong orientation, or refuses the scales.
 """
 
@@ -30,7 +30,7 @@ from ..ir.fx_utils import value
 from ..ir.metadata import FORM
 from . import scaled_mm_kind
 from .block_gemm import launch_gemm
-from .scale_layouts import of_blocks, of_rows, stored, swizzled
+from .lowerings import of_blocks, of_rows, stored, swizzled
 from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON, Product
 
 Inline = Callable[..., Node]  # writes a plain torch function into the graph, before a node

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import traceback
 import types
@@ -27,11 +26,6 @@ def frames(file: str = "") -> Iterator[types.FrameType]:
 def source_name(placeholder: Node) -> str:
     """The expression of a Dynamo placeholder in the user's frame, `L['self']._modules['up']._parameters['weight']`; or ''."""
     return getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
-
-
-def as_parameter(source: str) -> str:
-    """`L['self'].weight` -> `L['self']._parameters['weight']`"""
-    return re.sub(r"\.(\w+)$", r"._parameters['\1']", source)
 
 
 def add_input(gm: GraphModule, name: str, example: torch.Tensor, stable: bool = True) -> torch.Tensor:
@@ -143,15 +137,11 @@ def restart(why: str) -> Exception:
 def let_go(example_inputs: Any, inputs: Iterable[int]) -> None:
     """Have Dynamo hold these inputs no longer, before a `restart`: their memory is to be free before that. `example_inputs`:
     what the backend got. Read in 2.11, 2.13 and 2.15: the list, and what side effects keep alive."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        kept = InstructionTranslator.current_tx().output.side_effects.keepalive
-    except AttributeError:  # not called from within Dynamo
-        kept = []
     if isinstance(example_inputs, list):
         gone = {id(example_inputs[i]) for i in inputs}
-        kept[:] = [x for x in kept if id(x) not in gone]
+        if (output := _output()) is not None:
+            kept = output.side_effects.keepalive
+            kept[:] = [x for x in kept if id(x) not in gone]
         for i in inputs:
             example_inputs[i] = None
 
@@ -187,7 +177,8 @@ def tag_backward(graph: Graph) -> set[Node]:
 def root_modules(gm: GraphModule, attributes: Collection[int] = ()) -> dict[int, tuple[nn.Module, Any]]:
     """For each input of a Dynamo graph that is a parameter or buffer, by position: the module through which the compiled
     frame reaches it, and that module's Dynamo source. `attributes`: inputs that are parameters, and plain attributes."""
-    scopes = _scopes()
+    output = _output()
+    scopes = {"L": output.local_scope, "G": output.global_scope} if output is not None else {}
     values: dict[Any, Any] = {}  # what sources stand for
     found: dict[int, tuple[nn.Module, Any]] = {}
     for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder") if scopes else ()):
@@ -248,14 +239,14 @@ def called(functions: Collection[str] = ("__call__", "_wrapped_call_impl")) -> I
             yield caller
 
 
-def _scopes() -> dict[str, Any]:
+def _output() -> Any:
+    """What Dynamo traces now; None outside of Dynamo."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        output = InstructionTranslator.current_tx().output
-        return {"L": output.local_scope, "G": output.global_scope}
-    except AttributeError:  # not called from within Dynamo
-        return {}
+        return InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
 
 
 def guard_attribute(source: Any, name: str) -> None:

@@ -10,6 +10,7 @@ import torch._functorch.config as functorch_config
 from torch.fx import Graph, GraphModule
 
 from .dynamo import copy_graph, frames
+from .inductor import decompositions
 
 
 def uncut(gm: GraphModule) -> tuple[GraphModule, Sequence[Any]] | None:
@@ -27,7 +28,6 @@ def forward_of(gm: GraphModule) -> Graph:
     progress as it is."""
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import TracingContext, detect_fake_mode, tracing
-    from torch._inductor.decomposition import select_decomp_table
 
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     graphs: list[Graph] = []
@@ -38,5 +38,5 @@ def forward_of(gm: GraphModule) -> Graph:
 
     mode = detect_fake_mode(examples)
     with tracing(TracingContext(mode)), torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-        aot_module_simplified(copy_graph(gm), examples, fw_compiler=compiler, decompositions=select_decomp_table())
+        aot_module_simplified(copy_graph(gm), examples, fw_compiler=compiler, decompositions=decompositions())
     return graphs[0]
