@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from ..ir.fx_utils import arg
 from .expressions import HEAVY, supported
 from .indexing import REDUCTIONS, Domain, Index, lookups, sizes
-from .scales import SPAN, Scale, amax_of, of_amax
+from .scales import SPAN, Scale, amax_of, made_in_place
 
 aten = torch.ops.aten
 
@@ -151,17 +152,16 @@ class Walk(Group):
     def tile(self, scale: Scale) -> None:
         """Visit scales of blocks. If they are not in memory, the tile computes them: visit the tensor that they scale."""
         amax = amax_of(scale.node)
-        if amax is None or scale.groups is not None or any(self.stop(x) for x in (amax, scale.node)):
+        if amax is None or not made_in_place(scale, arg(amax, 0)) or any(self.stop(x) for x in (amax, scale.node)):
             return
-        own, source = of_amax(amax), amax.args[0]
-        index = self.domain.full(sizes(source)) if isinstance(source, Node) else None
-        if index is None or (own.rows, own.columns) != (scale.rows, scale.columns):
+        index = self.domain.full(sizes(arg(amax, 0)))
+        if index is None:
             return
-        self(source, index)  # type: ignore[arg-type]
+        self(arg(amax, 0), index)
         node = scale.node
         while node is not amax:
             self.tiles[node] = None
-            node = node.args[0]  # type: ignore[assignment]
+            node = arg(node, 0)
         self.tiles[amax] = None
 
     def __call__(self, node: Node, index: Index) -> int:
