@@ -50,10 +50,10 @@ class Kernel:
 
 def write(group: Group) -> Kernel:
     """The kernel of a group. Same group, same source: names do not depend on the graph."""
-    return _Writer(group).write()
+    return Writer(group).write()
 
 
-class _Writer:
+class Writer:
     def __init__(self, group: Group):
         self.group, self.domain = group, group.domain
         gpu = gpu_of(group.outputs[0].node.meta["val"].device)

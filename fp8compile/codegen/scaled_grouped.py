@@ -150,7 +150,7 @@ def multiplied(x: GroupedProduct, a_scale: Tensor, b_scale: Tensor) -> Tensor:
 def _vector(inverse: Tensor, shape: Sequence) -> Tensor:
     """Inverses as `shape`, in memory of their own: one for all is repeated."""
     if inverse.dim() == 1:
-        return inverse.expand(shape[-1]).clone() if len(shape) == 1 else inverse.expand(shape).clone()
+        return inverse.expand(shape).clone()
     if inverse.dim() == 3 and inverse.shape[1] == 1 != shape[1]:  # one a matrix
         inverse = inverse.expand(shape[0], shape[1], 1).clone()
     return stored(inverse, shape)
