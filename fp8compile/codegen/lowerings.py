@@ -56,9 +56,7 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
     return amax.t().contiguous() if transposed else amax
 
 
-def quantize(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0), dense: bool = True
-) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int], dense: bool) -> Tensor:
     """[R, C] -> [R, C], row-major, in strides that Inductor has to keep if `dense`. Left to itself, Inductor would pad rows,
     which ATen's row-wise kernel for sm_89 does not expect, and would transpose the copy where the input is transposed, which no
     FP8 matmul takes. Not `dense` is for `joined`, which copies it."""
@@ -67,13 +65,7 @@ def quantize(
 
 
 def quantize_transposed(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    block: Sequence[int] = (0, 0),
-    dense: bool = True,
-    padded_already: bool = False,
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int], dense: bool, padded_already: bool
 ) -> Tensor:
     """[R, C] -> [C, R padded to a multiple of 16]; `dense` as for `quantize`."""
     columns, rows = x.shape[1], x.shape[0]

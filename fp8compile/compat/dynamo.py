@@ -197,10 +197,10 @@ def _root(source: Any, is_attribute: bool) -> Any:
     of `L['self']`. None if this is no source of one."""
     from torch._dynamo.source import AttrSource
 
-    root = source.base if is_attribute and isinstance(source, AttrSource) else None
-    owned = root is not None
+    root, owned = None, is_attribute
     while source is not None:
-        if isinstance(source, AttrSource) and source.member in ("_modules", "_parameters", "_buffers"):
+        first = is_attribute and root is None  # `.weight` itself
+        if isinstance(source, AttrSource) and (first or source.member in ("_modules", "_parameters", "_buffers")):
             root, owned = source.base, owned or source.member != "_modules"
         source = getattr(source, "base", None)
     return root if owned else None
