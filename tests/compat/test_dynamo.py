@@ -18,7 +18,7 @@ class Block(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({"a b": nn.Linear(4, 4, bias=False)})
         self.register_buffer("table", torch.ones(4))
-        self.plain = torch.ones(4)  # as FSDP1 has a view in the place of a parameter
+        self.plain = torch.ones(4)  # as FSDP1 has a view instead of a parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers["a b"](x) * self.table * self.plain
@@ -33,7 +33,7 @@ def test_the_root_of_each_input() -> None:
         names = [compat.dynamo.source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         attributes = [i for i, name in enumerate(names) if name.endswith(".plain")]
         for i, (module, source) in compat.dynamo.root_modules(gm, attributes).items():
-            assert module is {"student": student, "teacher": models["teacher"]}["student" if "student" in names[i] else "teacher"]
+            assert module is (student if "student" in names[i] else models["teacher"])
             found[names[i]] = source.name
         assert set(compat.dynamo.root_modules(gm)) == set(compat.dynamo.root_modules(gm, attributes)) - set(attributes)
         return gm
