@@ -173,9 +173,8 @@ def call(matmul: Matmul, given: tuple[Tensor, ...], dtype: torch.dtype, bias: Te
     fast = matmul.gemm == "fprop"
     if matmul.ends:
         offs = torch.tensor(matmul.ends, dtype=torch.int32, device=given[0].device)
-        return matmul.kind.call(*given, offs, dtype, fast)
-    how = matmul.blocks if matmul.kind.form in (scaled_mm_kind.BLOCKWISE, scaled_mm_kind.MX) else (fast,)
-    return matmul.kind.call(*given, bias, dtype, *how)
+        return matmul.kind.call(scaled_mm_kind.GroupedProduct(*given, offs, dtype, fast, *matmul.blocks))
+    return matmul.kind.call(scaled_mm_kind.Product(*given, bias, dtype, fast, *matmul.blocks))
 
 
 def judged(matmul: Matmul, wanted: Tensor, terms: Tensor, got: Tensor) -> tuple[bool, str]:

@@ -18,16 +18,17 @@ are known are constants of the kernel, others are arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from .. import compat
 from ..devices.gpu import Gpu
-from ..ir.fx_utils import Emitter, aten, value
+from ..ir.fx_utils import Emitter, value
 from . import launch
 from .indexing import quotient, size_of
-from .scale_layouts import columns_first, copied, rows_first
+from .lowerings import columns_first, copied, rows_first
 
 # (BLOCK_R, BLOCK_C, warps, stages), the default first. A stage takes 128 bytes of shared memory for each row and each column of
 # the tile. With 1 x 128 blocks of b, a thread holds a scale for each of its columns: those tiles are small, so nothing spills.
@@ -50,22 +51,12 @@ def configurations(gpu: Gpu | None, shared: int, b_block: Sequence[int]) -> tupl
     return COLUMN_TILES if columns else TILES
 
 
-def launch_gemm(
-    node: Node,
-    inline: Callable[..., Node],
-    gpu: Gpu | None,
-    a: Node,
-    b: Node,
-    a_inv: Node,
-    b_inv: Node,
-    bias: Node | None,
-    out_dtype: torch.dtype,
-    a_block: tuple[int, int],
-    b_block: tuple[int, int],
-) -> Node:
-    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node."""
+def launch_gemm(node: Node, inline: Callable[..., Node], gpu: Gpu | None, product: Any) -> Node:
+    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node.
+    `product`: a `Product` of nodes."""
     from .triton_kernels import fp8_gemm
 
+    a, b, a_inv, b_inv, bias, out_dtype, _, a_block, b_block = product
     emit = Emitter(node.graph, node, node)
     launcher = launch.Launcher(node.graph, 0, node)
     m, k, n = (size_of(size) for size in (*value(a).shape, value(b).shape[0]))
@@ -79,8 +70,7 @@ def launch_gemm(
         constants["bias"] = None
     elif value(bias).stride(0) != 1:
         bias = inline(node, copied, bias)
-    sizes = [launcher.number(emit, size) for size in (m, n)]
-    out = emit(aten.empty.memory_format, sizes, dtype=out_dtype, device=value(node).device, pin_memory=False)
+    out = launcher.new(emit, (m, n), out_dtype)
     tensors = {"a": a, "b": b, "a_inv": a_inv, "b_inv": b_inv, **({} if bias is None else {"bias": bias}), "y": out}
     tiles = configurations(gpu, shared_memory(value(node).device), b_block)
     programs = [quotient(m + r - 1, r) * quotient(n + c - 1, c) for r, c, *_ in tiles]

@@ -13,7 +13,7 @@ Each copy of a tensor, row by row or transposed, has blocks of its own, and is q
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import sympy
 from torch.fx import Node
@@ -21,23 +21,12 @@ from torch.fx import Node
 from ..ir import ops
 from ..ir.fx_utils import arg
 from ..ir.grouped import ALIGN
-from .group import Group
-from .indexing import Domain, Index, quotient, size_of, sizes
-from .masks import Masks, both, guarded, kept
+from .indexing import quotient, size_of, sizes
 from .scales import Scale, computed_scale, of_amax
+from .text import Masks, both, guarded, kept
 
-
-class Writer(Protocol):
-    """The part of a kernel's writer that `Tiles` needs."""
-
-    group: Group
-    domain: Domain
-    masks: Masks
-    scales: dict[Node, str]
-
-    def value(self, node: Node, index: Index) -> str: ...
-    def name(self, letter: str) -> str: ...
-    def text(self, expr: sympy.Expr) -> str: ...
+if TYPE_CHECKING:
+    from .kernel import Writer
 
 
 class Tiles:

@@ -184,7 +184,7 @@ def expression(node: Node, operands: list[str], name: str = "v") -> str:
             return f"{text} != 0"
         if dtype in FLOATS and source not in FLOATS:
             text = f"{text}.to(tl.float32)"
-        return rounded(text, dtype) if dtype in FLOATS and _narrower(dtype, source) else text
+        return rounded(text, dtype) if dtype in FLOATS and dtype != source else text
     if target is aten.pow.Tensor_Scalar:
         form = POWERS[float(node.args[1])]  # type: ignore[arg-type]
     else:
@@ -217,6 +217,19 @@ def _rounded(number: Any, dtype: torch.dtype) -> str:
     return number_text(torch.tensor(number, dtype=dtype).item())
 
 
-def _narrower(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Does a cast from `source` to `dtype` lose anything?"""
-    return dtype != source and dtype != torch.float32
+def saturates(dtype: torch.dtype) -> bool:
+    """Does a conversion to this FP8 format saturate by itself, and keep NaN? NVIDIA's does (PTX ISA, cvt.rn.satfinite)."""
+    return torch.version.hip is None and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+# PTX: four float32 become four FP8 numbers, each rounded once to nearest even, and saturated
+_CONVERT = "{{ .reg .b16 l, h; cvt.{0} l, $2, $1; cvt.{0} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
+_CONVERSIONS = {torch.float8_e4m3fn: "rn.satfinite.e4m3x2.f32", torch.float8_e5m2: "rn.satfinite.e5m2x2.f32"}
+
+
+def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
+    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion rounds twice (`converts_through_float16`)."""
+    if not by_ptx or dtype not in _CONVERSIONS:
+        return f"{value}.to({TRITON_DTYPE[dtype]})"
+    bits = f'tl.inline_asm_elementwise("{_CONVERT.format(_CONVERSIONS[dtype])}", "=r,f,f,f,f", [{value}], tl.uint8, True, 4)'
+    return f"{bits}.to({TRITON_DTYPE[dtype]}, bitcast=True)"

@@ -20,15 +20,16 @@ scale computed from it, take no earlier pass.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
+from ..ir.fx_utils import arg
 from .expressions import HEAVY, supported
 from .indexing import REDUCTIONS, Domain, Index, lookups, sizes
-from .scales import SPAN, Scale, amax_of, of_amax
+from .scales import SPAN, Scale, amax_of, made_in_place
 
 aten = torch.ops.aten
 
@@ -63,7 +64,8 @@ class Group:
     @property
     def scales(self) -> dict[Node, Scale]:
         """The scales that the kernel reads, one for the matrix or one a block. (Scales of rows or columns are inputs.)"""
-        return read_scales(self.outputs, self.tiles)
+        scales = [x.scale for x in self.outputs if x.scale is not None and x.scale.granularity in ("one", "tile")]
+        return {scale.node: scale for scale in scales if scale.node not in self.tiles}
 
     @property
     def block(self) -> tuple[int, int]:
@@ -98,32 +100,41 @@ class Group:
     def _blocks(self) -> list[Scale]:
         return [x.scale for x in self.outputs if x.scale is not None and x.scale.granularity == "tile"]
 
+    @property
+    def stored(self) -> list[Output]:
+        """The outputs with a pointer of their own."""
+        return self.with_content("copy", "transposed", "value", "row", "blocks", "number")
+
+    @property
+    def sums(self) -> list[Output]:
+        """These share one pointer: [blocks of rows, sums * columns]."""
+        return self.with_content("sum")
+
+    @property
+    def amaxes(self) -> list[Output]:
+        return self.with_content("amax")
+
+    @property
+    def column_amaxes(self) -> list[Output]:
+        return self.with_content("column_amax")
+
     def with_content(self, *contents: str) -> list[Output]:
         return [x for x in self.outputs if x.content in contents]
-
-
-def read_scales(outputs: Iterable[Output], tiles: Collection[Node]) -> dict[Node, Scale]:
-    scales = [x.scale for x in outputs if x.scale is not None and x.scale.granularity in ("one", "tile")]
-    return {scale.node: scale for scale in scales if scale.node not in tiles}
 
 
 DEEPEST = 64  # operators in a chain; a longer chain is cut: the kernel reads a value in its middle
 
 
-class Walk:
-    """Follows values back to what they are computed from; fills in a group's inputs, members and levels.
+class Walk(Group):
+    """A group that grows: follows values back to what they are computed from.
 
     `stop(node)` says which tensors are in memory already and are read, not computed. A node that cannot be computed in place
     is read, too.
     """
 
     def __init__(self, domain: Domain, stop: Callable[[Node], bool]):
-        self.domain, self.stop = domain, stop
-        self.inputs: dict[Node, None] = {}
-        self.members: dict[Node, None] = {}
-        self.levels: dict[Node, int] = {}
-        self.loads: set[tuple[Node, Index]] = set()
-        self.tiles: dict[Node, None] = {}
+        super().__init__(domain, [])
+        self.stop = stop
         self.seen: dict[tuple[Node, Index], int] = {}
         self.depth = 0
 
@@ -141,17 +152,16 @@ class Walk:
     def tile(self, scale: Scale) -> None:
         """Visit scales of blocks. If they are not in memory, the tile computes them: visit the tensor that they scale."""
         amax = amax_of(scale.node)
-        if amax is None or scale.groups is not None or any(self.stop(x) for x in (amax, scale.node)):
+        if amax is None or not made_in_place(scale, arg(amax, 0)) or any(self.stop(x) for x in (amax, scale.node)):
             return
-        own, source = of_amax(amax), amax.args[0]
-        index = self.domain.full(sizes(source)) if isinstance(source, Node) else None
-        if index is None or (own.rows, own.columns) != (scale.rows, scale.columns):
+        index = self.domain.full(sizes(arg(amax, 0)))
+        if index is None:
             return
-        self(source, index)  # type: ignore[arg-type]
+        self(arg(amax, 0), index)
         node = scale.node
         while node is not amax:
             self.tiles[node] = None
-            node = node.args[0]  # type: ignore[assignment]
+            node = arg(node, 0)
         self.tiles[amax] = None
 
     def __call__(self, node: Node, index: Index) -> int:

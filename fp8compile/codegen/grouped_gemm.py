@@ -25,11 +25,11 @@ from .. import compat
 from ..config.recipe import ROW, WHOLE, Block
 from ..devices import support
 from ..devices.gpu import Gpu
-from ..ir.fx_utils import Emitter, aten, is_data, value
+from ..ir.fx_utils import Emitter, is_data, value
 from ..ir.grouped import ALIGN
 from . import block_gemm, launch
 from .indexing import quotient, size_of
-from .scale_layouts import columns_first, rows_first
+from .lowerings import columns_first, rows_first
 from .scaled_mm_kind import LINE, MX_BLOCK, MX_BLOCKS, MX_TILE, SQUARE
 
 # (BLOCK_R, BLOCK_C, warps, stages) for blocks of 1 x 32, where tensor cores scale them, and where bf16 copies take registers
@@ -50,23 +50,12 @@ def configurations(gpu: Gpu | None, shared: int, b_block: Block) -> tuple[block_
     return SMALL_MX_TILES if shared < 160 << 10 else MX_TILES
 
 
-def launch_grouped(
-    node: Node,
-    inline: Callable[..., Node],
-    gpu: Gpu | None,
-    a: Node,
-    b: Node,
-    a_inv: Node,
-    b_inv: Node,
-    offs: Node,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    a_block: Block,
-    b_block: Block,
-) -> Node:
-    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node."""
+def launch_grouped(node: Node, inline: Callable[..., Node], gpu: Gpu | None, product: Any) -> Node:
+    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node.
+    `product`: a `GroupedProduct` of nodes."""
     from .triton_grouped import LINE_OF_ROW, STEP, fp8_grouped
 
+    a, b, a_inv, b_inv, offs, out_dtype, fast_accum, a_block, b_block = product
     emit = Emitter(node.graph, node, node)
     launcher = launch.Launcher(node.graph, 0, node)
     m, k = (size_of(size) for size in value(a).shape)
@@ -94,14 +83,7 @@ def launch_grouped(
         scales.append(inverse if as_it_is else inline(node, columns_first if block == LINE else rows_first, inverse))
         if as_it_is and block == LINE:
             constants[f"{name}_KIND"] = LINE_OF_ROW.value
-    shape = [launcher.number(emit, m), n]
-    out = emit(
-        aten.empty.memory_format,
-        shape if of_rows else [groups, *shape],
-        dtype=out_dtype,
-        device=value(node).device,
-        pin_memory=False,
-    )
+    out = launcher.new(emit, (m, n) if of_rows else (groups, m, n), out_dtype)
     tensors = {"a": a, "b": b, "a_inv": scales[0], "b_inv": scales[1], "offs": offs, "y": out}
     tiles = configurations(gpu, block_gemm.shared_memory(value(node).device), b_block)
     grids = []
@@ -125,10 +107,7 @@ def launch_order(node: Node) -> list[Node]:
     block = max(16, align, 8192 // lanes)
     constants, numbers = launcher.size_arguments(emit, ("M", "m", m, 1))
     constants |= {"E": count, "LANES": lanes, "ALIGN": align}
-    made = []
-    for result in value(node):
-        sizes = [launcher.number(emit, size_of(size)) for size in result.shape]
-        made.append(emit(aten.empty.memory_format, sizes, dtype=torch.int32, device=result.device, pin_memory=False))
+    made = [launcher.new(emit, map(size_of, result.shape), torch.int32) for result in value(node)]
     places = size_of(value(node)[0].shape[0])
     grid = (launcher.number(emit, quotient(places + block - 1, block)), 1, 1)
     tensors = {"offs": offs, **dict(zip(("rows", "ends", "groups"), made, strict=True))}

@@ -32,6 +32,7 @@ from .scales import FROM_AMAX, of_amax
 
 aten = torch.ops.aten
 VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)  # compute nothing: the operand, at another index
+ELSEWHERE = (*VIEWS, aten.index.Tensor, aten.slice.Tensor, *FROM_AMAX)  # have one operand, at an index of its own
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, ops.amax_blocks)
 
 
@@ -129,26 +130,12 @@ class Domain:
         """The arguments of a node, tensors with their index; None if the kernel cannot compute the node in place."""
         if node.op != "call_function":
             return None
-        source = node.args[0] if node.args else None
-        if node.target in RESHAPES and isinstance(source, Node):
-            found = self.reshaped(index, sizes(node), sizes(source))
-            return None if found is None else [(source, found)]
-        if node.target in PERMUTES:
-            order = order_of(node)
-            return [(source, tuple(index[order.index(d)] for d in range(len(order))))]
-        if node.target is aten.expand.default:
-            return [(source, _broadcast(index, sizes(node), sizes(source)))]  # type: ignore[arg-type]
-        if node.target is aten.index.Tensor:
-            looked_up = self._looked_up(node, index)
-            return None if looked_up is None else [(source, looked_up)]
-        if node.target is aten.slice.Tensor:
-            sliced = self._sliced(node, index)
-            return None if sliced is None else [(source, sliced)]
+        if node.target in ELSEWHERE:
+            found = self._elsewhere(node, index)
+            return None if found is None else [(arg(node, 0), found)]
         if node.target is aten.cat.default:
             part = self.part(node, index)
             return None if part is None else [(x, (*index[:-1], part)) for x in arg(node, 0)]
-        if node.target in FROM_AMAX:  # a scale, or an inverse, for each row
-            return [(source, index)] if index == self.row_index(node) else None  # type: ignore[list-item]
         if not supported(node):
             return None
         if node.target is ops.dequantize:
@@ -158,6 +145,21 @@ class Domain:
             for x in node.args[: 1 if node.target in _ONE_OPERAND else None]
             if not isinstance(x, (list, tuple))
         ]
+
+    def _elsewhere(self, node: Node, index: Index) -> Index | None:
+        """The index of the operand of a node that computes nothing, or one number a row (a scale, or an inverse)."""
+        if node.target in RESHAPES:
+            return self.reshaped(index, sizes(node), sizes(arg(node, 0)))
+        if node.target in PERMUTES:
+            order = order_of(node)
+            return tuple(index[order.index(d)] for d in range(len(order)))
+        if node.target is aten.expand.default:
+            return _broadcast(index, sizes(node), sizes(arg(node, 0)))
+        if node.target is aten.index.Tensor:
+            return self._looked_up(node, index)
+        if node.target is aten.slice.Tensor:
+            return self._sliced(node, index)
+        return index if index == self.row_index(node) else None
 
     def _sliced(self, node: Node, index: Index) -> Index | None:
         """The index of the source of a slice of its last dimension. None for a slice that is a matrix by itself, which lies in

@@ -61,17 +61,15 @@ class Inliner:
         emit = Emitter(before.graph, before, before)  # computes fake values anew: two copies must not look like one storage
         given = iter(arguments)
         copies: dict[Node, Node] = {}
-        for node in trace.nodes:
+        *nodes, output = trace.nodes
+        for node in nodes:
             if node.op == "placeholder":
                 copies[node] = next(given)
-            elif node.op == "call_function":
+            else:
+                assert node.op == "call_function", f"a lowering must be made of operators only: {node.format_node()}"
                 args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = emit(node.target, *args, **kwargs)
-            elif node.op == "output":
-                return copies[node.args[0]]
-            else:
-                raise AssertionError(f"a lowering must be made of operators only: {node.format_node()}")
-        raise AssertionError("a trace ends with its output")
+        return copies[output.args[0]]
 
 
 def _distinct(value: Any) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import sympy
 import torch
@@ -30,71 +30,30 @@ from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import arg
 from .block_scales import Tiles, magnitude
-from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
+from .expressions import FLOATS, TRITON_DTYPE, converted, expression, number_text, prelude, rounded, saturates
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, sizes, varies_with
-from .masks import Masks, both, guarded, kept
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale, loaded_scale
-from .text import dtype_name, indented, integer
+from .text import Masks, both, dtype_name, guarded, indented, integer, kept
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's source, and the nodes, outputs and symbols that it is called with."""
+    """The kernel of a group, and what it is called with beside the group's inputs and outputs."""
 
     name: str
     source: str
-    inputs: tuple[Node, ...]
-    scales: tuple[Node, ...]
-    outputs: tuple[Output, ...]  # those with a pointer of their own
-    sums: tuple[Output, ...]  # these share one pointer: [blocks of rows, sums * columns]
-    amaxes: tuple[Output, ...]
-    column_amaxes: tuple[Output, ...]
+    group: Group
+    scales: tuple[Node, ...]  # what it reads of them
     symbols: tuple[sympy.Symbol, ...]
-    row_blocks: bool  # a program is a block of whole rows
-    heavy: bool  # computes an exp or the like, which takes registers
-    block: tuple[int, int]  # what the sides of a tile must be multiples of
-    span: int  # columns that a program takes strip by strip; 0 if there is no span
-    order: Node | None = None  # the padded order in which it walks over rows
-    groups: Node | None = None  # the group of each `ALIGN` rows of that order, where columns of groups are scaled
-
-    @property
-    def parameters(self) -> list[str]:
-        names = [f"x{i}" for i in range(len(self.inputs))]
-        names += [f"s{i}" for i in range(len(self.scales))]
-        names += [name for name, node in (("order", self.order), ("groups", self.groups)) if node is not None]
-        names += [f"y{i}" for i in range(len(self.outputs))]
-        if self.sums:
-            names.append("sums")
-        names += [f"amax{i}" for i in range(len(self.amaxes))]
-        names += [f"column_amax{i}" for i in range(len(self.column_amaxes))]
-        return names + [f"n{i}" for i in range(len(self.symbols))]
-
-
-def saturates(dtype: torch.dtype) -> bool:
-    """Does a conversion to this FP8 format saturate by itself, and keep NaN? NVIDIA's does (PTX ISA, cvt.rn.satfinite)."""
-    return torch.version.hip is None and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-# PTX: four float32 become four FP8 numbers, each rounded once to nearest even, and saturated
-_CONVERT = "{{ .reg .b16 l, h; cvt.{0} l, $2, $1; cvt.{0} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
-_CONVERSIONS = {torch.float8_e4m3fn: "rn.satfinite.e4m3x2.f32", torch.float8_e5m2: "rn.satfinite.e5m2x2.f32"}
-
-
-def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
-    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion rounds twice (`converts_through_float16`)."""
-    if not by_ptx or dtype not in _CONVERSIONS:
-        return f"{value}.to({TRITON_DTYPE[dtype]})"
-    bits = f'tl.inline_asm_elementwise("{_CONVERT.format(_CONVERSIONS[dtype])}", "=r,f,f,f,f", [{value}], tl.uint8, True, 4)'
-    return f"{bits}.to({TRITON_DTYPE[dtype]}, bitcast=True)"
 
 
 def write(group: Group) -> Kernel:
     """The kernel of a group. Same group, same source: names do not depend on the graph."""
-    return _Writer(group).write()
+    return Writer(group).write()
 
 
-class _Writer:
+class Writer:
     def __init__(self, group: Group):
         self.group, self.domain = group, group.domain
         gpu = gpu_of(group.outputs[0].node.meta["val"].device)
@@ -106,10 +65,7 @@ class _Writer:
         for node, scale in group.scales.items():
             self.scales[node] = f"s{len(self.read)}"
             self.read += scale.read
-        stored = group.with_content("copy", "transposed", "value", "row", "blocks", "number")
-        self.pointers = {id(output): f"y{i}" for i, output in enumerate(stored)}
-        self.stored, self.sums, self.amaxes = stored, group.with_content("sum"), group.with_content("amax")
-        self.column_amaxes = group.with_content("column_amax")
+        self.pointers = {id(output): f"y{i}" for i, output in enumerate(group.stored)}
         self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # as the kernel calls them: n0, n1, ..
         self.count = 0
         self.outer: dict[tuple[Node, Index], str] = {}  # values that vary with the row or with nothing
@@ -126,23 +82,22 @@ class _Writer:
         group = self.group
         rows, columns = self.text(self.domain.rows), self.text(self.domain.columns)
         looping, span = bool(group.passes), group.span
-        width = str(span or "BLOCK_C")
-        body: list[str] = ["pid = tl.program_id(0).to(tl.int64)"]
-        if not looping:
-            body += [f"tiles = ({columns} + {width} - 1) // {width}", "block = pid // tiles"]
-            body += [f"{'span' if span else 'start'} = pid % tiles * {width}"]
-        else:
+        width, start = (span, "span") if span else ("BLOCK_C", "start")
+        body = ["pid = tl.program_id(0).to(tl.int64)"]
+        if looping:
             body += ["block = pid"]
+        else:
+            body += [f"tiles = ({columns} + {width} - 1) // {width}", "block = pid // tiles"]
+            body += [f"{start} = pid % tiles * {width}"]
         body += self.rows(rows)
-        for node, name in self.scales.items():
-            if (scale := group.scales[node]).granularity == "one":
-                first = int(name[1:])
-                body += loaded_scale(scale, [f"s{first + i}" for i in range(len(scale.read))], name)
+        for node, scale in group.scales.items():
+            if scale.granularity == "one":
+                body += loaded_scale(scale, self.scales[node])
         body += [self.store_number(output) for output in group.with_content("number")]
         for number in range(group.passes):
             body += self.reduce(number, columns)
         if looping or span:
-            body += [f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for i in range(len(self.amaxes))]
+            body += [f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for i in range(len(self.group.amaxes))]
         self.lines, self.loop, self.outer_lines = [], {}, []
         head = self.columns(columns)
         before = self.span(head) if span else []
@@ -158,33 +113,27 @@ class _Writer:
             body += tile
         for output in group.with_content("row"):
             body += self.store_row(output)
-        body += [f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")' for i in range(len(self.amaxes))]
-        kernel = Kernel(
-            name="",
-            source="",
-            inputs=tuple(self.inputs),
-            scales=tuple(self.read),
-            outputs=tuple(self.stored),
-            sums=tuple(self.sums),
-            amaxes=tuple(self.amaxes),
-            column_amaxes=tuple(self.column_amaxes),
-            symbols=tuple(self.symbols),
-            row_blocks=looping,
-            heavy=group.heavy,
-            block=group.block,
-            span=span,
-            order=self.domain.order,
-            groups=group.groups,
-        )
-        constants = [*(f"width{i}" for i, output in enumerate(self.stored) if output.spaced), "BLOCK_R", "BLOCK_C"]
-        parameters = ", ".join([*kernel.parameters, *(f"{x}: tl.constexpr" for x in constants)])
+        body += [f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")' for i in range(len(self.group.amaxes))]
         text = "\n".join(indented([*self.comments(), *body]))
+        parameters = self.parameters()
         name = f"{title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
         imports = ["import triton", "import triton.language as tl"]
         if "libdevice." in text:  # by this name Inductor imports it in the code that it copies kernels to
             imports.append("from triton.language.extra import libdevice")
         source = "\n".join([*imports, "", "", "@triton.jit", f"def {name}({parameters}):", text, ""])
-        return replace(kernel, name=name, source=source)
+        return Kernel(name, source, group, tuple(self.read), tuple(self.symbols))
+
+    def parameters(self) -> str:
+        group = self.group
+        names = [*self.inputs.values(), *(f"s{i}" for i in range(len(self.read)))]
+        names += [name for name, node in (("order", self.domain.order), ("groups", group.groups)) if node is not None]
+        names += self.pointers.values()
+        names += ["sums"] if group.sums else []
+        names += [f"amax{i}" for i in range(len(group.amaxes))]
+        names += [f"column_amax{i}" for i in range(len(group.column_amaxes))]
+        names += [f"n{i}" for i in range(len(self.symbols))]
+        constants = [*(f"width{i}" for i, output in enumerate(group.stored) if output.spaced), "BLOCK_R", "BLOCK_C"]
+        return ", ".join([*names, *(f"{x}: tl.constexpr" for x in constants)])
 
     def comments(self) -> list[str]:
         """The comments of the kernel: inputs and scales of blocks with dtype and shape, outputs with content and dtype."""
@@ -193,7 +142,7 @@ class _Writer:
         for node, name in {**self.inputs, **blocks}.items():
             shape = ", ".join(self.text(size).strip("()") for size in sizes(node))
             lines.append(f"# {name}: {dtype_name(node.meta['val'].dtype)} [{shape}]")
-        for output in self.stored:
+        for output in self.group.stored:
             node, scale = output.replaces if output.content == "blocks" else output.node, output.scale
             dtype = dtype_name(output.dtype or node.meta["val"].dtype)
             lines.append(f"# {self.pointers[id(output)]}: {output.content} {dtype}")
@@ -227,14 +176,14 @@ class _Writer:
         """One pass: all sums over rows that are known after it."""
         nodes = [node for node, level in self.group.levels.items() if level == number]
         self.lines, self.loop, self.outer_lines = [], {}, []
-        start, last, names = [], [], {}
+        start, last = [], []
         for node in nodes:
             whole, part = statistics_of(node)
             source = arg(whole, 0)
             index = self.domain.full(sizes(source))
             assert index is not None
             value, name, into = self.value(source, index), self.name("r"), self.name("acc")
-            names[node] = name
+            self.reduced[node] = name
             if node.target is ops.amax_blocks:
                 start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
                 self.lines.append(f"{into} = tl.maximum({into}, {magnitude(value, self.masks)})")
@@ -257,11 +206,8 @@ class _Writer:
                 last.append(f"{self.means[whole]} = {total}")
                 total = self.means[whole]
             last.append(f"{name} = {rounded(total, node.meta['val'].dtype)}")
-        head = self.columns(columns)
-        lines = [*self.outer_lines, *start, f"for start in range(0, {columns}, BLOCK_C):"]
-        lines += [*indented([*head, *self.lines]), *last]
-        self.reduced.update(names)
-        return lines
+        loop = [f"for start in range(0, {columns}, BLOCK_C):", *indented([*self.columns(columns), *self.lines])]
+        return [*self.outer_lines, *start, *loop, *last]
 
     def span(self, head: list[str]) -> list[str]:
         """The scales of the rows of a span: a pass over its strips for their amaxes."""
@@ -274,17 +220,16 @@ class _Writer:
         return [*passed, *tiles.lines]
 
     @staticmethod
-    def strips(lines: list[str], span: int = SPAN) -> list[str]:
-        return [f"for strip in range(0, {span}, BLOCK_C):", *indented(["start = span + strip", *lines])]
+    def strips(lines: list[str]) -> list[str]:
+        return [f"for strip in range(0, {SPAN}, BLOCK_C):", *indented(["start = span + strip", *lines])]
 
     # -- values --
 
     def value(self, node: Node, index: Index) -> str:
         """The name of a value; writes what computes it where it is computed first."""
         key = (node, index)
-        for known in (self.loop, self.outer):
-            if key in known:
-                return known[key]
+        if known := self.loop.get(key) or self.outer.get(key):
+            return known
         if node in self.reduced and key not in self.group.loads:
             return self.reduced[node]
         if key in self.group.loads:
@@ -324,11 +269,10 @@ class _Writer:
 
     def load(self, node: Node, index: Index) -> str:
         dtype = node.meta["val"].dtype
-        varying = varies_with(index)
-        mask = {"full": self.masks.inside, "row": self.masks.row, "col": self.masks.col}.get(varying, "")
+        masks = {"full": self.masks.inside, "row": self.masks.row, "col": self.masks.col, "one": ""}
+        axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",), "one": ()}[varies_with(index)]
         other = "0.0" if dtype.is_floating_point else "0"
-        axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",)}.get(varying, ())
-        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded(mask, other)})"
+        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded(masks[varies_with(index)], other)})"
         return f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
 
     def offset(self, node: Node, index: Index, *varying: str) -> str:
@@ -365,21 +309,21 @@ class _Writer:
             value = self.value(output.node, index)
             pointer = self.pointers.get(id(output), "")
             if output.content == "amax":
-                name, bits = f"largest{self.amaxes.index(output)}", magnitude(value, self.masks)
+                name, bits = f"largest{self.group.amaxes.index(output)}", magnitude(value, self.masks)
                 lines.append(f"{name} = tl.maximum({name}, {bits})" if looping else f"{name} = {bits}")
             elif output.content == "column_amax":
-                into = f"column_amax{self.column_amaxes.index(output)}"
+                into = f"column_amax{self.group.column_amaxes.index(output)}"
                 if output.groups is not None:
                     tiles.amax_of_groups(into, value, output.groups, sizes(output.replaces))
-                    continue
-                largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
-                lines.append(f'tl.atomic_max({into} + col, {largest}{guarded(self.masks.col)}, sem="relaxed")')
+                else:
+                    largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
+                    lines.append(f'tl.atomic_max({into} + col, {largest}{guarded(self.masks.col)}, sem="relaxed")')
             elif output.content == "blocks":
                 assert output.scale is not None
                 found, (where, mask) = tiles(output.scale), tiles.offset(output.scale)
                 lines.append(f"tl.store({pointer}{where}, {found}{guarded(mask)})")
             elif output.content == "sum":
-                n, i = len(self.sums), self.sums.index(output)
+                n, i = len(self.group.sums), self.group.sums.index(output)
                 lines.append(f"total = tl.sum({kept(self.masks.inside, value)}, 0)[None, :]")
                 lines.append(f"tl.store(sums + (block * {n} + {i}) * {columns} + col, total{guarded(self.masks.col)})")
             elif output.content == "value":
@@ -391,12 +335,12 @@ class _Writer:
                 if key not in quantized:
                     quantized[key] = self.quantize(output, value, tiles)
                 if output.content == "copy":
-                    width = f"width{self.stored.index(output)}" if output.spaced else columns
+                    width = f"width{self.group.stored.index(output)}" if output.spaced else columns
                     lines.append(f"tl.store({pointer} + row * {width} + col, {quantized[key]}{guarded(self.masks.inside)})")
                 else:
                     columns_inside = f"(col_t < {columns})" if self.masks.col else ""
                     inside = both(columns_inside, f"(row_t < {padded})" if self.masks.row else "")
-                    width = f"width{self.stored.index(output)}" if output.spaced else padded
+                    width = f"width{self.group.stored.index(output)}" if output.spaced else padded
                     where = f"{pointer} + col_t * {width} + row_t"
                     lines.append(f"tl.store({where}, tl.trans({quantized[key]}){guarded(inside)})")
         return lines

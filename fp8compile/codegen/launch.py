@@ -16,7 +16,7 @@ argument, Inductor would take each launch for a kernel of its own, and tune each
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import sympy
@@ -59,40 +59,39 @@ def apart(group: Group) -> bool:
     return bool(group.passes) and group.block[0] > MOST_ROWS
 
 
-def configurations(kernel: Kernel) -> tuple[tuple[int, int, int], ...]:
-    """The block sizes and warps to choose from at the first launch, the default first; two, or three with Inductor's
-    `max_autotune`."""
+def configurations(group: Group) -> tuple[tuple[int, int, int], ...]:
+    """The block sizes and warps to choose from at the first launch of a group's kernel, the default first; two, or three with
+    Inductor's `max_autotune`."""
     choices: tuple[tuple[int, int, int], ...]
-    tall = kernel.sums or kernel.column_amaxes
-    if kernel.span:
+    tall = group.sums or group.column_amaxes
+    if group.span:
         choices = SPANS
-    elif kernel.row_blocks:
-        transposed = any(output.content == "transposed" for output in kernel.outputs)
-        choices = TALL_ROW_BLOCKS if tall else TRANSPOSED_ROW_BLOCKS if transposed else ROW_BLOCKS
-    elif kernel.heavy:
+    elif group.passes:
+        choices = TALL_ROW_BLOCKS if tall else TRANSPOSED_ROW_BLOCKS if group.with_content("transposed") else ROW_BLOCKS
+    elif group.heavy:
         choices = HEAVY_TALL_TILES if tall else HEAVY_TILES
     else:
         choices = TALL_TILES if tall else TILES
-    rows, columns = kernel.block
+    rows, columns = group.block
     choices = tuple(x for x in choices if x[0] % rows == 0 and x[1] % columns == 0)
-    if kernel.block == (32, 32):  # mxfp8 in both layouts: 48 instructions an element in a tile of 32 rows, else 75
+    if group.block == (32, 32):  # mxfp8 in both layouts: 48 instructions an element in a tile of 32 rows, else 75
         choices = tuple(sorted(choices, key=lambda x: x[0] != 32))
-    if kernel.heavy and kernel.block != (1, 1):  # scales take registers, too, and with 16 warps a thread has only 128
+    if group.heavy and group.block != (1, 1):  # scales take registers, too, and with 16 warps a thread has only 128
         choices = tuple(x for x in choices if x[2] <= 8) or choices
-    if kernel.sums:
+    if group.sums:
         choices = tuple(x for x in choices if x[0] == choices[0][0])
     return choices[: 3 if compat.triton.max_autotune() else 2]
 
 
-def row_blocks(kernel: Kernel, walked: sympy.Expr) -> sympy.Expr:
+def row_blocks(group: Group) -> sympy.Expr:
     """The number of blocks of rows in the default configuration, and so of rows of partial sums."""
-    return _blocks(walked, configurations(kernel)[0][0])
+    return _blocks(group.domain.walked, configurations(group)[0][0])
 
 
-def grid(kernel: Kernel, walked: sympy.Expr, columns: sympy.Expr, block: tuple[int, int, int]) -> sympy.Expr:
+def grid(group: Group, block: tuple[int, int, int]) -> sympy.Expr:
     """The number of programs that cover the matrix and its padding."""
-    blocks = _blocks(walked, block[0])
-    return blocks if kernel.row_blocks else blocks * _blocks(columns, kernel.span or block[1])
+    blocks = _blocks(group.domain.walked, block[0])
+    return blocks if group.passes else blocks * _blocks(group.domain.columns, group.span or block[1])
 
 
 @functools.cache
@@ -153,33 +152,31 @@ class Launcher:
             self.vector = self._zeros(Emitter(graph, start, like), self.first_column + columns)
             self.vector.meta[AMAX_VECTOR] = True
 
-    def __call__(
-        self, before: Node, kernel: Kernel, domain: Domain, inputs: dict[str, Any], slots: list[int]
-    ) -> tuple[list[Node], list[Node]]:
+    def __call__(self, before: Node, kernel: Kernel, inputs: dict[str, Any], slots: list[int]) -> tuple[list[Node], list[Node]]:
         """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: the numbers of its amaxes in the
         vector. Returns the nodes of its outputs (partial column sums last, if any), and of its amaxes: [1] float32 each, then
         those of columns, [C, 1] or [E, C] float32."""
-        emit, columns, walked = self._emitter(before), domain.columns, domain.walked
-        outputs = [self._empty(emit, output, domain) for output in kernel.outputs]
+        emit, group = self._emitter(before), kernel.group
+        outputs = [self._empty(emit, output, group.domain) for output in group.stored]
         tensors = dict(inputs)
         tensors.update({f"y{i}": node for i, node in enumerate(outputs)})
-        if kernel.sums:
-            shape = [row_blocks(kernel, walked), len(kernel.sums) * columns]
-            outputs.append(self._new(emit, shape, torch.float32))
+        if group.sums:
+            shape = [row_blocks(group), len(group.sums) * group.domain.columns]
+            outputs.append(self.new(emit, shape, torch.float32))
             tensors["sums"] = outputs[-1]
         bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in slots]
         tensors.update({f"amax{i}": node for i, node in enumerate(bits)})
-        by_column = [self._columns(emit, product(sizes(x.replaces))) for x in kernel.column_amaxes]
+        by_column = [self._columns(emit, product(sizes(x.replaces))) for x in group.column_amaxes]
         tensors.update({f"column_amax{i}": node for i, node in enumerate(by_column)})
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
-        configs = configurations(kernel)
-        grids = [(self.number(emit, grid(kernel, walked, columns, config)), 1, 1) for config in configs]
-        widths = {f"width{i}": value(outputs[i]).stride(0) for i, output in enumerate(kernel.outputs) if output.spaced}
+        configs = configurations(group)
+        grids = [(self.number(emit, grid(group, config)), 1, 1) for config in configs]
+        widths = {f"width{i}": value(outputs[i]).stride(0) for i, output in enumerate(group.stored) if output.spaced}
         loaded = compat.triton.load_kernel(kernel.name, kernel.source)
         compat.triton.launch(emit, tuned(loaded, configs), grids, tensors, widths)
         wide = [
             emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, output.replaces.meta["val"].shape[1]])
-            for x, output in zip(by_column, kernel.column_amaxes, strict=True)
+            for x, output in zip(by_column, group.column_amaxes, strict=True)
         ]
         return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
 
@@ -237,34 +234,36 @@ class Launcher:
                 pin_memory=False,
             )
         if output.content in ("blocks", "number"):
-            return self._new(emit, list(sizes(output.replaces)), torch.float32)
+            return self.new(emit, list(sizes(output.replaces)), torch.float32)
         assert output.dtype is not None
         shape = [domain.rows, domain.columns] if output.content == "copy" else [domain.columns, domain.walked]
         if (part := self.parts.get(id(output))) is not None:
             if part.whole not in self.wholes:
-                self.wholes[part.whole] = self._new(emit, list(sizes(part.whole)), output.dtype)
+                self.wholes[part.whole] = self.new(emit, list(sizes(part.whole)), output.dtype)
             end = self.number(emit, part.first + shape[part.dim])
             return emit(aten.slice.Tensor, self.wholes[part.whole], part.dim, part.first, end)
-        return self._new(emit, shape, output.dtype)
+        return self.new(emit, shape, output.dtype)
 
-    def _new(self, emit: Emitter, shape: list[sympy.Expr], dtype: torch.dtype) -> Node:
+    def new(self, emit: Emitter, shape: Iterable[Any], dtype: torch.dtype) -> Node:
+        """An empty tensor, in row-major order."""
         device = self.like.meta["val"].device
         return emit(
             aten.empty.memory_format, [self.number(emit, x) for x in shape], dtype=dtype, device=device, pin_memory=False
         )
 
-    def totals(self, before: Node, kernel: Kernel, outputs: list[Node]) -> dict[int, tuple[Node, Any, Any]]:
-        """For each column sum of a kernel, by the id of its output: the vector that holds it, its first element there, and the
+    def totals(self, before: Node, group: Group, outputs: list[Node]) -> dict[int, tuple[Node, Any, Any]]:
+        """For each column sum of a group, by the id of its output: the vector that holds it, its first element there, and the
         element after its last."""
-        if not kernel.sums:
+        sums = group.sums
+        if not sums:
             return {}
         emit = self._emitter(before)
-        dtypes = {output.replaces.meta["val"].dtype for output in kernel.sums}
+        dtypes = {output.replaces.meta["val"].dtype for output in sums}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # convert all sums at once: slices of the result are views
         total = self._total(emit, outputs[-1], dtype)
-        columns = size_of(total.meta["val"].shape[0]) / len(kernel.sums)
-        edges = [self.number(emit, columns * i) for i in range(len(kernel.sums) + 1)]
-        return {id(output): (total, edges[i], edges[i + 1]) for i, output in enumerate(kernel.sums)}
+        columns = size_of(total.meta["val"].shape[0]) / len(sums)
+        edges = [self.number(emit, columns * i) for i in range(len(sums) + 1)]
+        return {id(output): (total, edges[i], edges[i + 1]) for i, output in enumerate(sums)}
 
     def _total(self, emit: Emitter, partial: Node, dtype: torch.dtype) -> Node:
         """The sum of the rows of a matrix of partial sums. Inductor splits such a sum, which has few results, over two kernels.
@@ -275,7 +274,7 @@ class Launcher:
         if not (rows.is_Integer and columns.is_Integer and rows <= MOST_PARTIAL_SUMS):
             total = emit(aten.sum.dim_IntList, partial, [0])
             return total if dtype == torch.float32 else emit(torch.ops.prims.convert_element_type.default, total, dtype)
-        total = self._new(emit, [columns], dtype)
+        total = self.new(emit, [columns], dtype)
         constants = {"ROWS": int(rows), "COLUMNS": int(columns)}
         grid = [(_blocks(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
         launched = [(int(x), y, z) for x, y, z in grid]

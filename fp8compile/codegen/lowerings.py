@@ -7,12 +7,14 @@ Why the functions have their form:
 * Scales of a direction are copied out of the page once; a slot's scale is a view of that copy (`as_strided` makes
   Inductor keep the copy as one buffer), so no slot needs a kernel for one number.
 
-Matmuls are in `scaled_mm`.
+Matmuls are in `scaled_mm`; at the end of this file are the memory layouts in which they expect the inverses of scales. An
+inverse is float32, one a block: [rows / block rows, columns / block columns], rounded up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,14 +35,9 @@ def row_amax(x: Tensor) -> Tensor:
     return x.abs().to(torch.float32).amax(-1)
 
 
-def last_amax(rows: Tensor) -> Tensor:
-    """Second stage: [R] -> [1]."""
-    return rows.amax(0, keepdim=True)
-
-
 def last_amaxes(rows: list[Tensor]) -> Tensor:
     """Second stage of n tensors with equally many rows: n x [R] -> [n]."""
-    return last_amax(rows[0]) if len(rows) == 1 else torch.cat(rows).view(len(rows), -1).amax(1)
+    return rows[0].amax(0, keepdim=True) if len(rows) == 1 else torch.cat(rows).view(len(rows), -1).amax(1)
 
 
 def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
@@ -59,9 +56,7 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
     return amax.t().contiguous() if transposed else amax
 
 
-def quantize(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int] = (0, 0), dense: bool = True
-) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int], dense: bool) -> Tensor:
     """[R, C] -> [R, C], row-major, in strides that Inductor has to keep if `dense`. Left to itself, Inductor would pad rows,
     which ATen's row-wise kernel for sm_89 does not expect, and would transpose the copy where the input is transposed, which no
     FP8 matmul takes. Not `dense` is for `joined`, which copies it."""
@@ -70,13 +65,7 @@ def quantize(
 
 
 def quantize_transposed(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    block: Sequence[int] = (0, 0),
-    dense: bool = True,
-    padded_already: bool = False,
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int], dense: bool, padded_already: bool
 ) -> Tensor:
     """[R, C] -> [C, R padded to a multiple of 16]; `dense` as for `quantize`."""
     columns, rows = x.shape[1], x.shape[0]
@@ -91,8 +80,7 @@ def quantize_transposed(
 
 def _dense(copy: Tensor, rows: int, columns: int) -> Tensor:
     """`copy` as [rows, columns] in memory of its own, without gaps."""
-    copy = copy.clone(memory_format=torch.contiguous_format)  # a pad has other strides in a trace than in eager mode
-    return row_major(copy, [rows, columns])
+    return row_major(copied(copy), [rows, columns])  # a pad has other strides in a trace than in eager mode
 
 
 def row_major(x: Tensor, shape: Sequence) -> Tensor:
@@ -124,5 +112,54 @@ def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[in
     return ops.values(data, inv, dtype, block)
 
 
-def concatenate(vectors: list[Tensor]) -> Tensor:
-    return torch.cat(vectors)
+# --- inverses of scales ---------------------------------------------------------------------------
+
+
+def swizzled(inverse: Tensor, rows: Any, tall: int) -> Tensor:
+    """[rows / tall, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: tile by tile of 128 x 4
+    scales. In a tile, the scales of four rows that are 32 apart stand beside each other. Zeros fill up the last tiles. `tall`:
+    the rows that share a scale, 1 or 32.
+
+    A float32 power of two has a mantissa of zeros, and its exponent bits are its E8M0 bits (bias 127). In both formats the
+    exponent bits of 2^-127, the smallest E8M0 number, are zero.
+    """
+    given, columns = inverse.shape
+    high, wide = ops.blocks(rows, 128), ops.blocks(columns, 4)
+    exponents = ((inverse.view(torch.int32) >> 23) & 255).to(torch.uint8)
+    exponents = torch.nn.functional.pad(exponents, (0, 4 * wide - columns, 0, 128 // tall * high - given))
+    tiles = exponents.view(high, 4, 32 // tall, wide, 4).expand(high, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
+    return stored(tiles, [high * wide * 512]).view(torch.float8_e8m0fnu)
+
+
+def columns_first(inverse: Tensor) -> Tensor:
+    """[rows, blocks] -> [blocks, rows], in row-major order."""
+    return stored(inverse.t(), [inverse.shape[1], inverse.shape[0]])
+
+
+def rows_first(inverse: Tensor) -> Tensor:
+    """[rows, blocks] in row-major order. (The scales of a weight's transposed copy are a permuted view.)"""
+    return stored(inverse, list(inverse.shape))
+
+
+def of_blocks(inverse: Tensor, block: Sequence[int]) -> Tensor:
+    """[rows, blocks] in cuBLASLt's order: for 1 x 128 blocks column by column, for 128 x 128 blocks row by row."""
+    return columns_first(inverse).t() if block[0] == 1 else rows_first(inverse)
+
+
+def of_rows(inverse: Tensor, copy: Tensor) -> Tensor:
+    """One inverse for each row of `copy`, [rows, 1], also where all rows share one."""
+    return inverse.reshape(1, 1).expand(copy.shape[0], 1) if inverse.dim() == 1 else inverse
+
+
+def stored(x: Tensor, shape: Sequence) -> Tensor:
+    """x as `shape` in row-major order: x itself, or a copy where x may have gaps, another order or an offset."""
+    # a symbolic size must not be asked whether it is 1
+    known = all(isinstance(size, int) for size in x.shape)
+    if not (known and x.is_contiguous() and x.storage_offset() == 0):  # as_strided counts from where the storage begins
+        x = copied(x)
+    return row_major(x, shape)
+
+
+def copied(x: Tensor) -> Tensor:
+    """A copy of x in memory of its own, row by row."""
+    return x.clone(memory_format=torch.contiguous_format)

@@ -6,8 +6,7 @@
     emulated       `aten._grouped_mm`, in bf16, of the values that the FP8 operands stand for: none of FP8's speed
     reference      float32 on a CPU, where the operator stays as it is
 
-Operands have the contracted dimension last: a [M, K] and b [E, N, K] of fprop and dgrad, a [R, P] and b [C, P] of wgrad. ATen
-takes b transposed, as a view.
+ATen takes b transposed, as a view.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from ..ir.grouped import grouped_mm, order_of_groups, taken
 from . import launch
 from .grouped_gemm import launch_grouped, launch_order
 from .indexing import quotient, sizes
-from .scale_layouts import copied, stored
-from .scaled_mm_kind import GROUPED, TRITON, how_grouped
+from .lowerings import copied, stored
+from .scaled_mm_kind import GROUPED, TRITON, GroupedProduct, how_grouped
 
 aten = torch.ops.aten
 
@@ -39,7 +38,7 @@ def lower_order(node: Node, inline: Callable[..., Node]) -> None:
     """Replace the results of a `group_order` by those of one kernel, or of plain torch where none can be launched."""
     items = list(node.users)
     if compat.triton.reorders():
-        made = [inline(node, part, *node.args) for part in (_rows, _ends, _groups)]
+        made = [inline(node, _of_order, *node.args, which) for which in range(3)]
     else:
         node.args = (_neighbours(node, inline, arg(node, 0)), *node.args[1:])
         made = launch_order(node)
@@ -53,33 +52,21 @@ def _neighbours(node: Node, inline: Callable[..., Node], offs: Node) -> Node:
     return offs if value(offs).stride(0) == 1 else inline(node, copied, offs)
 
 
-def _rows(offs: Tensor, rows: Any, align: int) -> Tensor:
-    return order_of_groups(offs, rows, align)[0]
-
-
-def _ends(offs: Tensor, rows: Any, align: int) -> Tensor:
-    return order_of_groups(offs, rows, align)[1]
-
-
-def _groups(offs: Tensor, rows: Any, align: int) -> Tensor:
-    return order_of_groups(offs, rows, align)[2]
+def _of_order(offs: Tensor, rows: Any, align: int, which: int) -> Tensor:
+    return order_of_groups(offs, rows, align)[which]
 
 
 def lower_grouped_mm(node: Node, inline: Callable[..., Node], scales: tuple[Node, Node] | None = None) -> Node:
     """Insert the form of a `grouped_mm` before its node. `scales`: its `spread_scales`. Returns the node of the result."""
     args: Any = node.args
-    a, b, a_inv, b_inv, offs, out_dtype, fast_accum, *blocks = args
-    a_block, b_block = (Block(*block) for block in blocks)
+    product: Any = GroupedProduct(*args[:7], *(Block(*block) for block in args[7:]))
     if scales is not None:
-        return inline(node, multiplied, a, b, *scales, offs, out_dtype, fast_accum)
-    operands = (a, b, a_inv, b_inv, offs, out_dtype)
+        return inline(node, multiplied, product, *scales)
     way = _way(node)
     if way == TRITON:
-        operands = (a, b, a_inv, b_inv, _neighbours(node, inline, offs), out_dtype)
-        return launch_grouped(node, inline, gpu_of(value(node).device), *operands, fast_accum, a_block, b_block)
-    if way == GROUPED:
-        return inline(node, grouped, *operands, fast_accum)
-    return inline(node, emulated, *operands, a_block, b_block)
+        product = product._replace(offs=_neighbours(node, inline, product.offs))
+        return launch_grouped(node, inline, gpu_of(value(node).device), product)
+    return inline(node, grouped if way == GROUPED else emulated, product)
 
 
 def _way(node: Node) -> str:
@@ -91,26 +78,25 @@ def _way(node: Node) -> str:
 def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:
     """For matmuls by ATen whose operands have one scale each: these scales, spread over the vectors that it takes. One kernel
     writes those of several matmuls, if the scales are stored ones, which are there from the beginning."""
-    found: dict[Node, tuple[Node, Node]] = {}
-    chunk: list[Node] = []
+    chunks: list[list[Node]] = []  # which are spread together
     for node in graph.find_nodes(op="call_function", target=grouped_mm):
         if _way(node) != GROUPED or any(value(inverse).dim() != 1 for inverse in _inverses(node)):
             continue
         if is_data(value(arg(node, 0)).shape[0]):  # no part of a vector can be taken by such a size, up to torch 2.11
             continue
-        stored_scales = all(inverse.target is aten.as_strided.default for inverse in _inverses(node))
-        early = stored_scales and (not chunk or all(arg(inverse, 0) < chunk[0] for inverse in _inverses(node)))
-        if chunk and (not early or len(chunk) == TOGETHER):
-            found |= _spread(chunk, inline)
-            chunk = []
-        chunk.append(node)
-        if not stored_scales:
-            found |= _spread(chunk, inline)
-            chunk = []
-    return found | (_spread(chunk, inline) if chunk else {})
+        if chunks and len(chunks[-1]) < TOGETHER and all(map(_are_stored, (node, chunks[-1][0]))):
+            if all(arg(inverse, 0) < chunks[-1][0] for inverse in _inverses(node)):
+                chunks[-1].append(node)
+                continue
+        chunks.append([node])
+    return {node: scales for chunk in chunks for node, scales in _spread(chunk, inline).items()}
 
 
 TOGETHER = 4  # matmuls: Inductor writes a concatenation of up to 8 tensors by one kernel
+
+
+def _are_stored(node: Node) -> bool:
+    return all(inverse.target is aten.as_strided.default for inverse in _inverses(node))
 
 
 def _inverses(node: Node) -> tuple[Node, Node]:
@@ -145,50 +131,36 @@ def _concatenated(inverses: list[Tensor], lengths: list) -> Tensor:
     return torch.cat([inverse.expand(length) for inverse, length in zip(inverses, lengths, strict=True)])
 
 
-def grouped(
-    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, offs: Tensor, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
+def grouped(x: GroupedProduct) -> Tensor:
     """Scales of rows or of whole tensors. In a wgrad each group has a scale for each row: [E * R], group after group."""
-    count = offs.shape[0]
-    a_size = a.shape[0] if b.dim() == 3 else count * a.shape[0]
-    a_scale = _vector(a_inv, [a_size])
-    b_scale = _vector(b_inv, [count, b.shape[1]] if b.dim() == 3 else [count * b.shape[0]])
-    return multiplied(a, b, a_scale, b_scale, offs, out_dtype, fast_accum)
+    count = x.offs.shape[0]
+    a_size = x.a.shape[0] if x.b.dim() == 3 else count * x.a.shape[0]
+    a_scale = _vector(x.a_inv, [a_size])
+    b_scale = _vector(x.b_inv, [count, x.b.shape[1]] if x.b.dim() == 3 else [count * x.b.shape[0]])
+    return multiplied(x, a_scale, b_scale)
 
 
-def multiplied(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
+def multiplied(x: GroupedProduct, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """a_scale [M], b_scale [E, N]; in a wgrad [E * R] and [E * C]."""
-    out = aten._scaled_grouped_mm.default(
-        a, b.transpose(-2, -1), a_scale, b_scale, offs, None, None, torch.bfloat16, fast_accum
-    )
-    return out.to(out_dtype)
+    b = x.b.transpose(-2, -1)
+    out = aten._scaled_grouped_mm.default(x.a, b, a_scale, b_scale, x.offs, None, None, torch.bfloat16, x.fast_accum)
+    return out.to(x.out_dtype)
 
 
 def _vector(inverse: Tensor, shape: Sequence) -> Tensor:
     """Inverses as `shape`, in memory of their own: one for all is repeated."""
     if inverse.dim() == 1:
-        return inverse.expand(shape[-1]).clone() if len(shape) == 1 else inverse.expand(shape).clone()
+        return inverse.expand(shape).clone()
     if inverse.dim() == 3 and inverse.shape[1] == 1 != shape[1]:  # one a matrix
         inverse = inverse.expand(shape[0], shape[1], 1).clone()
     return stored(inverse, shape)
 
 
-def emulated(
-    a: Tensor,
-    b: Tensor,
-    a_inv: Tensor,
-    b_inv: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-) -> Tensor:
+def emulated(x: GroupedProduct) -> Tensor:
     """A bf16 matmul of the values that the operands stand for. They are exact where scales are powers of two, and else rounded
     to 8 significant bits."""
-    x, y = (_values(copy, inv, offs, block) for copy, inv, block in ((a, a_inv, a_block), (b, b_inv, b_block)))
-    return aten._grouped_mm.default(x, y.transpose(-2, -1), offs).to(out_dtype)
+    a, b = _values(x.a, x.a_inv, x.offs, x.a_block), _values(x.b, x.b_inv, x.offs, x.b_block)
+    return aten._grouped_mm.default(a, b.transpose(-2, -1), x.offs).to(x.out_dtype)
 
 
 def _values(copy: Tensor, inverse: Tensor, offs: Tensor, block: Sequence[int]) -> Tensor:

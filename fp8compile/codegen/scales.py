@@ -123,9 +123,10 @@ def chain(amax: Node) -> list[Node]:
     return found
 
 
-def loaded_scale(scale: Scale, names: Sequence[str], name: str) -> list[str]:
-    """Lines that set `{name}_value` to a scale for the whole matrix. `names`: pointers to what it is read or computed from."""
-    loads = [f"tl.load({x})" for x in names]
+def loaded_scale(scale: Scale, name: str) -> list[str]:
+    """Lines that set `{name}_value` to a scale for the whole matrix. `name`: the first pointer to what it is read or computed
+    from, `s3`; others follow it."""
+    loads = [f"tl.load(s{int(name[1:]) + i})" for i in range(len(scale.read))]
     if not scale.computed or scale.node.target is merged.least:
         return [f"{name}_value = {_folded('minimum', loads)}"]
     if len(loads) > 1:  # as integers: the bits of NaN are above those of all numbers

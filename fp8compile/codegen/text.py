@@ -1,11 +1,14 @@
-"""Pieces of a kernel's source: integer expressions, names of dtypes, indentation."""
+"""Pieces of a kernel's source: integer expressions, masks, names of dtypes, indentation."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import sympy
 import torch
+
+from .indexing import Domain
 
 
 def integer(expr: sympy.Expr) -> str:
@@ -32,3 +35,45 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def indented(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+MOST_ROWS, MOST_COLUMNS = 128, 256  # of a tile, in any configuration
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Names of the masks that say which elements of a tile lie in the matrix, "" where all tiles are full. `counts`: elements
+    that are inside and in a row of some group."""
+
+    row: str
+    col: str
+    inside: str
+    counts: str
+
+    @classmethod
+    def of(cls, domain: Domain) -> Masks:
+        ordered = domain.order is not None
+        row = "row_inside" if ordered or not _divides(domain.rows, MOST_ROWS) else ""
+        col = "" if _divides(domain.columns, MOST_COLUMNS) else "col_inside"
+        inside = "inside" if row and col else row or col
+        return cls(row, col, inside, ("counts" if col else "row_counts") if ordered else inside)
+
+
+def _divides(size: sympy.Expr, block: int) -> bool:
+    return bool(size.is_Integer) and size > 0 and int(size) % block == 0
+
+
+def both(*masks: str) -> str:
+    return " & ".join(filter(None, masks))
+
+
+def guarded(mask: str, other: str = "") -> str:
+    """The arguments `mask` and `other` of a load or a store."""
+    return f", mask={mask}{f', other={other}' if other else ''}" if mask else ""
+
+
+def kept(mask: str, value: str, other: str = "0.0") -> str:
+    """`value` where the mask is true."""
+    return f"tl.where({mask}, {value}, {other})" if mask else value

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo.compiled_autograd as dynamo_autograd
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 no_torch_function = torch._C._disabled_torch_function_impl  # of a tensor subclass
@@ -25,23 +26,16 @@ class TensorMarks:
     def __init__(self) -> None:
         self.marks: dict[int, tuple[StorageWeakRef, Any]] = {}
 
-    def add(self, tensor: torch.Tensor, note: Any = None) -> None:
+    def add(self, tensor: torch.Tensor, note: Any) -> None:
         for address, mark in list(self.marks.items()):  # pop in place: another thread may be adding a mark
             if mark[0].expired():
                 self.marks.pop(address, None)
         self.marks[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage()), note
 
-    def _alive(self, tensor: torch.Tensor) -> tuple[StorageWeakRef, Any] | None:
-        mark = self.marks.get(tensor.data_ptr())
-        return None if mark is None or mark[0].expired() else mark
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return self._alive(tensor) is not None
-
     def note(self, tensor: torch.Tensor) -> Any:
         """The note with which a tensor was added; None if it was not."""
-        mark = self._alive(tensor)
-        return None if mark is None else mark[1]
+        mark = self.marks.get(tensor.data_ptr())
+        return None if mark is None or mark[0].expired() else mark[1]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -118,7 +112,7 @@ def hooked() -> bool:
 def recomputing() -> bool:
     """Is a forward that runs now the recomputation of a checkpoint? A checkpoint sets saved-tensor hooks for it. A reentrant
     checkpoint sets none, and its second forward is no recomputation for us: the first one ran without gradients."""
-    return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return in_backward() and hooked()
 
 
 def repeating() -> bool:
@@ -154,16 +148,12 @@ def checkpoint() -> Checkpoint | None:
 def compiled_autograd() -> bool:
     """Will compiled autograd take over the backward of what runs now? It copies our backward graph into a graph of its own. Our
     Python code does not run then, so the host can decide nothing in backward."""
-    return _compiled_autograd().compiled_autograd_enabled
+    return dynamo_autograd.compiled_autograd_enabled
 
 
 def in_compiled_autograd() -> bool:
     """Is compiled autograd's own graph being compiled or run?"""
-    return _compiled_autograd().in_compiled_autograd_region
-
-
-def _compiled_autograd() -> Any:
-    return importlib.import_module("torch._dynamo.compiled_autograd")
+    return dynamo_autograd.in_compiled_autograd_region
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -182,5 +172,4 @@ def is_ddp(module: torch.nn.Module) -> bool:
 
 def hooks_after_step(optimizer: torch.optim.Optimizer) -> tuple[list[Callable], list[Callable]]:
     """The hooks that run when a step of this optimizer ends: its own, and those of all optimizers."""
-    module = importlib.import_module("torch.optim.optimizer")
-    return list(optimizer._optimizer_step_post_hooks.values()), list(module._global_optimizer_post_hooks.values())
+    return list(optimizer._optimizer_step_post_hooks.values()), list(_global_optimizer_post_hooks.values())

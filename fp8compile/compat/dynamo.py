@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import traceback
 import types
@@ -17,19 +16,16 @@ from torch.fx import Graph, GraphModule, Node
 CALLS = ("forward", "__call__", "_call_impl")  # functions of a module that is being called
 
 
+def frames(file: str = "") -> Iterator[types.FrameType]:
+    """The frames on the stack whose code is in a file that ends so, from the inside out."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_filename.replace("\\", "/").endswith(file):
+            yield frame
+
+
 def source_name(placeholder: Node) -> str:
     """The expression of a Dynamo placeholder in the user's frame, `L['self']._modules['up']._parameters['weight']`; or ''."""
-    return _name(getattr(placeholder, "_dynamo_source", None))
-
-
-def as_parameter(source: str) -> str:
-    """`L['self'].weight` -> `L['self']._parameters['weight']`"""
-    return re.sub(r"\.(\w+)$", r"._parameters['\1']", source)
-
-
-def _name(source: Any) -> str:
-    name = getattr(source, "name", "") or ""
-    return name() if callable(name) else name  # a method up to 2.11, a property since
+    return getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
 
 
 def add_input(gm: GraphModule, name: str, example: torch.Tensor, stable: bool = True) -> torch.Tensor:
@@ -141,15 +137,11 @@ def restart(why: str) -> Exception:
 def let_go(example_inputs: Any, inputs: Iterable[int]) -> None:
     """Have Dynamo hold these inputs no longer, before a `restart`: their memory is to be free before that. `example_inputs`:
     what the backend got. Read in 2.11, 2.13 and 2.15: the list, and what side effects keep alive."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        kept = InstructionTranslator.current_tx().output.side_effects.keepalive
-    except AttributeError:  # not called from within Dynamo
-        kept = []
     if isinstance(example_inputs, list):
         gone = {id(example_inputs[i]) for i in inputs}
-        kept[:] = [x for x in kept if id(x) not in gone]
+        if (output := _output()) is not None:
+            kept = output.side_effects.keepalive
+            kept[:] = [x for x in kept if id(x) not in gone]
         for i in inputs:
             example_inputs[i] = None
 
@@ -185,36 +177,40 @@ def tag_backward(graph: Graph) -> set[Node]:
 def root_modules(gm: GraphModule, attributes: Collection[int] = ()) -> dict[int, tuple[nn.Module, Any]]:
     """For each input of a Dynamo graph that is a parameter or buffer, by position: the module through which the compiled
     frame reaches it, and that module's Dynamo source. `attributes`: inputs that are parameters, and plain attributes."""
-    scopes = _scopes()
-    modules: dict[str, nn.Module] = {}
+    output = _output()
+    scopes = {"L": output.local_scope, "G": output.global_scope} if output is not None else {}
+    values: dict[Any, Any] = {}  # what sources stand for
     found: dict[int, tuple[nn.Module, Any]] = {}
     for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder") if scopes else ()):
-        source, root = getattr(placeholder, "_dynamo_source", None), None
-        name = as_parameter(_name(source)) if position in attributes else _name(source)
-        if "._parameters[" not in name and "._buffers[" not in name:
+        root = _root(getattr(placeholder, "_dynamo_source", None), position in attributes)
+        try:
+            module = root.get_value(scopes, {}, values) if root is not None else None
+        except Exception:  # a source that no expression of the frame stands for
             continue
-        prefix = name.split("._modules[")[0].split("._parameters[")[0].split("._buffers[")[0]
-        while source is not None and root is None:
-            root = source if _name(source) == prefix else None
-            source = getattr(source, "base", None)
-        if root is None:
-            continue
-        if prefix not in modules:
-            try:
-                module = eval(prefix, {"__builtins__": {}}, scopes)  # Dynamo's own expression, as its guards evaluate it
-            except Exception:
-                continue
-            modules[prefix] = module
-        if isinstance(modules[prefix], nn.Module):
-            found[position] = modules[prefix], root
+        if isinstance(module, nn.Module):
+            found[position] = module, root
     return found
+
+
+def _root(source: Any, is_attribute: bool) -> Any:
+    """What the first step to a parameter or buffer starts from: of `L['self']._modules['up']._parameters['weight']`, the source
+    of `L['self']`. None if this is no source of one."""
+    from torch._dynamo.source import AttrSource
+
+    root, owned = None, is_attribute
+    while source is not None:
+        first = is_attribute and root is None  # `.weight` itself
+        if isinstance(source, AttrSource) and (first or source.member in ("_modules", "_parameters", "_buffers")):
+            root, owned = source.base, owned or source.member != "_modules"
+        source = getattr(source, "base", None)
+    return root if owned else None
 
 
 def is_part(module: nn.Module) -> bool:
     """Is a graph of this module compiled because a module around it is compiled, whose own graph breaks? To be asked within the
     backend: the frames between it and the compiled module's call are those of the modules that are being called."""
     compiling = False
-    for frame, _ in traceback.walk_stack(sys._getframe()):
+    for frame in frames():
         file = frame.f_code.co_filename.replace("\\", "/")
         compiling = compiling or file.endswith("torch/_dynamo/convert_frame.py")
         if compiling and file.endswith("torch/_dynamo/eval_frame.py"):
@@ -237,20 +233,20 @@ def outermost(module: nn.Module) -> nn.Module:
 
 def called(functions: Collection[str] = ("__call__", "_wrapped_call_impl")) -> Iterator[nn.Module]:
     """The modules that are being called, from the inside out. `functions`: those of a module that tell."""
-    for frame, _ in traceback.walk_stack(sys._getframe()):
+    for frame in frames():
         caller = frame.f_locals.get("self") if frame.f_code.co_name in functions else None
         if isinstance(caller, nn.Module):
             yield caller
 
 
-def _scopes() -> dict[str, Any]:
+def _output() -> Any:
+    """What Dynamo traces now; None outside of Dynamo."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        output = InstructionTranslator.current_tx().output
-        return {"L": output.local_scope, "G": output.global_scope}
-    except AttributeError:  # not called from within Dynamo
-        return {}
+        return InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
 
 
 def guard_attribute(source: Any, name: str) -> None:

@@ -5,11 +5,12 @@ optimizer and `parameters()` have the original parameters, whose data are a rank
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Size, nn
+
+from .dynamo import frames
 
 FREED = ("FULL_SHARD", "HYBRID_SHARD")  # strategies that free parameters after forward, but not the root's
 
@@ -86,7 +87,7 @@ def _under_way() -> Iterator[Any]:
 def _variables(package: str) -> Iterator[dict[str, Any]]:
     """The local variables of the frames on the stack that run code of this package. Not of other frames: a frame that was asked
     keeps what it holds then to its end, also what it deletes (up to Python 3.12)."""
-    for frame, _ in traceback.walk_stack(sys._getframe()):
+    for frame in frames():
         if str(frame.f_globals.get("__name__")).startswith(package):
             yield frame.f_locals
 

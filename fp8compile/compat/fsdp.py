@@ -83,6 +83,11 @@ class ShardedParameter:
 
     def __init__(self, parameter: Any, group: Any, name: str):
         self._parameter, self.group, self.name = parameter, group, name
+        self.module: nn.Module = parameter._module_info.module  # whose parameter it is
+        self.tied = bool(parameter._module_info.shared_modules)
+        self.is_tensor_parallel: bool = parameter.is_dtensor
+        self.is_replicated = not hasattr(group.mesh_info, "shard_mesh_size")  # nothing is gathered: each rank has the whole
+        self.on_cpu: bool = parameter.offload_to_cpu
         self.kind = ""  # in use
         self._others: dict[str, tuple[Any, Any]] = {}  # of kinds not in use: FSDP2's memory, the unsharded parameter
 
@@ -90,15 +95,6 @@ class ShardedParameter:
     def sharded(self) -> nn.Parameter:
         """What the module and the optimizer have. Another object after `load_state_dict(assign=True)`."""
         return self._parameter.sharded_param
-
-    @property
-    def module(self) -> nn.Module:
-        """Whose parameter it is."""
-        return self._parameter._module_info.module
-
-    @property
-    def tied(self) -> bool:
-        return bool(self._parameter._module_info.shared_modules)
 
     @property
     def shard(self) -> Tensor:
@@ -125,20 +121,6 @@ class ShardedParameter:
     @property
     def process_group(self) -> Any:
         return self.group._all_gather_process_group
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        return self._parameter.is_dtensor
-
-    @property
-    def is_replicated(self) -> bool:
-        """Is nothing gathered, since each rank has the whole?"""
-        return not hasattr(self.group.mesh_info, "shard_mesh_size")
-
-    @property
-    def on_cpu(self) -> bool:
-        """Is it offloaded to the CPU?"""
-        return self._parameter.offload_to_cpu
 
     @property
     def extended(self) -> bool:

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._guards import TracingContext
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .aot_cache import Saved, cached, in_inner, inner_options
 from .dynamo import input_index
-from .triton import accesses_known, contraction_chosen
+from .triton import REORDERING, accesses_known, contraction_chosen, is_on
 
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
@@ -70,8 +70,6 @@ def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
 def _make_manager(is_backward: bool = False, boxed_forward_device_index: Any = None, **_: Any) -> None:
     """Make the manager of CUDA graphs before the backward of a recorded forward. A backward that is not recorded asserts that
     the forward's first call has made it (`maybe_handle_backward_generation`), and a cold call has not."""
-    from torch._inductor import config
-
     device = getattr(boxed_forward_device_index, "value", None)
     if is_backward and device is not None and config.triton.cudagraphs and config.triton.cudagraph_trees:
         from torch._inductor.cudagraph_trees import get_manager
@@ -88,50 +86,33 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 
 def inductor_config() -> dict[str, Any]:
     """Inductor's options with their present values."""
-    from torch._inductor import config
-
     return config.get_config_copy()
 
 
 def cuda_graphs(options: Mapping[str, Any]) -> bool:
     """Does Inductor record CUDA graphs? `options`: of this compilation."""
-    from torch._inductor import config
-
-    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
+    return is_on("triton.cudagraphs", options)
 
 
 def chunks() -> bool:
     """Is Inductor, in the compilation that runs, to compute the output head by chunks of rows?"""
-    from torch._inductor import config
-
-    return bool(config.auto_chunker.enable)
+    return is_on("auto_chunker.enable")
 
 
 def async_tensor_parallel(options: Mapping[str, Any]) -> bool:
     """Does Inductor fuse collectives with matmuls? `options`: of this compilation."""
-    from torch._inductor import config
-
-    return bool(options.get("_micro_pipeline_tp", config._micro_pipeline_tp))
+    return is_on("_micro_pipeline_tp", options)
 
 
 def changes_collectives(options: Mapping[str, Any]) -> bool:
     """May Inductor fuse, merge or reorder the collectives of a graph? It keeps their order otherwise (`comms.py`,
-    `decide_global_ordering_of_comms`). `options`: of this compilation. Options that a version does not have are off there."""
-    from torch._inductor import config
-
+    `decide_global_ordering_of_comms`). `options`: of this compilation."""
     flags = "_micro_pipeline_tp _fuse_ddp_communication reorder_for_compute_comm_overlap dedup_reduce_scatters".split()
-    flags += [f"bucket_{kind}_fx" for kind in ("all_gathers", "reduce_scatters", "all_reduces")]
-    later = "enable_overlap_scheduling collective_bucketing enable_low_contention_collectives".split()
-    later += ["allow_comms_decompositions"]
-    distributed = config.aten_distributed_optimizations
-    values = [options.get(name, getattr(config, name, False)) for name in flags]
-    values += [options.get(f"aten_distributed_optimizations.{name}", getattr(distributed, name, False)) for name in later]
-    return any(value not in (None, False, "none") for value in values)
+    later = "collective_bucketing enable_low_contention_collectives allow_comms_decompositions".split()
+    return any(is_on(x, options) for x in (*flags, *REORDERING, *(f"aten_distributed_optimizations.{x}" for x in later)))
 
 
 def inductor_type(option: str) -> Any:
-    from torch._inductor import config
-
     return config.get_type(option)  # type: ignore[attr-defined]
 
 
@@ -242,15 +223,12 @@ def keep_instead(forward: Graph, visible: int, instead: Mapping[Node, Sequence[N
     AOTAutograd describes each output (torch 2.11 to 2.15, `_extract_fwd_bwd_modules`): what is kept has a number.
     """
     (output,) = forward.find_nodes(op="output")
-    old: Sequence[Any] = output.args[0]
-    descs = output.meta.get("desc")
-    described = [*descs] if isinstance(descs, (list, tuple)) and len(descs) == len(old) else [None] * len(old)
-    before = zip(old[visible:], described[visible:], strict=True)
-    kept = [(node, desc) for given, desc in before for node in instead.get(given, (given,))]
+    old: Any = output.args[0]
+    descs = output.meta["desc"]
+    before = zip(old[visible:], descs[visible:], strict=True)
+    kept = [(node, type(desc)) for given, desc in before for node in instead.get(given, (given,))]
     output.args = ((*old[:visible], *(node for node, _ in kept)),)
-    if descs is not None:
-        kinds = [type(desc) if desc is not None else SavedForBackwardsAOTOutput for _, desc in kept]
-        output.meta["desc"] = [*described[:visible], *(kind(i) for i, kind in enumerate(kinds))]
+    output.meta["desc"] = [*descs[:visible], *(kind(i) for i, (_, kind) in enumerate(kept))]
 
 
 def no_version_check(node: Node) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import hashlib
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .dynamo import frames
 
 PATIENCE = 30.0  # seconds until a rank says for whom it waits
 
@@ -89,9 +90,7 @@ def in_pipeline(functions: str = "") -> bool:
     """Is a stage of torch.distributed.pipelining on the stack, in a function whose name contains `functions`?"""
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
-    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
-    file = "distributed/pipelining/stage.py"
-    return any(functions in code.co_name and code.co_filename.replace("\\", "/").endswith(file) for code in codes)
+    return any(functions in frame.f_code.co_name for frame in frames("distributed/pipelining/stage.py"))
 
 
 def inferring_shapes() -> bool:

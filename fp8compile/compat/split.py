@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +9,15 @@ import torch
 import torch._functorch.config as functorch_config
 from torch.fx import Graph, GraphModule
 
-from .dynamo import copy_graph
+from .dynamo import copy_graph, frames
+from .inductor import decompositions
 
 
 def uncut(gm: GraphModule) -> tuple[GraphModule, Sequence[Any]] | None:
     """The graph that `gm` is a part of, and its example inputs; None if it is no part. To be asked within the
     backend: the optimizer is on the stack then."""
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        code = frame.f_code
-        if code.co_name == "compile_fn" and code.co_filename.replace("\\", "/").endswith("_dynamo/backends/distributed.py"):
+    for frame in frames("_dynamo/backends/distributed.py"):
+        if frame.f_code.co_name == "compile_fn":
             whole, inputs = frame.f_locals.get("gm"), frame.f_locals.get("example_inputs")
             return (whole, inputs) if isinstance(whole, GraphModule) and inputs is not None and whole is not gm else None
     return None
@@ -30,7 +28,6 @@ def forward_of(gm: GraphModule) -> Graph:
     progress as it is."""
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import TracingContext, detect_fake_mode, tracing
-    from torch._inductor.decomposition import select_decomp_table
 
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     graphs: list[Graph] = []
@@ -41,5 +38,5 @@ def forward_of(gm: GraphModule) -> Graph:
 
     mode = detect_fake_mode(examples)
     with tracing(TracingContext(mode)), torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-        aot_module_simplified(copy_graph(gm), examples, fw_compiler=compiler, decompositions=select_decomp_table())
+        aot_module_simplified(copy_graph(gm), examples, fw_compiler=compiler, decompositions=decompositions())
     return graphs[0]

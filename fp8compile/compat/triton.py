@@ -5,29 +5,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._inductor import config
 from torch.fx import Graph, Node
 
 _ours: dict[Any, bool] = {}  # the Python functions of the kernels that were launched here: may the compiler contract them?
 _accesses: dict[Any, Any] = {}  # by such a function and the arguments that are not given: what it reads and writes
 
 
+# options of Inductor by which it reorders a graph by data dependencies, after our pass
+REORDERING = tuple(f"bucket_{kind}_fx" for kind in ("all_gathers", "reduce_scatters", "all_reduces"))
+REORDERING += ("aten_distributed_optimizations.enable_overlap_scheduling",)
+
+
+def is_on(option: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Is this option of Inductor on? One that a version does not have is off. `options`: of this compilation."""
+    value = (options or {}).get(option, functools.reduce(lambda x, part: getattr(x, part, None), option.split("."), config))
+    return value not in (None, False, "none")
+
+
 def reorders() -> bool:
     """Will Inductor reorder a graph after our pass by data dependencies? A launch has none: it writes its arguments."""
-    from torch._inductor import config
-
-    overlap = getattr(getattr(config, "aten_distributed_optimizations", None), "enable_overlap_scheduling", False)
-    buckets = ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx")
-    return bool(overlap) or any(getattr(config, name, "none") not in ("none", None, False) for name in buckets)
+    return any(map(is_on, REORDERING))
 
 
 def max_autotune() -> bool:
-    from torch._inductor import config
-
-    return bool(config.max_autotune or config.max_autotune_pointwise)
+    return is_on("max_autotune") or is_on("max_autotune_pointwise")
 
 
 def converts_through_float16(capability: tuple[int, int]) -> bool:
@@ -110,29 +117,25 @@ def launched(node: Node) -> tuple[Any, dict[str, Any]]:
     return kernel_side_table.get_kernel(kwargs["kernel_idx"]), arguments
 
 
+_OPERATIONS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod}
+_OPERATIONS |= {"PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min}
+
+
 def size_node(emit: Any, expr: Any, symbol: Callable[[Any, Any], Node]) -> Any:
     """Nodes that compute an integer expression of sizes."""
-    import operator
-
-    names = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod}
-    names |= {"PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min}
-
-    def join(op: Any, a: Any, b: Any) -> Any:
-        return op(a, b) if isinstance(a, int) and isinstance(b, int) else emit(op, a, b)
-
-    def build(e: Any) -> Any:
-        if e.is_Integer:
-            return int(e)
-        if e.is_Symbol:
-            return symbol(emit, e)
-        if e.is_Pow and e.exp.is_Integer and e.exp > 0:
-            return functools.reduce(lambda a, b: join(operator.mul, a, b), [build(e.base)] * int(e.exp))
-        op = names.get(type(e).__name__)
+    if expr.is_Integer:
+        return int(expr)
+    if expr.is_Symbol:
+        return symbol(emit, expr)
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+        op: Any = operator.mul
+        parts = [size_node(emit, expr.base, symbol)] * int(expr.exp)
+    else:
+        op = _OPERATIONS.get(type(expr).__name__)
         if op is None:
-            raise NotImplementedError(f"a size that cannot be computed: {e}")
-        return functools.reduce(lambda a, b: join(op, a, b), map(build, e.args))
-
-    return build(expr)
+            raise NotImplementedError(f"a size that cannot be computed: {expr}")
+        parts = [size_node(emit, x, symbol) for x in expr.args]
+    return functools.reduce(lambda a, b: op(a, b) if isinstance(a, int) and isinstance(b, int) else emit(op, a, b), parts)
 
 
 def stable_sort(graph: Graph) -> None:

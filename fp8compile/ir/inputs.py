@@ -172,7 +172,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     packed = compat.flat.packed(inputs)
     for i, (placeholder, real) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         source = compat.dynamo.source_name(placeholder)
-        source = compat.dynamo.as_parameter(source) if i in packed else source
+        source = re.sub(r"\.(\w+)$", r"._parameters['\1']", source) if i in packed else source
         names.append(readable(source) or placeholder.name)
         if isinstance(real, nn.Parameter) or (isinstance(real, torch.Tensor) and OWNED.search(source)):
             weights.add(i)

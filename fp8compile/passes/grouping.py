@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ..codegen import launch
 from ..codegen.expressions import TRITON_DTYPE, supported
-from ..codegen.group import Group, Output, Walk, read_scales
+from ..codegen.group import Group, Output, Walk
 from ..codegen.indexing import RESHAPES, VIEWS, Domain, product, sizes
 from ..codegen.traffic import Sizes, fusable
 from ..ir import grouped, ops
@@ -48,9 +48,9 @@ class Grouping:
             totals = self.column_sums(domain, walk, {x.replaces for x in sinks} | stops) if sums else {}
             outputs = [*sinks, *totals.values()]
             outputs += self.others(domain, walk, {x.replaces for x in outputs} | set(totals) | set(walk.tiles))
-            scales = read_scales(outputs, walk.tiles)
+            walk.outputs = outputs
             replaced = {x.replaces for x in outputs}
-            reads = [*walk.inputs, *scales, *orders]
+            reads = [*walk.inputs, *walk.scales, *orders]
             if not self.ranks.reach(reads, replaced):
                 break
             # the group would read a tensor that depends on one of its own outputs: leave such outputs to others, and read them
@@ -59,15 +59,12 @@ class Grouping:
             if not late:
                 return "it reads what is made of its own results"
             stops |= late
-        group = Group(
-            domain, outputs, dict(walk.inputs), dict(walk.members), dict(walk.levels), set(walk.loads), dict(walk.tiles)
-        )
-        if len(group.inputs) > MOST_INPUTS:
-            return f"{len(group.inputs)} inputs"
-        for x in (*group.inputs, *group.scales):
+        if len(walk.inputs) > MOST_INPUTS:
+            return f"{len(walk.inputs)} inputs"
+        for x in (*walk.inputs, *walk.scales):
             if not readable(x):
                 return f"{x.name} cannot be read: {_described(x)}"
-        return group
+        return walk
 
     def others(self, domain: Domain, walk: Walk, sinks: set[Node]) -> list[Output]:
         """Members that someone else reads, and that are cheaper to write than to compute again."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from .. import compat
@@ -128,7 +129,7 @@ class _Lowering:
     def amax(self, node: Node, x: Node, order: Node | None = None) -> Node:
         x = x if order is None else self.inline(node, ops.ordered, x, order)
         rows = self.inline(node, forms.row_amax, x)
-        result = self.inline(node, forms.last_amax, rows)
+        result = self.inline(node, forms.last_amaxes, [rows])
         self.rows[result] = rows
         return result
 
@@ -139,7 +140,7 @@ class _Lowering:
         for shape, group in groupby(amaxes, lambda x: str(value(self.rows[x]).shape) if x in self.rows else ""):
             same = list(group)
             vectors += [self.inline(node, forms.last_amaxes, [self.rows[x] for x in same])] if shape else same
-        return vectors[0] if len(vectors) == 1 else self.inline(node, forms.concatenate, vectors)
+        return vectors[0] if len(vectors) == 1 else self.inline(node, torch.cat, vectors)
 
     def snapshot(self, node: Node, page: Node) -> Node:
         begun = launch_begin(node, page) if _in_kernels(node) else None

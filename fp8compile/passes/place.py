@@ -43,7 +43,7 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     numbers: dict[Node, int] = {}
     gathers = graph.find_nodes(op="call_function", target=ops.gather)
     amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].content == "amax"]
-    counts = [product(sizes(x.replaces)) for node in order for x in groups[node][1].column_amaxes]
+    counts = [product(sizes(x.replaces)) for node in order for x in groups[node][0].column_amaxes]
     wide = [int(count) for count in counts if count.is_Integer]
     others = {gather: raisable(gather) for gather in gathers}
     known = {*(item for item, _ in amaxes), *(item for some in others.values() for item in some)}
@@ -115,17 +115,17 @@ def _runs(gather: Node, numbers: dict[Node, int], launcher: launch.Launcher) -> 
 def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], launcher: launch.Launcher) -> None:
     dump(f"{kernel.name}.py", lambda: kernel.source)
     items = _items(node, group)
-    inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(kernel.inputs)])}
-    for i, x in enumerate(node.args[len(kernel.inputs) :][: len(kernel.scales)]):
+    inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(group.inputs)])}
+    for i, x in enumerate(node.args[len(group.inputs) :][: len(kernel.scales)]):
         inputs[f"s{i}"] = launch.amax_bits(x) or x  # type: ignore[arg-type]
-    more = [name for name, x in (("order", kernel.order), ("groups", kernel.groups)) if x is not None]
+    more = [name for name, x in (("order", group.domain.order), ("groups", group.groups)) if x is not None]
     inputs.update(zip(more, node.args[len(node.args) - len(more) :], strict=True))
     by_output = {id(output): item for item, output in items}
-    slots = [numbers[by_output[id(output)]] for output in kernel.amaxes]
-    outputs, amaxes = launcher(node, kernel, group.domain, inputs, slots)
-    standing = [*kernel.outputs, *kernel.amaxes, *kernel.column_amaxes]
-    written = dict(zip(map(id, standing), [*outputs[: len(kernel.outputs)], *amaxes], strict=True))
-    columns = launcher.totals(node, kernel, outputs)
+    slots = [numbers[by_output[id(output)]] for output in group.amaxes]
+    outputs, amaxes = launcher(node, kernel, inputs, slots)
+    standing = [*group.stored, *group.amaxes, *group.column_amaxes]
+    written = dict(zip(map(id, standing), [*outputs[: len(group.stored)], *amaxes], strict=True))
+    columns = launcher.totals(node, group, outputs)
     for item, output in items:
         result = _column_sum(item, *columns[id(output)]) if output.content == "sum" else written[id(output)]
         item.replace_all_uses_with(result)

@@ -117,7 +117,7 @@ class Calls:
             self.local.call = before
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
-        return (self.book is not None and tensor.data_ptr() in self.book.by_pointer) or tensor in self.marks
+        return (self.book is not None and tensor.data_ptr() in self.book.by_pointer) or self.marks.note(tensor) is not None
 
     # -- before a call --
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fp8compile.codegen import block_gemm, scale_layouts, scaled_mm, triton_kernels
+from fp8compile.codegen import block_gemm, lowerings, scaled_mm, triton_kernels
 from fp8compile.codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON, how
 from fp8compile.config.recipe import ROW, WHOLE
 from fp8compile.devices.gpu import Gpu
@@ -149,8 +149,8 @@ def run(
     (m, k), n = a.shape, b.shape[0]
     out = torch.full((m, n), float("nan"), dtype=out_dtype)
     given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "y": out}
-    given["a_inv"] = scale_layouts.columns_first(a_inv) if a_block[0] == 1 else a_inv
-    given["b_inv"] = scale_layouts.columns_first(b_inv) if b_block[0] == 1 else b_inv
+    given["a_inv"] = lowerings.columns_first(a_inv) if a_block[0] == 1 else a_inv
+    given["b_inv"] = lowerings.columns_first(b_inv) if b_block[0] == 1 else b_inv
     given |= {"m": None, "n": None, "k16": None}
     programs = -(-m // tile[0]) * -(-n // tile[1])
     fixed = constants((m, n, k), (a_block, b_block))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8compile.codegen import launch, masks, traffic
+from fp8compile.codegen import launch, text, traffic
 from fp8compile.ir import ops
 from fp8compile.passes.fuse import fuse
 from tests.support import hooks
@@ -375,11 +375,12 @@ def test_tiles_hold_whole_blocks() -> None:
             with kernels_on_cpu(), hooks.generated() as (kernels, _):
                 fuse(graph)
             for kernel in kernels:
+                group = kernel.group
                 with torch._inductor.config.patch(max_autotune=True):
-                    configs = launch.configurations(kernel)
+                    configs = launch.configurations(group)
                 assert configs, kernel.name
-                assert all(rows % kernel.block[0] == 0 and columns % kernel.block[1] == 0 for rows, columns, _ in configs)
-                assert all(masks.MOST_ROWS % rows == 0 and masks.MOST_COLUMNS % columns == 0 for rows, columns, _ in configs)
-                assert not kernel.sums or len({rows for rows, _, _ in configs}) == 1
+                assert all(rows % group.block[0] == 0 and columns % group.block[1] == 0 for rows, columns, _ in configs)
+                assert all(text.MOST_ROWS % rows == 0 and text.MOST_COLUMNS % columns == 0 for rows, columns, _ in configs)
+                assert not group.sums or len({rows for rows, _, _ in configs}) == 1
                 made += 1
     assert made >= 15

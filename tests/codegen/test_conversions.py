@@ -14,7 +14,7 @@ import torch
 import triton
 
 from fp8compile import compat
-from fp8compile.codegen.kernel import converted
+from fp8compile.codegen.expressions import converted
 from fp8compile.devices.gpu import Gpu
 from tests.support.executed import Plan, executed, planning
 from tests.support.harness import ALL_FP8, Pair, noise

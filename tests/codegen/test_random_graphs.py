@@ -508,7 +508,7 @@ def check(case: Case, seen: Counter) -> None:
 def tiles(case: Case) -> dict[str, Any]:
     """In half of the cases, sums over rows are in their own kernel for blocks of 16 rows, too."""
     if case.wide:
-        return {"choose": lambda kernel: STRIPS if kernel.span else WIDE}
+        return {"choose": lambda group: STRIPS if group.span else WIDE}
     return {"config": case.blocks, "MOST_ROWS": (8, 32)[case.seed % 2]}
 
 

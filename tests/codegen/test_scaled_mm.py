@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile.codegen import scale_layouts, scaled_mm, scaled_mm_kind
+from fp8compile.codegen import lowerings, scaled_mm, scaled_mm_kind
 from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.scaled_mm_kind import AFTER, EMULATED, TRITON
 from fp8compile.config.recipe import ROW, WHOLE
@@ -42,7 +42,7 @@ def test_swizzle(shape: tuple[int, int]) -> None:
     exponents.flatten()[0] = -127
     inverse = torch.ldexp(torch.ones(shape), exponents)
     expected = to_blocked((exponents + 127).to(torch.uint8))
-    got = scale_layouts.swizzled(inverse, shape[0], 1)
+    got = lowerings.swizzled(inverse, shape[0], 1)
     assert got.dtype == torch.float8_e8m0fnu and got.is_contiguous()
     assert torch.equal(got.view(torch.uint8), expected)
     assert torch.equal((exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu).to(F32), inverse)
@@ -55,8 +55,8 @@ def test_swizzle_of_tiles(shape: tuple[int, int], flipped: bool) -> None:
     copy, inverse = operand(*shape, MX_TILE)
     given = inverse.t().contiguous().t() if flipped else inverse
     every_row = inverse.repeat_interleave(32, 0)[: shape[0]]
-    got, expected = scale_layouts.swizzled(given, shape[0], 32), scale_layouts.swizzled(every_row, shape[0], 1)
-    inside = scale_layouts.swizzled(torch.full_like(every_row, 2.0**-126), shape[0], 1).view(torch.uint8) > 0
+    got, expected = lowerings.swizzled(given, shape[0], 32), lowerings.swizzled(every_row, shape[0], 1)
+    inside = lowerings.swizzled(torch.full_like(every_row, 2.0**-126), shape[0], 1).view(torch.uint8) > 0
     assert got.shape == expected.shape and got.is_contiguous() and inside.any()
     assert torch.equal(got.view(torch.uint8)[inside], expected.view(torch.uint8)[inside])
 
@@ -147,7 +147,8 @@ def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
     """`as_strided` counts from the beginning of the storage, so a view of one of many scales is copied first."""
     inverses = torch.tensor([8.0, 0.5, 2.0])
     with hooks.scales_of_products() as scales:
-        scaled_mm.rowwise(torch.zeros(1, 32), torch.zeros(1, 32), inverses[1:2], inverses[2:3], None, BF16, False)
+        zeros = torch.zeros(1, 32)
+        scaled_mm.rowwise(scaled_mm.Product(zeros, zeros, inverses[1:2], inverses[2:3], None, BF16, False))
     assert [x.item() for x in scales] == [0.5, 2.0]
 
 
@@ -199,15 +200,15 @@ def test_emulated_graph() -> None:
 
 
 def swizzled(inverse: Tensor) -> Tensor:
-    return scale_layouts.swizzled(inverse, inverse.shape[0], 1)
+    return lowerings.swizzled(inverse, inverse.shape[0], 1)
 
 
 def swizzled_tiles(inverse: Tensor) -> Tensor:
-    return scale_layouts.swizzled(inverse, 32 * inverse.shape[0], 32)
+    return lowerings.swizzled(inverse, 32 * inverse.shape[0], 32)
 
 
 @pytest.mark.cases(test=4, slow=2)
-@pytest.mark.parametrize("form", [swizzled, swizzled_tiles, scale_layouts.columns_first, scale_layouts.rows_first])
+@pytest.mark.parametrize("form", [swizzled, swizzled_tiles, lowerings.columns_first, lowerings.rows_first])
 @pytest.mark.parametrize("flipped", [False, True])
 def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None:
     """Traced with a K of one block, the graph is right for any number of blocks: tracing does not specialise on one."""

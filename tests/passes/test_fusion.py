@@ -119,10 +119,10 @@ def test_dynamic_rows() -> None:
 def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
     """With 128 whole rows a program, 8192 tokens would give only 64 programs."""
     found = compared(lambda: nn.Sequential(Gated(), Gated()), [(130, 128)], recipe="blockwise")
-    over_rows = [kernel for kernel in found.kernels if kernel.row_blocks]
-    assert all(kernel.block[0] == 1 for kernel in over_rows)
-    assert any("value" in [x.content for x in kernel.outputs] for kernel in over_rows), "a gradient that the residual reads"
-    assert any({x.content for x in kernel.outputs} == {"row"} for kernel in over_rows), "a norm that nobody else reads"
+    over_rows = [kernel.group for kernel in found.kernels if kernel.group.passes]
+    assert all(group.block[0] == 1 for group in over_rows)
+    assert any("value" in [x.content for x in group.outputs] for group in over_rows), "a gradient that the residual reads"
+    assert any({x.content for x in group.outputs} == {"row"} for group in over_rows), "a norm that nobody else reads"
 
 
 @pytest.mark.slow

@@ -443,9 +443,8 @@ def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
     with kernels_on_cpu(config), hooks.generated() as (noted, _):
         run_post_grad(copy.graph)
     copy.recompile()
-    kernels = {id(kernel): kernel for kernel in noted}.values()  # some are noted twice
-    written = [[output.content for output in (*k.outputs, *k.sums, *k.amaxes, *k.column_amaxes)] for k in kernels]
-    return Made(gm, copy, tuple(tuple(sorted(kinds)) for kinds in written), tuple(k.source for k in kernels))
+    kinds = tuple(tuple(sorted(output.content for output in kernel.group.outputs)) for kernel in noted)
+    return Made(gm, copy, kinds, tuple(kernel.source for kernel in noted))
 
 
 def unfused(gm: GraphModule) -> GraphModule:

@@ -31,8 +31,8 @@ with contextlib.suppress(ImportError):
     import triton.experimental.gluon  # noqa: F401  # the interpreter imports it later, and it copies Triton's functions
 
 from fp8compile import compat
+from fp8compile.codegen.expressions import saturates
 from fp8compile.codegen.inline import Inliner
-from fp8compile.codegen.kernel import saturates
 from tests.support import hooks
 
 TORCH = {
@@ -196,7 +196,7 @@ class Interpreted:
 
 
 def _ptx(text: str, _constraints: str, values: list[tl.tensor], dtype: tl.dtype, *_: Any, **_more: Any) -> tl.tensor:
-    """The one piece of PTX in our kernels: four conversions to FP8 (`codegen.kernel.converted`)."""
+    """The one piece of PTX in our kernels: four conversions to FP8 (`codegen.expressions.converted`)."""
     kinds = {"cvt.rn.satfinite.e4m3x2": tl.float8e4nv, "cvt.rn.satfinite.e5m2x2": tl.float8e5}
     (target,) = [kind for name, kind in kinds.items() if name in text]
     return tensor_of(_convert(values[0].handle.data, tl.float32, target), dtype)

@@ -89,23 +89,23 @@ def saving_small_tensors(least: int = 0) -> Patched:
 
 @contextlib.contextmanager
 def generated() -> Iterator[tuple[list[Any], list[dict[str, Any]]]]:
-    """The descriptions of the kernels that are generated inside, and the arguments of each launch by name."""
+    """The kernels that are generated inside, and the arguments of each launch by name."""
     from fp8compile import compat
     from fp8compile.codegen import launch
 
     kernels: list[Any] = []
     arguments: list[dict[str, Any]] = []
-    configurations, launched = launch.configurations, compat.triton.launch
+    place, launched = launch.Launcher.__call__, compat.triton.launch
 
-    def configured(kernel: Any) -> Any:
+    def placed(launcher: Any, before: Any, kernel: Any, *given: Any) -> Any:
         kernels.append(kernel)
-        return configurations(kernel)
+        return place(launcher, before, kernel, *given)
 
     def call(emit: Any, function: Any, grids: Any, given: dict[str, Any], *constants: Any, **how: Any) -> Any:
         arguments.append(given)
         return launched(emit, function, grids, given, *constants, **how)
 
-    with mock.patch.object(launch, "configurations", configured), mock.patch.object(compat.triton, "launch", call):
+    with mock.patch.object(launch.Launcher, "__call__", placed), mock.patch.object(compat.triton, "launch", call):
         yield kernels, arguments
 
 

@@ -15,13 +15,13 @@ from .base import Patched
 @contextlib.contextmanager
 def launching(tuned: Callable[..., Any], choose: Callable[[Any], Any] | None = None, **limits: int) -> Iterator[None]:
     """Inside, graphs for a CPU get generated kernels: `tuned(function, configurations)` is launched, with the configuration
-    that `choose(kernel)` names, or with the default one. `limits`: other values of constants of `codegen.launch`."""
+    that `choose(group)` names, or with the default one. `limits`: other values of constants of `codegen.launch`."""
     from fp8compile.codegen import launch
 
     configurations = launch.configurations
 
-    def chosen(kernel: Any) -> Any:
-        return (choose(kernel) if choose else configurations(kernel)[0],)
+    def chosen(group: Any) -> Any:
+        return (choose(group) if choose else configurations(group)[0],)
 
     with mock.patch.multiple(launch, DEVICES=("cpu", "cuda"), tuned=tuned, configurations=chosen, **limits):
         yield
@@ -118,7 +118,7 @@ def scales_of_products() -> Iterator[list[torch.Tensor]]:
     from fp8compile.codegen import scaled_mm
 
     found: list[torch.Tensor] = []
-    with mock.patch.object(scaled_mm, "scaled", lambda a, b, a_scale, b_scale, *_: found.extend((a_scale, b_scale))):
+    with mock.patch.object(scaled_mm, "scaled", lambda _, *scales: found.extend(scales)):
         yield found
 
 

@@ -1,0 +1,46 @@
+"""From an input of a Dynamo graph to the module through which the compiled frame reaches it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8compile import compat
+
+pytestmark = pytest.mark.compat
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"a b": nn.Linear(4, 4, bias=False)})
+        self.register_buffer("table", torch.ones(4))
+        self.plain = torch.ones(4)  # as FSDP1 has a view instead of a parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers["a b"](x) * self.table * self.plain
+
+
+def test_the_root_of_each_input() -> None:
+    found: dict[str, str] = {}
+    models = {"teacher": Block()}
+    student = Block()
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        names = [compat.dynamo.source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+        attributes = [i for i, name in enumerate(names) if name.endswith(".plain")]
+        for i, (module, source) in compat.dynamo.root_modules(gm, attributes).items():
+            assert module is (student if "student" in names[i] else models["teacher"])
+            found[names[i]] = source.name
+        assert set(compat.dynamo.root_modules(gm)) == set(compat.dynamo.root_modules(gm, attributes)) - set(attributes)
+        return gm
+
+    def both(x: torch.Tensor, student: nn.Module, models: dict[str, nn.Module]) -> torch.Tensor:
+        return student(x) + models["teacher"](x)
+
+    torch.compile(both, backend=backend)(torch.ones(4), student, models)
+    assert sorted({name: root for name, root in found.items() if "student" in name}.values()) == 3 * ["L['student']"]
+    assert sorted({name: root for name, root in found.items() if "teacher" in name}.values()) == 3 * ["L['models']['teacher']"]
