@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,16 +183,7 @@ class Ranks:
     def reach(self, starts: Iterable[Node], targets: set[Node]) -> bool:
         """Does anything in `starts` depend on anything in `targets`?"""
         least = min((self.of[x] for x in targets), default=0)
-        seen, stack = set(starts), list(starts)
-        while stack:
-            node = stack.pop()
-            if node in targets:
-                return True
-            for x in node.all_input_nodes:
-                if x not in seen and self.of[x] >= least:
-                    seen.add(x)
-                    stack.append(x)
-        return False
+        return any(x in targets for x in reached(starts, lambda x: (y for y in x.all_input_nodes if self.of[y] >= least)))
 
 
 @dataclass(frozen=True)
@@ -257,6 +249,24 @@ def peel_stack(operand: Node, more: tuple = ()) -> Matrix:
                 break
         node = source
     return Matrix(node, (count * sides[0], sides[1]), flipped, count)
+
+
+def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """`starts`, and all nodes that one comes to from there by `following`, each of them once, depth first."""
+    seen = dict.fromkeys(starts)
+    stack = [*reversed(seen)]
+    while stack:
+        node = stack.pop()
+        yield node
+        new = dict.fromkeys(x for x in following(node) if x not in seen)
+        seen |= new
+        stack += reversed(new)
+
+
+def readers(node: Node, through: tuple) -> Iterator[Node]:
+    """The nodes that read a tensor, directly or after operators `through` which one looks; these are among them."""
+    found = reached([node], lambda x: x.users if x is node or call_function(x, through) else ())
+    return itertools.islice(found, 1, None)
 
 
 def behind(node: Node, targets: tuple) -> Node:

@@ -31,7 +31,7 @@ from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
 from ..codegen.text import Unwritable
 from ..codegen.traffic import Sizes, compare
 from ..ir import grouped, merged, ops
-from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, value
+from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, reached, value
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, Ranks
 from .place import Made, generated, place
@@ -259,17 +259,13 @@ def _written(group: Group) -> Kernel:
     return write(group)
 
 
-def _nearest(sources: Iterable[Node], written: Collection[Node], members: Collection[Node]) -> set[Node]:
+def _nearest(sources: Iterable[Node], written: set[Node], members: Collection[Node]) -> set[Node]:
     """The written values that the sources are computed from, without those from which only other written values are."""
-    front, seen, found = list(sources), set(), set()
-    while front:
-        node = front.pop()
-        if node in written:
-            found.add(node)
-        elif node not in seen:
-            seen.add(node)
-            front += [x for x in node.all_input_nodes if x in members]
-    return found
+
+    def inputs(node: Node) -> list[Node]:
+        return [x for x in node.all_input_nodes if x in members] if node not in written else []
+
+    return written.intersection(reached(sources, inputs))
 
 
 def _is_amax(node: Node) -> bool:

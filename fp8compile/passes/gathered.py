@@ -15,7 +15,6 @@ share it then.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -23,7 +22,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..config.recipe import WHOLE, Block, Scaling
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, same_shape, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, readers, same_shape, value
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import Gatherable
@@ -128,12 +127,12 @@ def gatherable(graph: Graph, matmuls: list[Matmul], inputs: Inputs, fnuz: bool) 
 
 def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: bool) -> Gatherable | None:
     scalings: dict[Scaling, str] = {}
-    readers = list(_readers(weight))
-    for reader in readers:
+    reading = [x for x in readers(weight, ALIKE) if not call_function(x, ALIKE)]
+    for reader in reading:
         matmul = known.get(reader)
         if matmul is None:
             what = "returned by the graph" if reader.op == "output" else f"read by {reader.target}".removesuffix(".default")
-            return Gatherable(what, shared=any(other in known and known[other].fp8 for other in readers))
+            return Gatherable(what, shared=any(other in known and known[other].fp8 for other in reading))
         operand = matmul.weight_operand
         if matmul.reason == NO_ROWS:
             continue
@@ -157,12 +156,3 @@ def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: 
         theirs = fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz"
         return Gatherable(margin=scaling.margin, power_of_2=scaling.power_of_2, fnuz=theirs, block=scaling.block.rows)
     return None
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """What reads the values of a tensor, through views, permutations and casts."""
-    for user in node.users:
-        if call_function(user, ALIKE):
-            yield from _readers(user)
-        else:
-            yield user

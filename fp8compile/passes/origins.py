@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch.fx import Graph, Node
@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..ir import ops
 from ..ir.all_gather_nodes import all_gather_of
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, pointwise, root
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, pointwise, reached, root
 from ..ir.matmul import addend_of
 
 # The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among them: it may look
@@ -157,26 +157,10 @@ class Gradients:
         return self.bits[source]
 
 
-def feeds(node: Node, others: Iterable[Node]) -> bool:
-    """Is one of `others` computed from `node`?"""
-    wanted, seen, stack = set(others) - {node}, {node}, [node]
-    while stack:
-        for user in stack.pop().users:
-            if user in wanted:
-                return True
-            if user not in seen:
-                seen.add(user)
-                stack.append(user)
-    return False
-
-
-def ingredients(node: Node, origins: Mapping[Node, Origin] | Origins, barriers: frozenset[Node]) -> set[Node]:
+def ingredients(node: Node, origins: Origins, barriers: frozenset[Node]) -> set[Node]:
     """The activations that a tensor is computed from with no matmul in between, including the tensor itself and inputs."""
-    seen, stack = {root(node)}, [root(node)]
-    while stack:
-        x = stack.pop()
-        for source in x.all_input_nodes if x not in barriers else ():
-            if source not in seen and is_tensor(source) and origins[source].activation:
-                seen.add(source)
-                stack.append(source)
-    return seen
+
+    def activations(x: Node) -> list[Node]:
+        return [y for y in x.all_input_nodes if is_tensor(y) and origins[y].activation] if x not in barriers else []
+
+    return set(reached([root(node)], activations))
