@@ -6,7 +6,7 @@ in FP8 only (`ir.frozen`).
 
     w8 = quantize(w, ..); w8t = quantize(w, .., True)     ->  `substitute`: w8 = data; w8t = clone(permute(data))
 
-`gatherable` says of each parameter of a training graph whether it could arrive so: only FP8 matmuls read it, and they cast
+`gather` says of each parameter of a training graph whether it could arrive so: only FP8 matmuls read it, and they cast
 it alike, each scale from its own amax. It says so of weights that are gathered in high precision, too: that is how the
 runtime learns which ones need not be. A scale is one of the whole weight or, with blocks, of a square block: both layouts
 share it then.
@@ -14,16 +14,13 @@ share it then.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .. import compat
 from ..config.recipe import WHOLE, Block, Scaling
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, readers, same_shape, value
-from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import Gatherable
 from .joint import Joint
@@ -50,9 +47,19 @@ def unite(joint: Joint) -> int:
 
 
 def gather(joint: Joint) -> int:
-    """Note which parameters of a training graph may arrive in FP8."""
-    if not joint.inference and joint.inputs.training:
-        joint.gatherable = gatherable(joint.graph, joint.matmuls, joint.inputs, joint.fnuz)
+    """Note which parameters of a training graph may arrive in FP8. Those that only matmuls without rows read are left out."""
+    if joint.inference or not joint.inputs.training:
+        return 0
+    known, seen = {matmul.node: matmul for matmul in joint.matmuls}, set[int | None]()
+    for node in joint.graph.find_nodes(op="placeholder"):
+        index = compat.dynamo.input_index(node)
+        if index not in joint.inputs.parameters or index in seen:  # the second one of a weight in FP8 is its scale
+            continue
+        seen.add(index)
+        weight = next((user for user in node.users if call_function(user, (ops.dequantize,))), node)
+        made = _gatherable(weight, node, known, joint.fnuz)
+        if made is not None:
+            joint.gatherable[index] = made
     return sum(not found.reason for found in joint.gatherable.values())
 
 
@@ -106,23 +113,6 @@ def arrived(base: Node | None) -> bool:
 def arrives(base: Node, scaling: Scaling) -> bool:
     """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
     return arrived(base) and not scaling.delayed and scaling.block == block_of(base)
-
-
-def gatherable(graph: Graph, matmuls: list[Matmul], inputs: Inputs, fnuz: bool) -> dict[int, Gatherable]:
-    """Of each parameter that the graph reads, by input. Parameters that only matmuls without rows read are left out."""
-    found = {}
-    known = {matmul.node: matmul for matmul in matmuls}
-    parts: dict[int, list[Node]] = defaultdict(list)
-    for node in graph.find_nodes(op="placeholder"):
-        index = compat.dynamo.input_index(node)
-        if index in inputs.parameters:
-            parts[index].append(node)
-    for index, nodes in parts.items():
-        whole = next((user for user in nodes[0].users if call_function(user, (ops.dequantize,))), nodes[0])
-        made = _gatherable(whole, nodes[0], known, fnuz)
-        if made is not None:
-            found[index] = made
-    return found
 
 
 def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: bool) -> Gatherable | None:

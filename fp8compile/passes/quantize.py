@@ -40,38 +40,27 @@ from .written import Copy, Written, whole
 
 
 def quantize(joint: Joint) -> int:
-    """Returns how many tensors have a scale from one amax."""
-    if not joint.high_precision:
-        joint.written = _quantize(joint.graph, joint.matmuls, joint.plan, joint.pages)
-    elif joint.pages is not None:
-        joint.written = _observe(joint.graph, joint.plan, joint.pages)
-    return 0 if joint.written is None else len(joint.written.amaxes)
-
-
-def _observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
-    """Take the amax of each operand that has a slot, and leave the matmuls as they are: a high-precision phase that keeps
-    histories."""
-    writer = _Quantizer(graph, plan, pages)
+    """Rewrite the decided matmuls; returns how many tensors have a scale from one amax."""
+    if joint.high_precision and joint.state is None:
+        return 0
+    writer = _Quantizer(joint.graph, joint.plan, joint.state)
     for backward in (False, True):
-        for operand in plan.direction(backward):
-            writer.snapshot(backward)  # first: the update goes after the last amax, and reads the snapshot
-            writer.amax(operand)
-    return writer.written
-
-
-def _quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
-    """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
-    writer = _Quantizer(graph, plan, pages)
-    for backward in (False, True):
-        if plan.direction(backward):
+        operands = joint.plan.direction(backward)
+        if operands:
             writer.snapshot(backward)  # first: its readers are inserted right after inputs, and after views of inputs
-    for matmul in matmuls:
-        if matmul.fp8:
+        if joint.high_precision:  # a phase that keeps histories, and leaves the matmuls as they are
+            for operand in operands:
+                writer.amax(operand)
+    for matmul in joint.matmuls:
+        if matmul.fp8 and not joint.high_precision:
             writer.replace(matmul)
-    return writer.written
+    joint.written = writer.written
+    return len(writer.written.amaxes)
 
 
 class _Quantizer:
+    """`pages`: the state inputs of forward and backward; None: no state."""
+
     def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None):
         self.graph, self.plan, self.pages = graph, plan, pages
         self.written = Written(graph, next(node for node in graph.nodes if node.op != "placeholder"))

@@ -23,7 +23,7 @@ def update_state(joint: Joint) -> int:
 
     The amaxes of a graph are reduced over the ranks of a group if the recipe of any of its operands says so.
     """
-    graph, plan, written, pages, groups = joint.graph, joint.plan, joint.written, joint.pages, joint.groups
+    graph, plan, written, pages, groups = joint.graph, joint.plan, joint.written, joint.state, joint.amax_groups
     if pages is None or written is None:
         return 0
     moved, end = 0, graph.output_node()  # there, nothing waits for an all-reduce any more

@@ -11,8 +11,7 @@ from ...errors import Retrace
 from ...extension import Feature, GraphFeature, Pass
 from ...ir.inputs import Inputs
 from ...ir.records import HIGH_PRECISION, GraphReport
-from ...passes.joint import Joint
-from ...passes.pipeline import Rewritten
+from ...passes.joint import Joint, Rewritten
 from . import frozen_weights
 from .frozen_weights import Candidates, Home
 

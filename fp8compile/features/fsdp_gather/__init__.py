@@ -11,7 +11,7 @@ from ...extension import Feature, GraphFeature
 from ...ir.inputs import Inputs
 from ...ir.records import HIGH_PRECISION
 from ...logs import get_logger, say_once
-from ...passes.pipeline import Rewritten
+from ...passes.joint import Rewritten
 from ...runtime.parameters import find
 from ...runtime.probe import CastKind, Look
 from . import all_gather
