@@ -205,31 +205,12 @@ class Matrix:
         return self.shape[0] // self.stack
 
 
-def peel(operand: Node, more: tuple = ()) -> Matrix:
-    """The `Matrix` that a 2-D operand (or a 3-D one whose batch is 1) was made from. `more`: further operators that change no
-    value, to look through. Always finds one: in the worst case the operand itself."""
-    shape = tuple(map(known, value(operand).shape))
-    if len(shape) == 3:
-        shape = shape[1:]
-    node, flipped = operand, False
-    while True:
-        source = arg(node, 0) if call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, *more)) else None
-        if source is None or value(source).device != value(node).device:
-            return Matrix(node, shape, flipped)
-        if call_function(node, CASTS) and not {value(node).dtype, value(source).dtype} <= set(FLOATS):
-            return Matrix(node, shape, flipped)
-        if call_function(node, PERMUTES):
-            swaps = _swaps(node, shape)
-            if swaps is None:
-                return Matrix(node, shape, flipped)
-            if swaps:
-                flipped, shape = not flipped, shape[::-1]
-        node = source
-
-
-def peel_stack(operand: Node, more: tuple = ()) -> Matrix:
-    """The `Matrix` that a 3-D operand was made from: a stack of matrices, each as it is or transposed."""
-    count, *sides = map(known, value(operand).shape)
+def peel(operand: Node, more: tuple = (), stack: bool = False) -> Matrix:
+    """The `Matrix` that a 2-D operand (or a 3-D one whose batch is 1) was made from; with `stack`, that of a 3-D operand: a
+    stack of matrices, each as it is or transposed. `more`: further operators that change no value, to look through. Always
+    finds one: in the worst case the operand itself."""
+    *batch, rows, columns = map(known, value(operand).shape)
+    count = batch[0] if stack else 1
     node, flipped = operand, False
     while call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, *more)):
         source = arg(node, 0)
@@ -238,17 +219,16 @@ def peel_stack(operand: Node, more: tuple = ()) -> Matrix:
         if call_function(node, CASTS) and not {value(node).dtype, value(source).dtype} <= set(FLOATS):
             break
         if call_function(node, PERMUTES):
-            order = order_of(node)
-            if order not in ([0, 1, 2], [0, 2, 1]):
+            swaps = _swaps_each(node) if stack else _swaps(node, (rows, columns))
+            if swaps is None:
                 break
-            if order == [0, 2, 1]:
-                flipped, sides = not flipped, sides[::-1]
-        elif call_function(node, VIEWS):
-            rows = (count * sides[0], sides[1])
-            if not any(same_shape(value(source).shape, shape) for shape in ((count, *sides), rows)):
+            if swaps:
+                flipped, rows, columns = not flipped, columns, rows
+        elif stack and call_function(node, VIEWS):
+            if not any(same_shape(value(source).shape, x) for x in ((count, rows, columns), (count * rows, columns))):
                 break
         node = source
-    return Matrix(node, (count * sides[0], sides[1]), flipped, count)
+    return Matrix(node, (count * rows, columns), flipped, count)
 
 
 def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
@@ -298,6 +278,11 @@ def _swaps(node: Node, shape: tuple) -> bool | None:
     for d in kept[:split]:
         rows = rows * value(arg(node, 0)).shape[d]
     return True if same_size(rows, shape[0]) else None
+
+
+def _swaps_each(node: Node) -> bool | None:
+    """The same for a stack of matrices: does it swap the rows and columns of each?"""
+    return {(0, 1, 2): False, (0, 2, 1): True}.get(tuple(order_of(node)))  # type: ignore[arg-type]
 
 
 def order_of(node: Node) -> list[int]:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from .. import compat
 from ..config.operators import MATMULS, MatmulForm
 from ..config.recipe import Recipe, Scaling
-from .fx_utils import Matrix, arg, aten, hint, peel, peel_stack, value
+from .fx_utils import Matrix, arg, aten, hint, peel, value
 from .metadata import RESULT
 from .records import FP8, HIGH_PRECISION, MatmulRecord
 
@@ -43,7 +43,7 @@ def offs_of(node: Node) -> Node | None:
 def operands(node: Node, more: tuple = ()) -> tuple[Matrix, Matrix]:
     """What the arguments a and b of a matmul were made from. `more`: further operators that change no value."""
     grouped = offs_of(node) is not None
-    a, b = (peel_stack(x, more) if grouped and value(x).dim() == 3 else peel(x, more) for x in factors(node))
+    a, b = (peel(x, more, stack=grouped and value(x).dim() == 3) for x in factors(node))
     return a, b
 
 
