@@ -32,7 +32,6 @@ from ..ir import ops
 from ..ir.fx_utils import Emitter, Matrix, aten, call_function, same_shape, value, view_sizes
 from ..ir.matmul import GEMMS, Matmul
 from ..ir.metadata import OPERAND, PRODUCT, RESULT
-from .addends import add, split_addend
 from .expert_rows import Groups, block_of
 from .joint import Joint
 from .plan import Operand, Plan
@@ -220,3 +219,26 @@ def current(emit: Emitter, operand: Operand, amax: Node) -> tuple[Node, Node]:
 def delayed(operand: Operand) -> tuple[float, int, bool]:
     """How a stored scale is used: the format's maximum, the margin, and whether overflows are watched."""
     return operand.format.max, operand.scaling.margin, operand.key.settings.limit < float("inf")
+
+
+def split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:
+    """(bias that the FP8 matmul adds, any other addend, which is added afterwards): at least one is None."""
+    node, addend = matmul.node, matmul.addend
+    if addend is None:
+        return None, None
+    plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
+    shape = value(addend).shape
+    is_row = len(shape) == 1 and isinstance(shape[0], int) and shape[0] == matmul.n
+    return (addend, None) if plain and is_row and value(node).dim() == 2 else (None, addend)
+
+
+def add(emit: Emitter, addend: Node, product: Node, node: Node) -> Node:
+    """`beta * addend + alpha * product`, with the factors of the matmul `node`."""
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    if alpha != 1:
+        product = emit(aten.mul.Tensor, product, alpha)
+    if beta == 0:
+        return product
+    if beta != 1:
+        addend = emit(aten.mul.Tensor, addend, beta)
+    return emit(aten.add.Tensor, product, addend)
