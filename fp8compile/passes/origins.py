@@ -98,9 +98,6 @@ class Origins:
         owners = [x for x in self.weights if x in origin.sources and x in self.parameters]
         return max(owners, key=_elements, default=None)
 
-    def weight(self, base: Node) -> Node | None:
-        return self.bare(base) or self.computed(base)
-
 
 def _elements(node: Node) -> int:
     size = node.meta["val"].numel()

@@ -23,7 +23,7 @@ of the graph, such launches would put a copy of each weight into memory before t
 from __future__ import annotations
 
 import operator
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -166,9 +166,7 @@ def _raise_amaxes(gather: Node, amaxes: list[Node], numbers: dict[Node, int], la
     inline = Inliner()
     rows = {x: inline(x, forms.row_amax, arg(x, 0)) for x in amaxes}
     for _, same in groupby(sorted(amaxes, key=lambda x: str(value(rows[x]).shape)), lambda x: str(value(rows[x]).shape)):
-        every = list(same)
-        for first in range(0, len(every), launcher.MOST_RAISED):
-            some = every[first : first + launcher.MOST_RAISED]
+        while some := [*islice(same, launcher.MOST_RAISED)]:
             launcher.raise_amaxes(gather, {numbers[x]: rows[x] for x in some})
     for x in amaxes:
         gather.graph.erase_node(x)

@@ -10,8 +10,6 @@ and the update depends on the snapshot, so the partitioner and Inductor may orde
 
 from __future__ import annotations
 
-from torch.fx import Graph
-
 from ..ir import ops
 from ..ir.fx_utils import Emitter, aten
 from .amax_groups import reduced
@@ -32,7 +30,7 @@ def update_state(joint: Joint) -> int:
         if not operands:
             continue
         vectors = [written.amaxes[operand] for operand in operands]
-        anchor = max(vectors, key=_position(graph)).next
+        anchor = max(vectors).next
         page, tag = pages[backward], "backward" if backward else "forward"
         emit = Emitter(graph, anchor, page, partitioner_tag=f"is_{tag}", recompute=None, ac_graph_id=None)
         for group in dict.fromkeys(written.groups[x] for x in operands if x in written.groups):
@@ -51,8 +49,3 @@ def update_state(joint: Joint) -> int:
         emit(aten.copy_.default, page, following)
         moved += 1
     return moved
-
-
-def _position(graph: Graph):
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    return order.__getitem__
