@@ -93,17 +93,13 @@ def group_amax(x: Tensor, offs: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
     return made
 
 
-def _of_groups(scale: Tensor, groups: Tensor) -> Tensor:
-    return torch.empty(scale.shape[1], groups.shape[0], dtype=torch.float32, device=scale.device)
-
-
 def scales_of_groups(scale: Tensor, groups: Tensor) -> Tensor:
     """For each `align` rows of the padded order, the scales of the group that they belong to. (Those of no group get the last
     group's.)"""
     return taken(scale, groups.clamp(max=scale.shape[0] - 1)).t().contiguous()
 
 
-of_groups = define_op("of_groups(Tensor scale, Tensor groups) -> Tensor", _of_groups)(scales_of_groups)
+of_groups = define_op("of_groups(Tensor scale, Tensor groups) -> Tensor")(scales_of_groups)
 
 
 def _product(a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, offs: Tensor, out_dtype: torch.dtype, *_) -> Tensor:

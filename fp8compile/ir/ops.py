@@ -45,6 +45,7 @@ from .products import block_product, product, spread
 from .scale import inverse_of, scale_of
 
 NAMESPACE = "fp8compile"
+OPERATORS: list = []  # all of them, also those of `grouped` and `merged`
 
 
 def define_op(schema: str, fake=None):
@@ -56,6 +57,7 @@ def define_op(schema: str, fake=None):
         torch.library.define(f"{NAMESPACE}::{name}", f"({signature}")
         torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
         operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+        OPERATORS.append(operator)
         if fake is not None:
             torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
             fakes[operator] = fake
@@ -190,10 +192,6 @@ def _stored_or_current(stored: Tensor, cold: Tensor, amax: Tensor, fp8_max: floa
     return torch.where(cold & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)
 
 
-def _votes(scales: Tensor, slots: Sequence[int], *_) -> Tensor:
-    return torch.empty(len(slots) + 1, dtype=torch.float32, device=scales.device)
-
-
 def votes_of(scales: Tensor, slots: Sequence[int], cold: bool = True) -> Tensor:
     """`[len(slots) + 1]` float32: what this rank knows of the scales of tensors that are gathered from several ranks. The
     minimum over the ranks is what they agree on. `cold`: this call is cold. (The lowering always takes a warm call.)
@@ -205,7 +203,7 @@ def votes_of(scales: Tensor, slots: Sequence[int], cold: bool = True) -> Tensor:
     return torch.cat([*stored, scales.new_full((1,), float(cold))])
 
 
-votes = define_op("votes(Tensor scales, int[] slots, bool cold=True) -> Tensor", _votes)(votes_of)
+votes = define_op("votes(Tensor scales, int[] slots, bool cold=True) -> Tensor")(votes_of)
 
 
 @define_op(
@@ -308,24 +306,3 @@ _DEQUANTIZE = "dequantize(Tensor data, Tensor inv, ScalarType dtype, int[] block
 dequantize = define_op(_DEQUANTIZE, _dequantized)(values)
 gather = define_op("gather(Tensor[] amaxes) -> Tensor")(lambda amaxes: torch.cat(amaxes))
 update = define_op("update(Tensor page, Tensor scales, Tensor amax) -> Tensor")(state_page.next_page)
-
-
-ALL = (
-    amax,
-    amax_blocks,
-    current_scale,
-    inverse,
-    snapshot,
-    delayed_scale,
-    delayed_inverse,
-    votes,
-    agreed_scale,
-    quantize,
-    quantize_both,
-    transposed,
-    scaled_mm,
-    block_mm,
-    dequantize,
-    gather,
-    update,
-)

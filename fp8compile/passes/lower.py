@@ -44,7 +44,7 @@ FUNCTIONS: dict[Any, Callable] = {
     merged.side_by_side: forms.joined,
     grouped.of_groups: grouped.scales_of_groups,
 }
-LOWERED = (*(op for op in ops.ALL if op is not ops.quantize_both), *grouped.ALL, *merged.ALL)
+LOWERED = tuple(op for op in ops.OPERATORS if op not in (ops.quantize_both, merged.both_sides))
 
 
 def lower_scales(graph: Graph) -> int:
