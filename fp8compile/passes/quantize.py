@@ -117,7 +117,7 @@ class _Quantizer:
         if copy not in self.written.casts:
             scale = self.scale_of(operand, matrix, transposed)[0]
             source = self.matrix(matrix, operand)
-            rows = self.groups.rows(operand, source)
+            rows = self.groups.order(operand, source)[:1]
             emit = self.after(max([scale, source, *rows]), operand)
             how = (operand.format.dtype, operand.format.max, transposed, list(block_of(operand, transposed)))
             self.written.casts[copy] = made = emit(ops.quantize, source, scale, *how, *rows)
@@ -155,18 +155,15 @@ class _Quantizer:
             scale, inverse = (emit(aten.permute.default, x, [1, 0]) for x in known)
             return scale, inverse
         source = self.matrix(matrix, operand)
-        emit = self.after(source, operand, recompute=None, ac_graph_id=None)
-        rows = self.groups.rows(operand, source)
-        if rows:
-            last = max([source, *self.groups.order(operand, source)])
-            emit = self.after(last, operand, recompute=None, ac_graph_id=None)
-        if rows and block == ROW_OF_GROUP:
+        order = self.groups.order(operand, source)
+        emit = self.after(max([source, *order]), operand, recompute=None, ac_graph_id=None)
+        if order and block == ROW_OF_GROUP:
             return self.groups.scales_of_columns(emit, operand, source)
         stack = transposed and operand.matrix.stack > 1 and block.rows == 1
         if stack:  # rows of a transposed matrix are columns here; kernels of columns write [matrices, columns]
             amax = emit(ops.amax_blocks, source, False, [block.columns, 1])
         else:
-            amax = emit(ops.amax_blocks, source, transposed, list(block), *rows)
+            amax = emit(ops.amax_blocks, source, transposed, list(block), *order[:1])
         emit.meta["recompute"] = compat.inductor.MUST_SAVE
         scale, inverse = current(emit, operand, amax)
         if stack:
@@ -176,7 +173,7 @@ class _Quantizer:
     def amax(self, operand: Operand) -> Node:
         if operand not in self.written.amaxes:
             source = self.matrix(operand.matrix, operand)
-            rows = self.groups.rows(operand, source)
+            rows = self.groups.order(operand, source)[:1]
             emit = self.after(max([source, *rows]), operand, recompute=None, ac_graph_id=None)
             self.written.amaxes[operand] = emit(ops.amax, source, *rows)
         return self.written.amaxes[operand]
