@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -120,20 +121,16 @@ class Gradients:
         outputs = compat.dynamo.gradient_outputs(graph)
         self.known = outputs is not None
         self.inputs = {index for _, index in outputs or ()}
-        self.bits: dict[Node, int] = {}  # input -> its bit
-        self.near: dict[Node, int] = {}  # bits of the inputs whose gradients a tensor becomes with no barrier in between
-        self.far: dict[Node, int] = {}  # the same with any number of barriers in between
+        # a bit for each input whose gradient a tensor becomes, with no barrier in between and with any number of them
+        self.near, self.far = defaultdict[Node | None, int](int), defaultdict[Node, int](int)
         for node, index in outputs or ():
-            self.near[node] = self.far[node] = self.near.get(node, 0) | 1 << index
+            self.near[node] |= 1 << index
+            self.far[node] |= 1 << index
         for node in reversed(graph.nodes):
-            near, far = self.near.get(node, 0), self.far.get(node, 0)
-            through = node.all_input_nodes
-            for x in through if far else ():
-                self.far[x] = self.far.get(x, 0) | far
-            if near and node in barriers:  # only the addend of a product passes
-                through = [x for x in (addend_of(node),) if x is not None]
-            for x in through if near else ():
-                self.near[x] = self.near.get(x, 0) | near
+            for x in node.all_input_nodes:
+                self.far[x] |= self.far[node]
+            for x in [addend_of(node)] if node in barriers else node.all_input_nodes:  # a product passes its addend alone
+                self.near[x] |= self.near[node]
 
     def wanted(self, sources: Iterable[Node]) -> bool:
         """Is one of these an input whose gradient the graph computes?"""
@@ -144,14 +141,8 @@ class Gradients:
         where the graph does not tell."""
         if not self.known:
             return True
-        bits = (self.far if far else self.near).get(node, 0)
-        return bool(bits) and any(bits & self.bit(x) for x in sources)
-
-    def bit(self, source: Node) -> int:
-        if source not in self.bits:
-            index = compat.dynamo.input_index(source)
-            self.bits[source] = 0 if index is None else 1 << index
-        return self.bits[source]
+        bits = self.far[node] if far else self.near[node]
+        return bool(bits) and any(index is not None and bits >> index & 1 for index in map(compat.dynamo.input_index, sources))
 
 
 def ingredients(node: Node, origins: Origins, barriers: frozenset[Node]) -> set[Node]:
