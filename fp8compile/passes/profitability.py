@@ -113,12 +113,10 @@ class Base:
         readers = [gemm for cast in self.casts for gemm, _ in cast.readers]
         demanded = [(cast, cast.layouts(chosen)) for cast in self.casts]
         high = max((gemm.dtype.itemsize for gemm in readers if gemm not in chosen), default=2 if self.outside else 0)
-        tensor = cost.CastInput(
+        tensor = replace(
+            self.source,
             elements=round(self.source.elements * factor),
-            itemsize=self.source.itemsize,
-            fused=self.source.fused,
             producer_bytes=round(self.source.producer_bytes * factor),
-            scattered=self.source.scattered,
             high_bytes=high or (self.source.itemsize if self.source.shared else 0),
         )
         copy = cost.high_copy(device, tensor)

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..codegen.traffic import fusable
+from ..devices.cost import CastInput
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, behind, call_function, hint, is_tensor, readers, value
 from ..ir.matmul import form_of
@@ -26,20 +27,11 @@ _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, at
 MOST_NODES = 64  # of a producer's kernel; a longer chain has a tensor in memory somewhere
 
 
-@dataclass(frozen=True)
-class Source:
-    """A tensor that matmuls read.
+@dataclass(frozen=True, kw_only=True)
+class Source(CastInput):
+    """A tensor that matmuls read. `shared`: a reader that is no matmul needs the tensor in memory (a residual, an attention,
+    the caller), whatever the matmuls read. `readers`: the matmuls that read the tensor."""
 
-    `elements`, `itemsize` (bytes, in memory), `fused`, `producer_bytes`, `scattered` are those of `cost.CastInput`. `shared`:
-    a reader that is no matmul needs the tensor in memory (a residual, an attention, the caller), whatever the matmuls read.
-    `readers`: the matmuls that read the tensor.
-    """
-
-    elements: int
-    itemsize: int
-    fused: bool
-    producer_bytes: int
-    scattered: bool
     shared: bool
     readers: frozenset[Node]
 
@@ -50,11 +42,17 @@ def source(matrix: Matrix) -> Source:
     elements = hint(matrix.shape[0]) * hint(matrix.shape[1])
     matmuls, shared = _readers(base)
     if call_function(base, (ops.dequantize,)):  # a weight that FSDP2 has gathered in FP8
-        return Source(elements, 1, False, 0, False, shared, frozenset(matmuls))
+        return Source(elements=elements, itemsize=1, shared=shared, readers=frozenset(matmuls))
     read = _producer_bytes(base)
-    itemsize = int(value(base).dtype.itemsize)
-    scattered = call_function(_moved(base), _JOINS)
-    return Source(elements, itemsize, read is not None, read or 0, scattered, shared, frozenset(matmuls))
+    return Source(
+        elements=elements,
+        itemsize=value(base).dtype.itemsize,
+        fused=read is not None,
+        producer_bytes=read or 0,
+        scattered=call_function(_moved(base), _JOINS),
+        shared=shared,
+        readers=frozenset(matmuls),
+    )
 
 
 def _producer_bytes(base: Node) -> int | None:
