@@ -52,7 +52,6 @@ def amax_groups(joint: Joint) -> int:
     return len(joint.groups)
 
 
-NO_GROUPS = AmaxGroups()
 FIX = ", e.g. options={'reduce_amax': mesh.get_group('dp')}"
 
 

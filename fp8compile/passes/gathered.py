@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..config.recipe import WHOLE, Block, Scaling
+from ..config.recipe import WHOLE, Scaling
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, readers, same_shape, value
 from ..ir.matmul import Matmul
@@ -100,11 +100,6 @@ def _substitute(written: Written, operand: Operand, data: Node, inverse: Node) -
     written.amaxes.pop(operand, None)
 
 
-def block_of(dequantize: Node) -> Block:
-    """The elements that share a scale."""
-    return Block(*arg(dequantize, 3)) if len(dequantize.args) > 3 else WHOLE
-
-
 def arrived(base: Node | None) -> bool:
     """Is this a weight that is an input of the graph in FP8?"""
     return base is not None and call_function(base, (ops.dequantize,))
@@ -112,7 +107,7 @@ def arrived(base: Node | None) -> bool:
 
 def arrives(base: Node, scaling: Scaling) -> bool:
     """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
-    return arrived(base) and not scaling.delayed and scaling.block == block_of(base)
+    return arrived(base) and not scaling.delayed and scaling.block == tuple(arg(base, 3) if len(base.args) > 3 else WHOLE)
 
 
 def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: bool) -> Gatherable | None:

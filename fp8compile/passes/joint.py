@@ -20,7 +20,7 @@ from ..ir.matmul import Matmul
 from ..ir.records import Findings, Gatherable, OpaqueRecord
 from ..ir.state_page import SlotKey
 from ..process import Extras
-from .amax_groups import NO_GROUPS, AmaxGroups
+from .amax_groups import AmaxGroups
 from .plan import Plan
 from .written import Written
 
@@ -62,7 +62,7 @@ class Joint(Rewritten):
 
     plan: Plan = field(default_factory=Plan)
     state: tuple[Node, Node] | None = None  # the inputs `pages`
-    amax_groups: AmaxGroups = NO_GROUPS
+    amax_groups: AmaxGroups = field(default_factory=AmaxGroups)
     written: Written | None = None
     extras: Extras = field(default_factory=Extras)  # of features, for their own passes
 

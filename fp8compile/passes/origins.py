@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..ir import ops
 from ..ir.all_gather_nodes import all_gather_of
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, pointwise, reached, root
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, pointwise, reached, root, value
 from ..ir.matmul import addend_of
 
 # The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among them: it may look
@@ -78,7 +78,8 @@ class Origins:
             return _ACTIVATION
         sources = frozenset().union(*(x.sources for x in given))
         by = next((x.by for x in given if x.by), "")
-        return Origin(sources, False, by or _name(node) if sources and not _keeps(node) else by)
+        keeps = node.target in _KEEPS or pointwise(node)
+        return Origin(sources, False, by or _name(node) if sources and not keeps else by)
 
     def __getitem__(self, node: Node) -> Origin:
         return self.known[node]
@@ -97,16 +98,8 @@ class Origins:
         if origin.activation or origin.by or compat.dynamo.is_backward(base):
             return None
         owners = [x for x in self.weights if x in origin.sources and x in self.parameters]
-        return max(owners, key=_elements, default=None)
-
-
-def _elements(node: Node) -> int:
-    size = node.meta["val"].numel()
-    return size if isinstance(size, int) else 0
-
-
-def _keeps(node: Node) -> bool:
-    return node.target in _KEEPS or pointwise(node)
+        sizes = {x: value(x).numel() for x in owners}
+        return max(owners, key=lambda x: sizes[x] if isinstance(sizes[x], int) else 0, default=None)
 
 
 def _name(node: Node) -> str:

@@ -111,10 +111,9 @@ def _operands(matmuls: list[Matmul], fnuz: bool) -> dict[OperandKey, Operand]:
 def _number(plan: Plan) -> None:
     """Give each operand with a history its slot."""
     for backward in (False, True):
-        rows: dict[str, list[Operand]] = {}
-        for operand in (x for x in plan.operands.values() if x.backward is backward and x.scaling.delayed):
-            rows.setdefault(str(operand.matrix.shape[0]), []).append(operand)
-        for slot, operand in enumerate(x for group in rows.values() for x in group):
+        operands = [x for x in plan.operands.values() if x.backward is backward and x.scaling.delayed]
+        rows = [str(operand.matrix.shape[0]) for operand in operands]
+        for slot, operand in enumerate(sorted(operands, key=lambda x: rows.index(str(x.matrix.shape[0])))):
             operand.slot = slot
 
 
