@@ -24,9 +24,8 @@ from .ir import merged, ops, state_page
 from .ir.inputs import Inputs
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
 from .logs import get_logger
-from .passes.joint import Joint
-from .passes.partitioned import Partitioned
-from .passes.pipeline import Rewritten, run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
+from .passes.joint import Joint, Partitioned, Rewritten
+from .passes.pipeline import run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
 from .process import Extras
 from .reporting.findings import findings, tell
 from .runtime.calls import Calls, Interface
@@ -130,7 +129,15 @@ class Compilation:
     def _rewrite(self, graph: Graph) -> Rewritten:
         inputs, policy = self.job.inputs, self.options.policy
         device = described(self.options, graph)
-        joint = Joint(graph, inputs, policy, device, formats.fnuz(), self.interface.stateful, self.interface.observes)
+        joint = Joint(
+            graph=graph,
+            inputs=inputs,
+            policy=policy,
+            device=device,
+            fnuz=formats.fnuz(),
+            stateful=self.interface.stateful,
+            high_precision=self.interface.observes,
+        )
         for part in self.parts:
             part.before(self.job, joint)
         done = run_joint(joint)

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from .config.policy import Schedule
     from .ir.inputs import Inputs
     from .ir.records import GraphReport
-    from .passes.joint import Joint
-    from .passes.partitioned import Partitioned
-    from .passes.pipeline import Rewritten
+    from .passes.joint import Joint, Partitioned, Rewritten
     from .runtime.compiled_graph import CompiledGraph
     from .runtime.probe import CastKind, Look
 

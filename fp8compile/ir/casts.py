@@ -19,7 +19,7 @@ class FP8Copy(NamedTuple):
     dtype: Any
     fp8_max: float
     transposed: bool
-    block: tuple[int, int]
+    block: tuple[int, int] = (0, 0)
     rows: Any = None  # the order of rows that are divided into groups
     item: int | None = None
 
@@ -36,20 +36,17 @@ class FP8Copy(NamedTuple):
 def copies_of(target: Any, args: Sequence[Any]) -> tuple[FP8Copy, ...]:
     """What an operator makes with these arguments: one copy, or both layouts, the plain one first; () for other operators."""
     if target is ops.quantize:
-        x, scale, dtype, fp8_max, transposed, *more = args
-        block, rows = _filled(more, (0, 0), None)
-        return (FP8Copy(x, scale, dtype, fp8_max, bool(transposed), tuple(block), rows),)
-    if target is not ops.quantize_both:
-        return ()
-    x, scale, dtype, fp8_max, *more = args
-    other, block, rows, other_block = _filled(more, None, (0, 0), None, None)
+        copy = FP8Copy(*args)
+        return (copy._replace(transposed=bool(copy.transposed), block=tuple(copy.block)),)  # type: ignore[arg-type]
+    return _both(*args) if target is ops.quantize_both else ()
+
+
+def _both(
+    x: Any, scale: Any, dtype: Any, fp8_max: float, other: Any = None, block: Any = (0, 0), rows: Any = None, late: Any = None
+) -> tuple[FP8Copy, FP8Copy]:
+    """With the arguments of `quantize_both`."""
     plain = FP8Copy(x, scale, dtype, fp8_max, False, tuple(block), rows, 0)
-    own = {"scale": scale if other is None else other, "block": tuple(other_block or block)}
-    return plain, plain._replace(transposed=True, item=1, **own)
-
-
-def _filled(given: Sequence[Any], *defaults: Any) -> tuple:
-    return (*given, *defaults[len(given) :])
+    return plain, plain._replace(transposed=True, item=1, scale=scale if other is None else other, block=tuple(late or block))
 
 
 def copies_at(node: Node) -> tuple[FP8Copy, ...]:

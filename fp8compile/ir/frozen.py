@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import Fp8CompileError
 from . import ops
-from .gathered_weight import GatheredWeight, same
+from .gathered_weight import GatheredWeight
 
 aten = torch.ops.aten
 FIX = "call fp8compile.restore_frozen_weights(model) first, which gives it back in its own dtype"
@@ -30,12 +30,6 @@ class FrozenWeight(GatheredWeight):
 
     margin: int
     power_of_2: bool
-
-    @staticmethod
-    def __new__(
-        cls, data: Tensor, inv: Tensor, dtype: torch.dtype, block: int = 0, margin: int = 0, power_of_2: bool = False
-    ) -> Any:
-        return GatheredWeight.__new__(cls, data, inv, dtype)
 
     def __init__(
         self, data: Tensor, inv: Tensor, dtype: torch.dtype, block: int = 0, margin: int = 0, power_of_2: bool = False
@@ -73,7 +67,7 @@ class FrozenWeight(GatheredWeight):
         self.requires_grad = requires_grad
         return self
 
-    def _like(self, data: Tensor, inv: Tensor) -> FrozenWeight:
+    def like(self, data: Tensor, inv: Tensor) -> FrozenWeight:
         return FrozenWeight(data, inv, self.dtype, *self.how)
 
     def _take(self, values: Tensor) -> FrozenWeight:
@@ -88,28 +82,16 @@ class FrozenWeight(GatheredWeight):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, FrozenWeight):
-            if same(func, first, args):
-                return first._like(func(first.data_, *args[1:], **kwargs), first.inv_)
-            if func is aten.clone.default:
-                return first._like(first.data_.clone(), first.inv_.clone())
-            if func is aten.copy_.default:
-                return first._take(args[1])
-        given = list(zip(func._schema.arguments, args, strict=False))
-        given = [*given, *((argument, kwargs.get(argument.name)) for argument in func._schema.arguments)]
-        written = [x for argument, x in given if argument.alias_info is not None and argument.alias_info.is_write]
+        if isinstance(first, FrozenWeight) and func is aten.clone.default:
+            return first.like(first.data_.clone(), first.inv_.clone())
+        if isinstance(first, FrozenWeight) and func is aten.copy_.default:
+            return first._take(args[1])
+        given = {x.name: value for x, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+        written = [given.get(x.name) for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
         if any(isinstance(x, FrozenWeight) for x in pytree.tree_leaves(written)):
             raise Fp8CompileError(f"{func} would write to a weight that is kept in FP8 only (frozen='fp8'): {FIX}")
-
-        def values(x: Any) -> Any:
-            if not isinstance(x, FrozenWeight):
-                return x
-            return ops.dequantize(x.data_, x.inv_, x.dtype, *([[x.block, x.block]] if x.block else []))
-
-        args, kwargs = pytree.tree_map(values, (args, kwargs))
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _set_requires_grad(weight: FrozenWeight, requires_grad: bool) -> None:

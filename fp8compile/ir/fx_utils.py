@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,16 +183,7 @@ class Ranks:
     def reach(self, starts: Iterable[Node], targets: set[Node]) -> bool:
         """Does anything in `starts` depend on anything in `targets`?"""
         least = min((self.of[x] for x in targets), default=0)
-        seen, stack = set(starts), list(starts)
-        while stack:
-            node = stack.pop()
-            if node in targets:
-                return True
-            for x in node.all_input_nodes:
-                if x not in seen and self.of[x] >= least:
-                    seen.add(x)
-                    stack.append(x)
-        return False
+        return any(x in targets for x in reached(starts, lambda x: (y for y in x.all_input_nodes if self.of[y] >= least)))
 
 
 @dataclass(frozen=True)
@@ -213,31 +205,12 @@ class Matrix:
         return self.shape[0] // self.stack
 
 
-def peel(operand: Node, more: tuple = ()) -> Matrix:
-    """The `Matrix` that a 2-D operand (or a 3-D one whose batch is 1) was made from. `more`: further operators that change no
-    value, to look through. Always finds one: in the worst case the operand itself."""
-    shape = tuple(map(known, value(operand).shape))
-    if len(shape) == 3:
-        shape = shape[1:]
-    node, flipped = operand, False
-    while True:
-        source = arg(node, 0) if call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, *more)) else None
-        if source is None or value(source).device != value(node).device:
-            return Matrix(node, shape, flipped)
-        if call_function(node, CASTS) and not {value(node).dtype, value(source).dtype} <= set(FLOATS):
-            return Matrix(node, shape, flipped)
-        if call_function(node, PERMUTES):
-            swaps = _swaps(node, shape)
-            if swaps is None:
-                return Matrix(node, shape, flipped)
-            if swaps:
-                flipped, shape = not flipped, shape[::-1]
-        node = source
-
-
-def peel_stack(operand: Node, more: tuple = ()) -> Matrix:
-    """The `Matrix` that a 3-D operand was made from: a stack of matrices, each as it is or transposed."""
-    count, *sides = map(known, value(operand).shape)
+def peel(operand: Node, more: tuple = (), stack: bool = False) -> Matrix:
+    """The `Matrix` that a 2-D operand (or a 3-D one whose batch is 1) was made from; with `stack`, that of a 3-D operand: a
+    stack of matrices, each as it is or transposed. `more`: further operators that change no value, to look through. Always
+    finds one: in the worst case the operand itself."""
+    *batch, rows, columns = map(known, value(operand).shape)
+    count = batch[0] if stack else 1
     node, flipped = operand, False
     while call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, *more)):
         source = arg(node, 0)
@@ -246,17 +219,34 @@ def peel_stack(operand: Node, more: tuple = ()) -> Matrix:
         if call_function(node, CASTS) and not {value(node).dtype, value(source).dtype} <= set(FLOATS):
             break
         if call_function(node, PERMUTES):
-            order = order_of(node)
-            if order not in ([0, 1, 2], [0, 2, 1]):
+            swaps = _swaps_each(node) if stack else _swaps(node, (rows, columns))
+            if swaps is None:
                 break
-            if order == [0, 2, 1]:
-                flipped, sides = not flipped, sides[::-1]
-        elif call_function(node, VIEWS):
-            rows = (count * sides[0], sides[1])
-            if not any(same_shape(value(source).shape, shape) for shape in ((count, *sides), rows)):
+            if swaps:
+                flipped, rows, columns = not flipped, columns, rows
+        elif stack and call_function(node, VIEWS):
+            if not any(same_shape(value(source).shape, x) for x in ((count, rows, columns), (count * rows, columns))):
                 break
         node = source
-    return Matrix(node, (count * sides[0], sides[1]), flipped, count)
+    return Matrix(node, (count * rows, columns), flipped, count)
+
+
+def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """`starts`, and all nodes that one comes to from there by `following`, each of them once, depth first."""
+    seen = dict.fromkeys(starts)
+    stack = [*reversed(seen)]
+    while stack:
+        node = stack.pop()
+        yield node
+        new = dict.fromkeys(x for x in following(node) if x not in seen)
+        seen |= new
+        stack += reversed(new)
+
+
+def readers(node: Node, through: tuple) -> Iterator[Node]:
+    """The nodes that read a tensor, directly or after operators `through` which one looks; these are among them."""
+    found = reached([node], lambda x: x.users if x is node or call_function(x, through) else ())
+    return itertools.islice(found, 1, None)
 
 
 def behind(node: Node, targets: tuple) -> Node:
@@ -288,6 +278,11 @@ def _swaps(node: Node, shape: tuple) -> bool | None:
     for d in kept[:split]:
         rows = rows * value(arg(node, 0)).shape[d]
     return True if same_size(rows, shape[0]) else None
+
+
+def _swaps_each(node: Node) -> bool | None:
+    """The same for a stack of matrices: does it swap the rows and columns of each?"""
+    return {(0, 1, 2): False, (0, 2, 1): True}.get(tuple(order_of(node)))  # type: ignore[arg-type]
 
 
 def order_of(node: Node) -> list[int]:

@@ -34,9 +34,7 @@ class GatheredWeight(Tensor):
     block: int
 
     @staticmethod
-    def __new__(
-        cls, data: Tensor, inv: Tensor, dtype: torch.dtype, read: Callable[[str], None] | None = None, block: int = 0
-    ) -> Any:
+    def __new__(cls, data: Tensor, inv: Tensor, dtype: torch.dtype, *_: Any, **__: Any) -> Any:
         return torch.Tensor._make_wrapper_subclass(
             cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device
         )  # requires no gradient: the parameter that is made of it does
@@ -58,23 +56,23 @@ class GatheredWeight(Tensor):
 
     __torch_function__ = compat.autograd.no_torch_function  # type: ignore[assignment]
 
+    def like(self, data: Tensor, inv: Tensor) -> Any:
+        """Such a weight with these FP8 values and inverses of scales."""
+        return GatheredWeight(data, inv, self.dtype, self.read, self.block)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, GatheredWeight) and same(func, first, args):
-            data = func(first.data_, *args[1:], **kwargs)
-            return GatheredWeight(data, first.inv_, first.dtype, first.read, first.block)
+            return first.like(func(first.data_, *args[1:], **kwargs), first.inv_)
 
-        def values(x: Any) -> Any:
-            if not isinstance(x, GatheredWeight):
-                return x
+        def values(x: GatheredWeight) -> Tensor:
             if x.read is not None:
                 x.read(str(func).removesuffix(".default"))
-            blocks = ([x.block, x.block],) if x.block else ()
-            return ops.dequantize(x.data_, x.inv_, x.dtype, *blocks)
+            return ops.dequantize(x.data_, x.inv_, x.dtype, *([[x.block, x.block]] if x.block else []))
 
-        args, kwargs = pytree.tree_map(values, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(GatheredWeight, values, (args, kwargs))
         return func(*args, **kwargs)
 
 

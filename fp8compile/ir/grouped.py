@@ -53,7 +53,7 @@ def _group_order(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Tensor
     return made(size), made(offs.shape[0]), made(size // align)
 
 
-@define_op("(Tensor offs, SymInt rows, int align) -> (Tensor, Tensor, Tensor)", _group_order)
+@define_op("group_order(Tensor offs, SymInt rows, int align) -> (Tensor, Tensor, Tensor)", _group_order)
 def group_order(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Tensor]:
     """Three int32 tensors: the row of x at each place of the padded order; the ends of the groups there; and the group of each
     `align` places, E for those of no group."""
@@ -81,7 +81,7 @@ def order_of_groups(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Ten
 
 
 @define_op(
-    "(Tensor x, Tensor offs, Tensor rows, Tensor groups) -> Tensor",
+    "group_amax(Tensor x, Tensor offs, Tensor rows, Tensor groups) -> Tensor",
     lambda x, offs, *_: torch.empty(offs.shape[0], x.shape[1], dtype=torch.float32, device=x.device),
 )
 def group_amax(x: Tensor, offs: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
@@ -93,19 +93,13 @@ def group_amax(x: Tensor, offs: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
     return made
 
 
-def _of_groups(scale: Tensor, groups: Tensor) -> Tensor:
-    return torch.empty(scale.shape[1], groups.shape[0], dtype=torch.float32, device=scale.device)
-
-
-@define_op("(Tensor scale, Tensor groups) -> Tensor", _of_groups)
-def of_groups(scale: Tensor, groups: Tensor) -> Tensor:
-    return scales_of_groups(scale, groups)
-
-
 def scales_of_groups(scale: Tensor, groups: Tensor) -> Tensor:
     """For each `align` rows of the padded order, the scales of the group that they belong to. (Those of no group get the last
     group's.)"""
     return taken(scale, groups.clamp(max=scale.shape[0] - 1)).t().contiguous()
+
+
+of_groups = define_op("of_groups(Tensor scale, Tensor groups) -> Tensor")(scales_of_groups)
 
 
 def _product(a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, offs: Tensor, out_dtype: torch.dtype, *_) -> Tensor:
@@ -114,8 +108,8 @@ def _product(a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, offs: Tensor,
 
 
 @define_op(
-    "(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor offs, ScalarType out_dtype, bool fast_accum, int[] a_block, "
-    "int[] b_block) -> Tensor",
+    "grouped_mm(Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor offs, ScalarType out_dtype, bool fast_accum, "
+    "int[] a_block, int[] b_block) -> Tensor",
     _product,
 )
 def grouped_mm(

@@ -139,15 +139,24 @@ def module_classes(modules: Iterable[nn.Module]) -> dict[str, str]:
 
 def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """The names of the 2-D parameters that are no embedding tables."""
+    owned, chosen = {plain(name): p for module in modules for name, p in module.named_parameters()}, _matrices(modules)
+    return tuple(name for name, p in owned.items() if id(p) in chosen)
+
+
+def _matrices(modules: Sequence[nn.Module]) -> set[int]:
+    """The ids of these parameters."""
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
-    owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
     shapes = {key: shape for module in modules for key, shape in compat.flat.shapes(module).items()}
-    return tuple(name for name, p in owned.items() if len(shapes.get(id(p), p.shape)) == 2 and id(p) not in tables)
+    return {id(p) for module in modules for p in module.parameters() if len(shapes.get(id(p), p.shape)) == 2} - tables
 
 
 def roots(gm: GraphModule, packed: Collection[int]) -> list[nn.Module]:
     """The modules through which a compiled frame reaches its weights."""
-    return list({id(module): module for module, _ in compat.dynamo.root_modules(gm, packed).values()}.values())
+    return _each(module for module, _ in compat.dynamo.root_modules(gm, packed).values())
+
+
+def _each(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return list({id(module): module for module in modules}.values())
 
 
 def unchosen(gm: GraphModule, inputs: Inputs, choose: Callable[[nn.Module, str], Any]) -> list[str]:
@@ -185,7 +194,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     found = compat.dynamo.root_modules(gm, packed)
     for source in {id(module): source for module, source in found.values()}.values():
         compat.dynamo.guard_attribute(source, "training")
-    modules = list({id(module): module for module, _ in found.values()}.values())
+    modules = _each(module for module, _ in found.values())
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
     parts = module_classes(modules)
     classes = list(dict.fromkeys(compat.fsdp.class_name(type(module)) for module in modules))
@@ -223,14 +232,11 @@ def _last(roots: Mapping[int, tuple[nn.Module, Any]], names: Sequence[str]) -> t
     read: dict[int, list[int]] = {}  # by the identity of a parameter
     order: dict[int, int] = {}
     matrices: set[int] = set()
-    for module in {id(module): module for module, _ in roots.values()}.values():
+    for module in _each(module for module, _ in roots.values()):
         whole = compat.dynamo.outermost(module)
-        tables = {id(part.weight) for part in whole.modules() if isinstance(part, nn.Embedding)}
-        shapes = compat.flat.shapes(whole)
+        matrices |= _matrices([whole])
         for p in whole.parameters():
             order.setdefault(id(p), len(order))
-            if len(shapes.get(id(p), p.shape)) == 2 and id(p) not in tables:
-                matrices.add(id(p))
         own = {plain(name): p for name, p in module.named_parameters(remove_duplicate=False)}
         for i in (i for i, (root, _) in roots.items() if root is module and names[i] in own):
             read.setdefault(id(own[names[i]]), []).append(i)

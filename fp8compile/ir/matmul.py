@@ -12,7 +12,7 @@ from torch.fx import Node
 from .. import compat
 from ..config.operators import MATMULS, MatmulForm
 from ..config.recipe import Recipe, Scaling
-from .fx_utils import Matrix, arg, aten, hint, peel, peel_stack, value
+from .fx_utils import Matrix, arg, aten, hint, peel, value
 from .metadata import RESULT
 from .records import FP8, HIGH_PRECISION, MatmulRecord
 
@@ -43,7 +43,7 @@ def offs_of(node: Node) -> Node | None:
 def operands(node: Node, more: tuple = ()) -> tuple[Matrix, Matrix]:
     """What the arguments a and b of a matmul were made from. `more`: further operators that change no value."""
     grouped = offs_of(node) is not None
-    a, b = (peel_stack(x, more) if grouped and value(x).dim() == 3 else peel(x, more) for x in factors(node))
+    a, b = (peel(x, more, stack=grouped and value(x).dim() == 3) for x in factors(node))
     return a, b
 
 
@@ -212,11 +212,6 @@ class Matmul:
         """Is the weight, or a slice of it, one of these inputs of the graph?"""
         return self.parameter is not None and compat.dynamo.input_index(self.parameter) in inputs
 
-    def product(self, nth: int) -> Product:
-        """See `Product`."""
-        position = compat.dynamo.input_index(self.parameter) if self.parameter is not None else None
-        return Product(self.fqn, self.gemm, self.name, position, nth, self.groups, self.fp8)
-
     def record(self) -> MatmulRecord:
         sizes = (self.m, self.n, self.k, self.batch)
         m, n, k, batch = map(hint, sizes)
@@ -246,7 +241,7 @@ class Matmul:
 def note_products(matmuls: Sequence[Matmul]) -> None:
     """Write into the metadata of each matmul what its result is."""
     seen: Counter[tuple[str, str]] = Counter()
-    for matmul in matmuls:
-        key = (matmul.fqn, matmul.gemm)
-        matmul.node.meta[RESULT] = matmul.product(seen[key])
-        seen[key] += 1
+    for x in matmuls:
+        position = compat.dynamo.input_index(x.parameter) if x.parameter is not None else None
+        x.node.meta[RESULT] = Product(x.fqn, x.gemm, x.name, position, seen[x.fqn, x.gemm], x.groups, x.fp8)
+        seen[x.fqn, x.gemm] += 1

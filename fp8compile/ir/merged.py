@@ -17,38 +17,13 @@ from torch import Tensor
 from .ops import define_op
 
 
-def _number(numbers: Sequence[Tensor]) -> Tensor:
-    return torch.empty(1, dtype=torch.float32, device=numbers[0].device)
-
-
-def _whole(parts: Sequence[Tensor], dim: int) -> Tensor:
-    shape = list(parts[0].shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    return torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
-
-
-@define_op("(Tensor[] numbers) -> Tensor", _number)
-def largest(numbers: Sequence[Tensor]) -> Tensor:
-    """NaN if one of them is NaN."""
-    return largest_of(numbers)
-
-
 def largest_of(numbers: Sequence[Tensor]) -> Tensor:
+    """NaN if one of them is NaN."""
     return torch.cat(list(numbers)).amax(0, keepdim=True)
-
-
-@define_op("(Tensor[] numbers) -> Tensor", _number)
-def least(numbers: Sequence[Tensor]) -> Tensor:
-    return least_of(numbers)
 
 
 def least_of(numbers: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(numbers)).amin(0, keepdim=True)
-
-
-@define_op("(Tensor[] parts, int dim) -> Tensor", _whole)
-def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return joined(parts, dim)
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -56,15 +31,13 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
 
 
-def _wholes(parts: Sequence[Tensor], transposed: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    return _whole(parts, 0), _whole(transposed, 1)
+largest = define_op("largest(Tensor[] numbers) -> Tensor")(largest_of)
+least = define_op("least(Tensor[] numbers) -> Tensor")(least_of)
+side_by_side = define_op("side_by_side(Tensor[] parts, int dim) -> Tensor")(joined)
 
 
-@define_op("(Tensor[] parts, Tensor[] transposed) -> (Tensor, Tensor)", _wholes)
+@define_op("both_sides(Tensor[] parts, Tensor[] transposed) -> (Tensor, Tensor)")
 def both_sides(parts: Sequence[Tensor], transposed: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """One operator, whose first result the forward reads: so the partitioner saves the second one if it must, instead of its
     parts."""
     return joined(parts, 0), joined(transposed, 1)
-
-
-ALL = (largest, least, side_by_side)

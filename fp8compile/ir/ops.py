@@ -45,21 +45,23 @@ from .products import block_product, product, spread
 from .scale import inverse_of, scale_of
 
 NAMESPACE = "fp8compile"
+OPERATORS: list = []  # all of them, also those of `grouped` and `merged`
 
 
-def define_op(schema: str, fake=None, name: str = ""):
-    """Define the decorated function as operator `fp8compile::<name>` (its own name if none is given), with itself as
-    implementation on every device. `fake` returns an empty result of the right shape; given where that is much quicker (a deep
-    model has hundreds of the operator)."""
+def define_op(schema: str, fake=None):
+    """Make a function the implementation of the operator `fp8compile::<schema>` on every device; returns the operator. `fake`
+    returns an empty result of the right shape; given where that is much quicker (a deep model has hundreds of the operator)."""
+    name, _, signature = schema.partition("(")
 
     def define(function):
-        own = name or function.__name__
-        torch.library.define(f"{NAMESPACE}::{own}", schema)
-        torch.library.impl(f"{NAMESPACE}::{own}", "CompositeExplicitAutograd")(function)
+        torch.library.define(f"{NAMESPACE}::{name}", f"({signature}")
+        torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
+        operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+        OPERATORS.append(operator)
         if fake is not None:
-            torch.library.register_fake(f"{NAMESPACE}::{own}", fake)
-            fakes[getattr(getattr(torch.ops, NAMESPACE), own).default] = fake
-        return getattr(getattr(torch.ops, NAMESPACE), own).default
+            torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
+            fakes[operator] = fake
+        return operator
 
     return define
 
@@ -134,7 +136,7 @@ def _product(a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, _bias: Tensor
     return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
 
 
-@define_op("(Tensor x, Tensor? rows=None) -> Tensor", _number)
+@define_op("amax(Tensor x, Tensor? rows=None) -> Tensor", _number)
 def amax(x: Tensor, rows: Tensor | None = None) -> Tensor:
     x = x if rows is None else ordered(x, rows)
     if x.numel() == 0:
@@ -142,7 +144,7 @@ def amax(x: Tensor, rows: Tensor | None = None) -> Tensor:
     return x.abs().amax().to(torch.float32).reshape(1)
 
 
-@define_op("(Tensor x, bool transposed, int[] block, Tensor? rows=None) -> Tensor", _amaxes)
+@define_op("amax_blocks(Tensor x, bool transposed, int[] block, Tensor? rows=None) -> Tensor", _amaxes)
 def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int], rows: Tensor | None = None) -> Tensor:
     """The amax of each block of a copy of x `[R, C]` in this layout: `[R / block rows, C / block columns]`, rounded up."""
     made = _amaxes(x, transposed, block, rows)
@@ -156,14 +158,9 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int], rows: Tensor 
     return copy.reshape(made.shape[0], sizes[0], made.shape[1], sizes[1]).amax((1, 3)).to(torch.float32)
 
 
-@define_op("(Tensor amax, float fp8_max, int margin, bool power_of_2=False) -> Tensor", _like)
-def current_scale(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
-    return scale_of(amax, fp8_max, margin, power_of_2)
-
-
-@define_op("(Tensor scale) -> Tensor", _like)
-def inverse(scale: Tensor) -> Tensor:
-    return inverse_of(scale)
+_CURRENT = "current_scale(Tensor amax, float fp8_max, int margin, bool power_of_2=False) -> Tensor"
+current_scale = define_op(_CURRENT, _like)(scale_of)
+inverse = define_op("inverse(Tensor scale) -> Tensor", _like)(inverse_of)
 
 
 def _scales(page: Tensor) -> Tensor:
@@ -175,13 +172,12 @@ def _scales(page: Tensor) -> Tensor:
     return state_page.snapshot_of(page)
 
 
-@define_op("(Tensor page) -> Tensor", _scales)
-def snapshot(page: Tensor) -> Tensor:
-    """`[slots, 4]`: the scale, its inverse and the age of each slot, as they are before this call moves them."""
-    return state_page.snapshot_of(page)
+snapshot = define_op("snapshot(Tensor page) -> Tensor", _scales)(state_page.snapshot_of)
+
+_DELAYED = "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, bool covers=False) -> Tensor"
 
 
-@define_op("(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, bool covers=False) -> Tensor", _number)
+@define_op(_DELAYED, _number)
 def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False) -> Tensor:
     """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate or flush the
     tensor, the scale of the current amax, if that is finite. (The lowering always takes the slot's scale.)"""
@@ -196,29 +192,24 @@ def _stored_or_current(stored: Tensor, cold: Tensor, amax: Tensor, fp8_max: floa
     return torch.where(cold & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)
 
 
-def _votes(scales: Tensor, slots: Sequence[int], *_) -> Tensor:
-    return torch.empty(len(slots) + 1, dtype=torch.float32, device=scales.device)
-
-
-@define_op("(Tensor scales, int[] slots, bool cold=True) -> Tensor", _votes)
-def votes(scales: Tensor, slots: Sequence[int], cold: bool = True) -> Tensor:
+def votes_of(scales: Tensor, slots: Sequence[int], cold: bool = True) -> Tensor:
     """`[len(slots) + 1]` float32: what this rank knows of the scales of tensors that are gathered from several ranks. The
     minimum over the ranks is what they agree on. `cold`: this call is cold. (The lowering always takes a warm call.)
 
     The scale of each slot, infinite while it has none in a cold call; then 1 in a cold call, 0 in a warm one.
     """
-    return votes_of(scales, slots, cold)
-
-
-def votes_of(scales: Tensor, slots: Sequence[int], cold: bool) -> Tensor:
     rows = [state_page.Rows(scales.select(0, slot)) for slot in slots]
     stored = [(torch.where(row.cold, float("inf"), row.scale) if cold else row.scale).reshape(1) for row in rows]
     return torch.cat([*stored, scales.new_full((1,), float(cold))])
 
 
+votes = define_op("votes(Tensor scales, int[] slots, bool cold=True) -> Tensor")(votes_of)
+
+
 @define_op(
-    "(Tensor agreed, Tensor amax, int index, str group, float fp8_max, int margin, bool covers=False) -> Tensor",
-    lambda agreed, *_: _number(agreed),
+    "agreed_scale(Tensor agreed, Tensor amax, int index, str group, float fp8_max, int margin, "
+    "bool covers=False) -> Tensor",
+    _number,
 )
 def agreed_scale(
     agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int, covers: bool = False
@@ -235,14 +226,14 @@ def agreed_scale(
     return _stored_or_current(stored.nan_to_num(posinf=1.0), stored.isinf(), amax, fp8_max, margin, covers)
 
 
-@define_op("(Tensor scales, Tensor scale, int slot) -> Tensor", _number)
+@define_op("delayed_inverse(Tensor scales, Tensor scale, int slot) -> Tensor", _number)
 def delayed_inverse(scales: Tensor, scale: Tensor, slot: int) -> Tensor:
     return inverse_of(scale)
 
 
 @define_op(
-    "(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed, int[] block=[0, 0], Tensor? rows=None) "
-    "-> Tensor",
+    "quantize(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed, int[] block=[0, 0], "
+    "Tensor? rows=None) -> Tensor",
     _copy,
 )
 def quantize(
@@ -262,8 +253,8 @@ def quantize(
 
 
 @define_op(
-    "(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, Tensor? transposed_scale=None, int[] block=[0, 0], "
-    "Tensor? rows=None, int[]? transposed_block=None) -> (Tensor, Tensor)",
+    "quantize_both(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, Tensor? transposed_scale=None, "
+    "int[] block=[0, 0], Tensor? rows=None, int[]? transposed_block=None) -> (Tensor, Tensor)",
     _copies,
 )
 def quantize_both(
@@ -285,11 +276,6 @@ def _transposed(x: Tensor) -> Tensor:
     return torch.empty(x.shape[1], padded_rows(x.shape[0]), dtype=x.dtype, device=x.device)
 
 
-@define_op("(Tensor x) -> Tensor", _transposed)
-def transposed(x: Tensor) -> Tensor:
-    return transposition(x)
-
-
 def transposition(x: Tensor) -> Tensor:
     """The transposed copy of FP8 values. Its rows are padded with zeros, whose encoding is 0 in all FP8 formats."""
     rows = x.shape[0]
@@ -300,18 +286,15 @@ def transposition(x: Tensor) -> Tensor:
     return copy.contiguous().view(x.dtype)
 
 
+transposed = define_op("transposed(Tensor x) -> Tensor", _transposed)(transposition)
+
 _PRODUCT = "Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum"
-scaled_mm = define_op(f"({_PRODUCT}) -> Tensor", _product, "scaled_mm")(product)
-block_mm = define_op(f"({_PRODUCT}, int[] a_block, int[] b_block) -> Tensor", _product, "block_mm")(block_product)
+scaled_mm = define_op(f"scaled_mm({_PRODUCT}) -> Tensor", _product)(product)
+block_mm = define_op(f"block_mm({_PRODUCT}, int[] a_block, int[] b_block) -> Tensor", _product)(block_product)
 
 
 def _dequantized(data: Tensor, _inv: Tensor, dtype: torch.dtype, *_) -> Tensor:
     return torch.empty(data.shape, dtype=dtype, device=data.device)
-
-
-@define_op("(Tensor data, Tensor inv, ScalarType dtype, int[] block=[0, 0]) -> Tensor", _dequantized)
-def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
-    return values(data, inv, dtype, block)
 
 
 def values(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
@@ -319,32 +302,7 @@ def values(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] =
     return (data.to(torch.float32) * spread(inv, data.shape, block)).to(dtype)
 
 
-@define_op("(Tensor[] amaxes) -> Tensor")
-def gather(amaxes: list[Tensor]) -> Tensor:
-    return torch.cat(amaxes)
-
-
-@define_op("(Tensor page, Tensor scales, Tensor amax) -> Tensor")
-def update(page: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
-    return state_page.next_page(page, scales, amax)
-
-
-ALL = (
-    amax,
-    amax_blocks,
-    current_scale,
-    inverse,
-    snapshot,
-    delayed_scale,
-    delayed_inverse,
-    votes,
-    agreed_scale,
-    quantize,
-    quantize_both,
-    transposed,
-    scaled_mm,
-    block_mm,
-    dequantize,
-    gather,
-    update,
-)
+_DEQUANTIZE = "dequantize(Tensor data, Tensor inv, ScalarType dtype, int[] block=[0, 0]) -> Tensor"
+dequantize = define_op(_DEQUANTIZE, _dequantized)(values)
+gather = define_op("gather(Tensor[] amaxes) -> Tensor")(lambda amaxes: torch.cat(amaxes))
+update = define_op("update(Tensor page, Tensor scales, Tensor amax) -> Tensor")(state_page.next_page)

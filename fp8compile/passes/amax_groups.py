@@ -33,10 +33,6 @@ class AmaxGroups:
         whole = operand.scaling.block == WHOLE and not operand.scaling.delayed
         return self.shards.get(operand.recipe.amax_group) if whole else None
 
-    @property
-    def every(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.state, *self.shards.values())))
-
 
 def amax_groups(joint: Joint) -> int:
     """OptionError where that is impossible: for two groups in one graph, for a name of nothing, and for the group of all
@@ -50,11 +46,12 @@ def amax_groups(joint: Joint) -> int:
     with_history = {shards[x.recipe.amax_group] for x in operands if x.slot >= 0 and x.recipe.amax_group in shards}
     ranks = {compat.process_groups.ranks_of(name): name for name in (*every.values(), *with_history)}
     needed = tuple(name for group, name in ranks.items() if not any(group < other for other in ranks))  # max covers its parts
-    joint.groups = AmaxGroups(needed, shards)
-    return len(joint.groups.every)
+    joint.amax_groups = AmaxGroups(needed, shards)
+    if not joint.high_precision or joint.state is not None:
+        joint.groups |= dict.fromkeys((*needed, *shards.values()))
+    return len(joint.groups)
 
 
-NO_GROUPS = AmaxGroups()
 FIX = ", e.g. options={'reduce_amax': mesh.get_group('dp')}"
 
 
@@ -89,7 +86,7 @@ def _unknown(key: str, given: bool | str, dimensions: Mapping[str, str]) -> Opti
 def reduce_current(joint: Joint) -> int:
     """Let tensors that are scaled by their current amax wait for that of their group; returns how many do. What a collective
     carries has been reduced already."""
-    written, groups = joint.form, joint.groups
+    written, groups = joint.form, joint.amax_groups
     if written is None:
         return 0
     scales = {}

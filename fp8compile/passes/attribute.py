@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import Matrix, aten, root, same_shape, same_size
+from ..ir.fx_utils import Matrix, aten, reached, root, same_shape, same_size
 from ..ir.matmul import Matmul, operands
-from .origins import Gradients, Origins, feeds, ingredients
+from .origins import Gradients, Origins, ingredients
 
 ONLY_BACKWARD = "only in backward: no weight's gradient"
 NO_PARAMETER = "not a weight: neither operand is a parameter"
@@ -107,8 +107,12 @@ class _Attribution:
             return []
         numbers = [_number(x) for x in uses]
         own = [x for x in dgrads if _number(x) in numbers] or dgrads
-        before = [x for x in own if feeds(x.node, (y.node for y in own if _number(y) == _number(x)))]
+        before = [x for x in own if self.feeds(x, {y.node for y in own if y is not x and _number(y) == _number(x)})]
         return [x for x in dgrads if x not in own or x in before]
+
+    @staticmethod
+    def feeds(matmul: Matmul, others: set[Node]) -> bool:
+        return any(x in others for x in reached([matmul.node], lambda x: x.users))
 
     # -- wgrads --
 

@@ -25,6 +25,7 @@ from ..ir.fx_utils import (
     call_function,
     is_tensor,
     pointwise,
+    readers,
     same_shape,
     same_size,
     value,
@@ -68,7 +69,7 @@ def kinds(matmuls: Sequence[Matmul], inputs: Inputs) -> dict[Matmul, str]:
 def _head(matmul: Matmul) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in HEADS:
         return "output head: by its name"
-    if matmul.parameter is not None and any(_looks_up(user) for user in _readers(matmul.parameter)):
+    if matmul.parameter is not None and any(_looks_up(user) for user in readers(matmul.parameter, (*CASTS, *SAME))):
         return "output head: the weight is tied to an embedding"
     if any(call_function(node, LOSSES) or _softmax(node) == "log" for node in _downstream(matmul.node)):
         return "output head: its output is the loss's logits"
@@ -150,14 +151,6 @@ def _projections(node: Node) -> frozenset[Node]:
                 seen.add(source)
                 stack.append(source)
     return frozenset(found)
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """The users of a tensor, through casts and aliases."""
-    for user in node.users:
-        yield user
-        if call_function(user, (*CASTS, *SAME)):
-            yield from _readers(user)
 
 
 def _downstream(node: Node) -> Iterator[Node]:

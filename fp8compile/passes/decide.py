@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from .. import compat
-from ..config.policy import Policy, Site, unmatched
-from ..devices.catalog import Device
+from ..config.policy import Site, unmatched
 from ..devices.gpu import Gpu, gpu_of
 from ..ir.fx_utils import hint, value
 from ..ir.inputs import Inputs
@@ -24,14 +23,8 @@ from .resolve import Facts, resolve
 
 def decide(joint: Joint) -> int:
     """Fill in the decisions, and complain about rules of the policy that do not fit this graph; returns how many are FP8."""
-    joint.complaints = _decide(joint.matmuls, joint.inputs, joint.policy, joint.device, joint.inference)
-    return sum(matmul.fp8 for matmul in joint.matmuls)
-
-
-def _decide(
-    matmuls: list[Matmul], inputs: Inputs, policy: Policy, device: Device | None, inference: bool
-) -> list[str]:
-    whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if inference else None
+    matmuls, inputs, policy, device = joint.matmuls, joint.inputs, joint.policy, joint.device
+    whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if joint.inference else None
     layers = _layers(matmuls, inputs)
     known = _kinds(matmuls, inputs)
     sites: list[Site] = []
@@ -49,15 +42,13 @@ def _decide(
         made = matmul.decision = resolve(site, facts, policy)
         if made.wanted and made.reason is not None and facts.off is None:
             complaints[f"{made.rule} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {made.reason}"] = None
-    if whole is not None:
-        return []
-    lost = [label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None]
-    if sites and lost and not inputs.containers:
-        which = ", ".join(dict.fromkeys(lost))
-        why = f"{inputs.root} is compiled alone, and has no first or last block"
-        complaint = f"{which}: ignored, as {why}; name a module instead"
-        complaints[complaint] = None
-    return [*complaints, *unmatched(policy, sites, inputs.modules, inputs.parameter_names, inputs.whole)]
+    if whole is None:
+        lost = [label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None]
+        if sites and lost and not inputs.containers:
+            why = f"{inputs.root} is compiled alone, and has no first or last block"
+            complaints[f"{', '.join(dict.fromkeys(lost))}: ignored, as {why}; name a module instead"] = None
+        joint.complaints = [*complaints, *unmatched(policy, sites, inputs.modules, inputs.parameter_names, inputs.whole)]
+    return sum(matmul.fp8 for matmul in matmuls)
 
 
 def _facts(matmul: Matmul, inputs: Inputs, gpu: Gpu | None, evaluation: str | None, in_fp8: bool) -> Facts:

@@ -31,13 +31,11 @@ class Groups:
         self.after = after
         self.orders: dict[tuple[Node, str, int], tuple[Node, ...]] = {}
 
-    def rows(self, operand: Operand, source: Node) -> tuple[Node, ...]:
-        """The padded order of an operand (the matrix `source`) whose rows are divided into groups; () for any other one."""
-        return () if operand.offs is None else self.order(operand, source)[:1]
-
     def order(self, operand: Operand, source: Node) -> tuple[Node, ...]:
-        """The results of `group_order`: the padded order, the ends of the groups there, and the group of each `align` rows."""
-        assert operand.offs is not None
+        """The results of `group_order` for an operand (the matrix `source`) whose rows are divided into groups: the padded
+        order, the ends of the groups there, and the group of each `align` rows; () for any other operand."""
+        if operand.offs is None:
+            return ()
         key = (operand.offs, str(value(source).shape[0]), _align(operand))
         if key not in self.orders:
             emit = self.after(max(operand.offs, source), operand, recompute=None, ac_graph_id=None)

@@ -31,7 +31,8 @@ from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
 from ..codegen.text import Unwritable
 from ..codegen.traffic import Sizes, compare
 from ..ir import grouped, merged, ops
-from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, value
+from ..ir.casts import copies_at
+from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, reached, value
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, Ranks
 from .place import Made, generated, place
@@ -259,17 +260,13 @@ def _written(group: Group) -> Kernel:
     return write(group)
 
 
-def _nearest(sources: Iterable[Node], written: Collection[Node], members: Collection[Node]) -> set[Node]:
+def _nearest(sources: Iterable[Node], written: set[Node], members: Collection[Node]) -> set[Node]:
     """The written values that the sources are computed from, without those from which only other written values are."""
-    front, seen, found = list(sources), set(), set()
-    while front:
-        node = front.pop()
-        if node in written:
-            found.add(node)
-        elif node not in seen:
-            seen.add(node)
-            front += [x for x in node.all_input_nodes if x in members]
-    return found
+
+    def inputs(node: Node) -> list[Node]:
+        return [x for x in node.all_input_nodes if x in members] if node not in written else []
+
+    return written.intersection(reached(sources, inputs))
 
 
 def _is_amax(node: Node) -> bool:
@@ -282,8 +279,8 @@ def _scale(node: Node) -> Scale:
         return Scale(node, grouped.ALIGN, 1, groups=arg(node, 3))
     if _is_amax(node):
         return Scale(node) if node.target is ops.amax else of_amax(node)
-    block = arg(node, 5) if len(node.args) > 5 else (0, 0)
-    return of_cast(arg(node, 1), bool(arg(node, 4)), tuple(block))  # type: ignore[arg-type]
+    (copy,) = copies_at(node)
+    return of_cast(copy.scale, copy.transposed, copy.block)
 
 
 def _waits_for(node: Node) -> list[Node]:
@@ -293,9 +290,10 @@ def _waits_for(node: Node) -> list[Node]:
 
 def _of_cast(node: Node) -> Output:
     """The output that replaces a cast."""
-    content = "transposed" if arg(node, 4) else "copy"
+    (copy,) = copies_at(node)
     beside = any(user.target is merged.side_by_side and arg(user, 1) == 1 for user in node.users)
-    return Output(content, arg(node, 0), node, _scale(node), arg(node, 2), arg(node, 3), spaced=beside)
+    content = "transposed" if copy.transposed else "copy"
+    return Output(content, copy.source, node, _scale(node), copy.dtype, copy.fp8_max, spaced=beside)
 
 
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:

@@ -6,7 +6,7 @@ in FP8 only (`ir.frozen`).
 
     w8 = quantize(w, ..); w8t = quantize(w, .., True)     ->  `substitute`: w8 = data; w8t = clone(permute(data))
 
-`gatherable` says of each parameter of a training graph whether it could arrive so: only FP8 matmuls read it, and they cast
+`gather` says of each parameter of a training graph whether it could arrive so: only FP8 matmuls read it, and they cast
 it alike, each scale from its own amax. It says so of weights that are gathered in high precision, too: that is how the
 runtime learns which ones need not be. A scale is one of the whole weight or, with blocks, of a square block: both layouts
 share it then.
@@ -14,17 +14,13 @@ share it then.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .. import compat
-from ..config.recipe import WHOLE, Block, Scaling
+from ..config.recipe import WHOLE, Scaling
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, same_shape, value
-from ..ir.inputs import Inputs
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, readers, same_shape, value
 from ..ir.matmul import Matmul
 from ..ir.records import Gatherable
 from .joint import Joint
@@ -51,9 +47,19 @@ def unite(joint: Joint) -> int:
 
 
 def gather(joint: Joint) -> int:
-    """Note which parameters of a training graph may arrive in FP8."""
-    if not joint.inference and joint.inputs.training:
-        joint.gatherable = gatherable(joint.graph, joint.matmuls, joint.inputs, joint.fnuz)
+    """Note which parameters of a training graph may arrive in FP8. Those that only matmuls without rows read are left out."""
+    if joint.inference or not joint.inputs.training:
+        return 0
+    known, seen = {matmul.node: matmul for matmul in joint.matmuls}, set[int | None]()
+    for node in joint.graph.find_nodes(op="placeholder"):
+        index = compat.dynamo.input_index(node)
+        if index not in joint.inputs.parameters or index in seen:  # the second one of a weight in FP8 is its scale
+            continue
+        seen.add(index)
+        weight = next((user for user in node.users if call_function(user, (ops.dequantize,))), node)
+        made = _gatherable(weight, node, known, joint.fnuz)
+        if made is not None:
+            joint.gatherable[index] = made
     return sum(not found.reason for found in joint.gatherable.values())
 
 
@@ -94,11 +100,6 @@ def _substitute(written: Written, operand: Operand, data: Node, inverse: Node) -
     written.amaxes.pop(operand, None)
 
 
-def block_of(dequantize: Node) -> Block:
-    """The elements that share a scale."""
-    return Block(*arg(dequantize, 3)) if len(dequantize.args) > 3 else WHOLE
-
-
 def arrived(base: Node | None) -> bool:
     """Is this a weight that is an input of the graph in FP8?"""
     return base is not None and call_function(base, (ops.dequantize,))
@@ -106,34 +107,17 @@ def arrived(base: Node | None) -> bool:
 
 def arrives(base: Node, scaling: Scaling) -> bool:
     """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
-    return arrived(base) and not scaling.delayed and scaling.block == block_of(base)
-
-
-def gatherable(graph: Graph, matmuls: list[Matmul], inputs: Inputs, fnuz: bool) -> dict[int, Gatherable]:
-    """Of each parameter that the graph reads, by input. Parameters that only matmuls without rows read are left out."""
-    found = {}
-    known = {matmul.node: matmul for matmul in matmuls}
-    parts: dict[int, list[Node]] = defaultdict(list)
-    for node in graph.find_nodes(op="placeholder"):
-        index = compat.dynamo.input_index(node)
-        if index in inputs.parameters:
-            parts[index].append(node)
-    for index, nodes in parts.items():
-        whole = next((user for user in nodes[0].users if call_function(user, (ops.dequantize,))), nodes[0])
-        made = _gatherable(whole, nodes[0], known, fnuz)
-        if made is not None:
-            found[index] = made
-    return found
+    return arrived(base) and not scaling.delayed and scaling.block == tuple(arg(base, 3) if len(base.args) > 3 else WHOLE)
 
 
 def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: bool) -> Gatherable | None:
     scalings: dict[Scaling, str] = {}
-    readers = list(_readers(weight))
-    for reader in readers:
+    reading = [x for x in readers(weight, ALIKE) if not call_function(x, ALIKE)]
+    for reader in reading:
         matmul = known.get(reader)
         if matmul is None:
             what = "returned by the graph" if reader.op == "output" else f"read by {reader.target}".removesuffix(".default")
-            return Gatherable(what, shared=any(other in known and known[other].fp8 for other in readers))
+            return Gatherable(what, shared=any(other in known and known[other].fp8 for other in reading))
         operand = matmul.weight_operand
         if matmul.reason == NO_ROWS:
             continue
@@ -157,12 +141,3 @@ def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: 
         theirs = fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz"
         return Gatherable(margin=scaling.margin, power_of_2=scaling.power_of_2, fnuz=theirs, block=scaling.block.rows)
     return None
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """What reads the values of a tensor, through views, permutations and casts."""
-    for user in node.users:
-        if call_function(user, ALIKE):
-            yield from _readers(user)
-        else:
-            yield user

@@ -19,7 +19,7 @@ from ..codegen.group import Group, Output, Walk
 from ..codegen.indexing import RESHAPES, VIEWS, Domain, product, sizes
 from ..codegen.traffic import Sizes, fusable
 from ..ir import grouped, ops
-from ..ir.fx_utils import CASTS, Ranks, aten, is_tensor
+from ..ir.fx_utils import CASTS, Ranks, aten, is_tensor, reached
 
 MOST_INPUTS = 12
 SEEDS = (ops.quantize, ops.amax, ops.amax_blocks, grouped.group_amax)
@@ -104,15 +104,7 @@ class Grouping:
     @staticmethod
     def of_sums(node: Node, walk: Walk) -> bool:
         """Is this node computed from a sum over rows that the group computes?"""
-        stack, seen = [node], set()
-        while stack:
-            x = stack.pop()
-            if x in walk.levels:
-                return True
-            if x in walk.members and x not in seen:
-                seen.add(x)
-                stack += x.all_input_nodes
-        return False
+        return any(x in walk.levels for x in reached([node], lambda x: x.all_input_nodes if x in walk.members else ()))
 
     def cost_again(self, domain: Domain, node: Node, walk: Walk) -> int:
         """Bytes to read for computing a member once more."""
@@ -166,15 +158,11 @@ def _described(node: Node) -> str:
 
 def _readers(node: Node, members: dict[Node, None], sinks: set[Node]) -> list[Node]:
     """The nodes outside of the group that read a member, directly or through views."""
-    found = []
-    for user in node.users:
-        if user in sinks:
-            continue
-        if user.target in VIEWS:
-            found += _readers(user, members, sinks)
-        elif user not in members:
-            found.append(user)
-    return found
+
+    def users(x: Node) -> list[Node]:
+        return [user for user in x.users if user not in sinks] if x is node or x.target in VIEWS else []
+
+    return [x for x in reached([node], users) if x is not node and x.target not in VIEWS and x not in members]
 
 
 def _rounded(total: Node) -> Node:

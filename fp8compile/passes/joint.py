@@ -1,31 +1,53 @@
-"""The subject of the passes over a joint graph: the graph, what is given with it, and what the passes before have found.
+"""The subjects of passes: a `Joint`, and after the partitioner a `Partitioned`.
 
-A pass is a function of a `Joint`. It changes the graph or the tables here, and returns a count for the log. It reads decisions
-in `matmuls`, what is quantized in `plan`, and the casts in `form`. It tells the user by `remarks`, in the report, and by
-`complaints`, which are warnings. What only passes of one feature need is in `extras`. `pipeline.joint_passes()` has all passes
+A pass over a joint graph is a function of a `Joint`. It changes the graph or the tables here, and returns a count for the log.
+It reads decisions in `matmuls`, what is quantized in `plan`, and the casts in `form`. It tells the user by `remarks`, in the
+report, and by `complaints`, which are warnings. What only passes of one feature need is in `extras`. `pipeline` has all passes
 in their order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..config.policy import Policy
 from ..devices.catalog import Device
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
-from ..ir.records import Gatherable, OpaqueRecord
+from ..ir.records import Findings, Gatherable, OpaqueRecord
+from ..ir.state_page import SlotKey
 from ..process import Extras
-from .amax_groups import NO_GROUPS, AmaxGroups
+from .amax_groups import AmaxGroups
 from .plan import Plan
 from .written import Written
 
 
-@dataclass
-class Joint:
-    """The joint graph of forward and backward."""
+@dataclass(kw_only=True)
+class Rewritten:
+    """What the passes did to a joint graph: what is left of a `Joint` after the compilation."""
+
+    matmuls: list[Matmul] = field(default_factory=list)
+    opaque: list[OpaqueRecord] = field(default_factory=list)
+    edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
+    inference: bool = False  # nothing to differentiate
+    forward: tuple[SlotKey, ...] = ()  # slots, by row of their page
+    backward: tuple[SlotKey, ...] = ()
+    pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where some slot needs them
+    added: list[str] = field(default_factory=list)  # inputs that a pass has given their sizes
+    complaints: list[str] = field(default_factory=list)  # what the policy's author should know
+    remarks: list[str] = field(default_factory=list)  # what the report says beside its table
+    groups: dict[str, None] = field(default_factory=dict)  # process groups whose ranks have to do the same
+    gatherable: dict[int, Gatherable] = field(default_factory=dict)  # parameters that may arrive in FP8, and others
+    results: Extras = field(default_factory=Extras)  # of features, as plain data
+    findings: Findings | None = None  # what the backend has told of it
+
+
+@dataclass(kw_only=True)
+class Joint(Rewritten):
+    """The joint graph of forward and backward, what is given with it, and what the passes before have found."""
 
     graph: Graph
     inputs: Inputs
@@ -34,27 +56,39 @@ class Joint:
     fnuz: bool  # the device uses the fnuz FP8 encodings
     stateful: bool  # the graph has two inputs for the scaling state, after those of the user
     high_precision: bool = False  # only observe the tensors that would be quantized
-    inference: bool = False  # nothing to differentiate
     saves: bool = False  # large tensors that forward keeps will be kept in FP8
     cached: frozenset[int] = frozenset()  # parameters whose copies may be kept between calls
     freezable: frozenset[int] = frozenset()  # parameters that may be kept in FP8 only
 
-    matmuls: list[Matmul] = field(default_factory=list)
-    opaque: list[OpaqueRecord] = field(default_factory=list)
-    edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
-    complaints: list[str] = field(default_factory=list)  # what the policy's author should know
-    remarks: list[str] = field(default_factory=list)  # what the report says beside its table
-    gatherable: dict[int, Gatherable] = field(default_factory=dict)  # parameters that may arrive in FP8, and others
     plan: Plan = field(default_factory=Plan)
-    pages: tuple[Node, Node] | None = None  # the state inputs of forward and backward, where some slot needs them
-    added: list[str] = field(default_factory=list)  # inputs that a pass has given their sizes
-    groups: AmaxGroups = NO_GROUPS
-    waits: dict[str, None] = field(default_factory=dict)  # other process groups whose ranks have to do the same
+    state: tuple[Node, Node] | None = None  # the inputs `pages`
+    amax_groups: AmaxGroups = field(default_factory=AmaxGroups)
     written: Written | None = None
     extras: Extras = field(default_factory=Extras)  # of features, for their own passes
-    results: Extras = field(default_factory=Extras)  # of features, as plain data: what is left of it after the compilation
 
     @property
     def form(self) -> Written | None:
         """The canonical form; None where the matmuls stay as they are."""
         return self.written if not self.high_precision else None
+
+    @property
+    def done(self) -> Rewritten:
+        """Without the graph."""
+        return Rewritten(**{one.name: getattr(self, one.name) for one in fields(Rewritten)})
+
+
+@dataclass
+class Partitioned:
+    """A forward and its backward, after the partitioner. `visible`: how many outputs of forward its caller sees; it keeps the
+    others. `fnuz`: the device uses the fnuz FP8 encodings. `extras`: of features."""
+
+    forward: GraphModule
+    backward: GraphModule
+    visible: int
+    fnuz: bool = False
+    extras: Extras = field(default_factory=Extras)
+
+    @property
+    def outputs(self) -> Sequence[object]:
+        (output,) = self.forward.graph.find_nodes(op="output")
+        return output.args[0]  # type: ignore[return-value]

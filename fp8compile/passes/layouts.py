@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import operator
 
+from torch.fx import Node
+
 from .. import compat
 from ..ir import ops
 from ..ir.casts import both_args, copies_at
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, aten, behind, hint, is_tensor, pointwise, reached, readers, value
 from ..ir.metadata import OPERAND
 from .joint import Joint
 from .plan import Operand
-from .reread import kept_anyway, read_again
 from .written import Copy, Written
+
+_RESHAPES = (*VIEWS, *PERMUTES, aten.expand.default, operator.getitem)
 
 
 def layouts(joint: Joint) -> int:
@@ -70,3 +74,31 @@ def _join(written: Written, plain: Copy, late: Copy, kept: bool) -> None:
         node.replace_all_uses_with(made)
         written.casts[copy] = made
         written.erase(node)
+
+
+def read_again(source: Node, most: int | None = None) -> bool:
+    """Is a forward tensor computed, element by element, from tensors that pointwise operators of the backward read, too? With
+    `most`: from no more than so many that are as large."""
+
+    def computed(node: Node) -> bool:
+        return node.op == "call_function" and (_pointwise(node) or node.target in _RESHAPES)
+
+    made = [*reached([source], lambda node: filter(is_tensor, node.all_input_nodes) if computed(node) else ())]
+    large = [x for x in made if not computed(x) and hint(value(x).numel()) * 16 > hint(value(source).numel())]
+    if not any(computed(x) and _pointwise(x) and x.target not in CASTS for x in made) or not all(map(_read_in_backward, large)):
+        return False
+    return most is None or len(large) <= most
+
+
+def kept_anyway(source: Node) -> bool:
+    """Does attention's backward read a forward tensor itself? It reads attention's output."""
+    users = readers(behind(source, (*VIEWS, *PERMUTES, aten.clone.default)), SAME)
+    return any(compat.dynamo.is_backward(user) and "attention" in str(user.target) for user in users)
+
+
+def _read_in_backward(node: Node) -> bool:
+    return any(compat.dynamo.is_backward(user) and _pointwise(user) for user in readers(node, (*_RESHAPES, *CASTS)))
+
+
+def _pointwise(node: Node) -> bool:
+    return pointwise(node) or node.target in (*CASTS, aten.clone.default)

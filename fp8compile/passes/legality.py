@@ -18,11 +18,10 @@ NO_ROWS = "no rows"
 
 def objection(matmul: Matmul) -> str | None:
     """Why a matmul with a weight cannot be FP8, whatever the policy says; None if it may be. (`misaligned` comes last.)"""
-    for rule in (_dtype, _overload, _batched, _grouped, _rows):
-        reason = rule(matmul)
-        if reason is not None:
-            return reason
-    return None
+    overload = f"the overload {matmul.op} is not rewritten" if "." in matmul.op else None
+    single = isinstance(matmul.batch, int) and matmul.batch == 1
+    batched = None if single else "batched: one weight matrix a batch entry"
+    return _dtype(matmul) or overload or batched or _grouped(matmul) or _rows(matmul)
 
 
 def _dtype(matmul: Matmul) -> str | None:
@@ -36,14 +35,6 @@ def _dtype(matmul: Matmul) -> str | None:
     if left != right:  # an error without us, too: Inductor reports it
         return f"dtype: {left} times {right}".replace("torch.", "")
     return None
-
-
-def _overload(matmul: Matmul) -> str | None:
-    return f"the overload {matmul.op} is not rewritten" if "." in matmul.op else None
-
-
-def _batched(matmul: Matmul) -> str | None:
-    return None if isinstance(matmul.batch, int) and matmul.batch == 1 else "batched: one weight matrix a batch entry"
 
 
 def _grouped(matmul: Matmul) -> str | None:

@@ -34,7 +34,18 @@ from ..ir.scale import inverse_of, scale_of
 
 STORED = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale)
 COMPUTED = (ops.current_scale, ops.inverse, merged.largest, merged.least)
-LOWERED = (*(op for op in ops.ALL if op is not ops.quantize_both), *grouped.ALL, *merged.ALL)
+# operators that a plain function of the same arguments replaces
+FUNCTIONS: dict[Any, Callable] = {
+    ops.current_scale: scale_of,
+    ops.inverse: inverse_of,
+    ops.transposed: forms.transposed,
+    ops.dequantize: forms.dequantize,
+    merged.largest: merged.largest_of,
+    merged.least: merged.least_of,
+    merged.side_by_side: forms.joined,
+    grouped.of_groups: grouped.scales_of_groups,
+}
+LOWERED = tuple(op for op in ops.OPERATORS if op not in (ops.quantize_both, merged.both_sides))
 
 
 def lower_scales(graph: Graph) -> int:
@@ -114,12 +125,14 @@ class _Lowering:
 
     def run(self, which: tuple, chosen: Callable[[Node], bool] = lambda node: True) -> int:
         """Replace the nodes that call an operator of `which` and for which `chosen` holds; returns how many."""
-        forms = {op: getattr(self, op._schema.name.split("::")[1]) for op in which}
         replaced = 0
         for node in list(self.graph.nodes):
-            if node.op != "call_function" or node.target not in forms or not chosen(node):
+            if node.op != "call_function" or node.target not in which or not chosen(node):
                 continue
-            result = forms[node.target](node, *node.args)
+            if node.target in FUNCTIONS:
+                result = self.inline(node, FUNCTIONS[node.target], *node.args)
+            else:
+                result = getattr(self, node.target._schema.name.split("::")[1])(node, *node.args)
             if result is not None:
                 node.replace_all_uses_with(result)
             self.graph.erase_node(node)
@@ -164,12 +177,6 @@ class _Lowering:
         emit = Emitter(node.graph, node, node)
         return emit(aten.as_strided.default, scales, [1], [1], state_page.SNAPSHOT * slot + column)
 
-    def current_scale(self, node: Node, *args) -> Node:
-        return self.inline(node, scale_of, *args)
-
-    def inverse(self, node: Node, *args) -> Node:
-        return self.inline(node, inverse_of, *args)
-
     def update(self, node: Node, *args) -> Node | None:
         page = value(node)
         if page.device.type not in launch.DEVICES or state_page.Rows(page).length > LONGEST or compat.triton.reorders():
@@ -195,26 +202,8 @@ class _Lowering:
             return self.inline(node, forms.quantize_transposed, x, scale, *how, order is not None)
         return self.inline(node, forms.quantize, x, scale, *how)
 
-    def transposed(self, node: Node, x: Node) -> Node:
-        return self.inline(node, forms.transposed, x)
-
-    def dequantize(self, node: Node, *args) -> Node:
-        return self.inline(node, forms.dequantize, *args)
-
-    def largest(self, node: Node, numbers: list[Node]) -> Node:
-        return self.inline(node, merged.largest_of, numbers)
-
-    def least(self, node: Node, numbers: list[Node]) -> Node:
-        return self.inline(node, merged.least_of, numbers)
-
-    def side_by_side(self, node: Node, parts: list[Node], dim: int) -> Node:
-        return self.inline(node, forms.joined, parts, dim)
-
     def group_order(self, node: Node, *_) -> None:
         scaled_grouped.lower_order(node, self.inline)
-
-    def of_groups(self, node: Node, *args) -> Node:
-        return self.inline(node, grouped.scales_of_groups, *args)
 
     def group_amax(self, node: Node, x: Node, offs: Node, *_) -> Node:
         return self.inline(node, scaled_grouped.amax_of_groups, x, offs)

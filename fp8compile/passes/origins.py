@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch.fx import Graph, Node
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..ir import ops
 from ..ir.all_gather_nodes import all_gather_of
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, pointwise, root
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, pointwise, reached, root, value
 from ..ir.matmul import addend_of
 
 # The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among them: it may look
@@ -77,7 +78,8 @@ class Origins:
             return _ACTIVATION
         sources = frozenset().union(*(x.sources for x in given))
         by = next((x.by for x in given if x.by), "")
-        return Origin(sources, False, by or _name(node) if sources and not _keeps(node) else by)
+        keeps = node.target in _KEEPS or pointwise(node)
+        return Origin(sources, False, by or _name(node) if sources and not keeps else by)
 
     def __getitem__(self, node: Node) -> Origin:
         return self.known[node]
@@ -96,19 +98,8 @@ class Origins:
         if origin.activation or origin.by or compat.dynamo.is_backward(base):
             return None
         owners = [x for x in self.weights if x in origin.sources and x in self.parameters]
-        return max(owners, key=_elements, default=None)
-
-    def weight(self, base: Node) -> Node | None:
-        return self.bare(base) or self.computed(base)
-
-
-def _elements(node: Node) -> int:
-    size = node.meta["val"].numel()
-    return size if isinstance(size, int) else 0
-
-
-def _keeps(node: Node) -> bool:
-    return node.target in _KEEPS or pointwise(node)
+        sizes = {x: value(x).numel() for x in owners}
+        return max(owners, key=lambda x: sizes[x] if isinstance(sizes[x], int) else 0, default=None)
 
 
 def _name(node: Node) -> str:
@@ -123,20 +114,16 @@ class Gradients:
         outputs = compat.dynamo.gradient_outputs(graph)
         self.known = outputs is not None
         self.inputs = {index for _, index in outputs or ()}
-        self.bits: dict[Node, int] = {}  # input -> its bit
-        self.near: dict[Node, int] = {}  # bits of the inputs whose gradients a tensor becomes with no barrier in between
-        self.far: dict[Node, int] = {}  # the same with any number of barriers in between
+        # a bit for each input whose gradient a tensor becomes, with no barrier in between and with any number of them
+        self.near, self.far = defaultdict[Node | None, int](int), defaultdict[Node, int](int)
         for node, index in outputs or ():
-            self.near[node] = self.far[node] = self.near.get(node, 0) | 1 << index
+            self.near[node] |= 1 << index
+            self.far[node] |= 1 << index
         for node in reversed(graph.nodes):
-            near, far = self.near.get(node, 0), self.far.get(node, 0)
-            through = node.all_input_nodes
-            for x in through if far else ():
-                self.far[x] = self.far.get(x, 0) | far
-            if near and node in barriers:  # only the addend of a product passes
-                through = [x for x in (addend_of(node),) if x is not None]
-            for x in through if near else ():
-                self.near[x] = self.near.get(x, 0) | near
+            for x in node.all_input_nodes:
+                self.far[x] |= self.far[node]
+            for x in [addend_of(node)] if node in barriers else node.all_input_nodes:  # a product passes its addend alone
+                self.near[x] |= self.near[node]
 
     def wanted(self, sources: Iterable[Node]) -> bool:
         """Is one of these an input whose gradient the graph computes?"""
@@ -147,36 +134,14 @@ class Gradients:
         where the graph does not tell."""
         if not self.known:
             return True
-        bits = (self.far if far else self.near).get(node, 0)
-        return bool(bits) and any(bits & self.bit(x) for x in sources)
-
-    def bit(self, source: Node) -> int:
-        if source not in self.bits:
-            index = compat.dynamo.input_index(source)
-            self.bits[source] = 0 if index is None else 1 << index
-        return self.bits[source]
+        bits = self.far[node] if far else self.near[node]
+        return bool(bits) and any(index is not None and bits >> index & 1 for index in map(compat.dynamo.input_index, sources))
 
 
-def feeds(node: Node, others: Iterable[Node]) -> bool:
-    """Is one of `others` computed from `node`?"""
-    wanted, seen, stack = set(others) - {node}, {node}, [node]
-    while stack:
-        for user in stack.pop().users:
-            if user in wanted:
-                return True
-            if user not in seen:
-                seen.add(user)
-                stack.append(user)
-    return False
-
-
-def ingredients(node: Node, origins: Mapping[Node, Origin] | Origins, barriers: frozenset[Node]) -> set[Node]:
+def ingredients(node: Node, origins: Origins, barriers: frozenset[Node]) -> set[Node]:
     """The activations that a tensor is computed from with no matmul in between, including the tensor itself and inputs."""
-    seen, stack = {root(node)}, [root(node)]
-    while stack:
-        x = stack.pop()
-        for source in x.all_input_nodes if x not in barriers else ():
-            if source not in seen and is_tensor(source) and origins[source].activation:
-                seen.add(source)
-                stack.append(source)
-    return seen
+
+    def activations(x: Node) -> list[Node]:
+        return [y for y in x.all_input_nodes if is_tensor(y) and origins[y].activation] if x not in barriers else []
+
+    return set(reached([root(node)], activations))

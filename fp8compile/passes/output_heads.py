@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import CASTS, SAME, VIEWS, aten, call_function, is_tensor, same_shape, same_size, value
+from ..ir.fx_utils import CASTS, SAME, VIEWS, aten, call_function, is_tensor, reached, same_shape, same_size, value
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 
@@ -146,10 +146,7 @@ class _Flow:
         """Is the output of this matmul, or a tensor computed from it, added to a stream that the matmul was computed from, or
         multiplied with such a stream as a gate?"""
         node = matmul.node
-        behind_it = {node}
-        for user in self.before:  # in the order of the graph
-            if not behind_it.isdisjoint(user.all_input_nodes):
-                behind_it.add(user)
+        behind_it = set(reached([node], lambda x: (user for user in x.users if user in self.before)))
         sums = [(x, side) for x in behind_it if call_function(x, JOINS) for side in x.all_input_nodes if side not in behind_it]
         if matmul.addend is not None:
             sums.append((node, matmul.addend))
@@ -157,18 +154,13 @@ class _Flow:
 
     def _reads(self, node: Node) -> tuple[bool, bool]:
         """(is this operand computed by a norm, a pool or a selection of tokens?, is it computed from a sum of residuals?)"""
-        pooled = summed = False
-        seen, stack = {node}, [node]
-        while stack:
-            x = stack.pop()
-            if x in self.bits or x.op != "call_function":
-                continue
-            pooled = pooled or POOLS.search(_name(x)) is not None
-            summed = summed or (call_function(x, ADDS) and self._is_residual(x))
-            new = [source for source in x.all_input_nodes if source not in seen]
-            seen.update(new)
-            stack += new
-        return pooled, summed
+
+        def between(x: Node) -> bool:
+            return x not in self.bits and x.op == "call_function"
+
+        made = [*filter(between, reached([node], lambda x: x.all_input_nodes if between(x) else ()))]
+        summed = any(call_function(x, ADDS) and self._is_residual(x) for x in made)
+        return any(POOLS.search(_name(x)) is not None for x in made), summed
 
     def _is_residual(self, node: Node) -> bool:
         """Is this node a sum of which one side is computed from the other through a product?"""

@@ -1,7 +1,7 @@
 """All passes in their order, before and after the partitioner splits forward from backward.
 
-A graph has three stages: `JOINT` passes are functions of a `Joint`, those after the partitioner of a `Partitioned`, and
-`POST_GRAD` passes of the graph of one half. Place matters: until `gather` a pass finds and decides, `plan` chooses the tensors
+`JOINT` passes are functions of a `Joint`, those after the partitioner of a `Partitioned`, and those before and after Inductor's
+own passes over a half of its graph. Place matters: until `gather` a pass finds and decides, `plan` chooses the tensors
 to quantize, `quantize` writes the canonical form, and those after it rewrite casts.
 
 `FP8COMPILE_SKIP=fuse,weigh` switches passes off by name, to find out which of them a fault comes from. With
@@ -14,8 +14,6 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Graph
@@ -23,20 +21,15 @@ from torch.fx import Graph
 from .. import compat
 from ..errors import OptionError
 from ..extension import Pass, with_passes
-from ..ir.matmul import Matmul
-from ..ir.records import Findings, Gatherable, OpaqueRecord
-from ..ir.state_page import SlotKey
 from ..logs import SKIP_VARIABLE, dump, get_logger
-from ..process import Extras
 from .amax_groups import amax_groups, reduce_current
 from .collect import collect
 from .decide import decide
 from .fuse import fuse
 from .gathered import gather, substitute, unite
-from .joint import Joint
+from .joint import Joint, Partitioned, Rewritten
 from .layouts import layouts
 from .lower import lower, lower_scales, split_casts
-from .partitioned import Partitioned
 from .plan import plan
 from .profitability import weigh
 from .quantize import quantize
@@ -70,107 +63,54 @@ POST_GRAD = (  # each a function of a graph
 )
 
 
-def joint_passes() -> tuple[Pass, ...]:
-    """Those over a joint graph, with those of features."""
-    return with_passes("joint", JOINT)
+STAGES = {"joint": JOINT, "partitioned": (), "early_post_grad": (), "post_grad": POST_GRAD}  # the core's
 
 
-def partitioned_passes() -> tuple[Pass, ...]:
-    """Those of features over a forward and its backward, after the partitioner: each a function of a `Partitioned`."""
-    return with_passes("partitioned", ())
-
-
-def early_post_grad_passes() -> tuple[Pass, ...]:
-    """Those of features over a partitioned graph, before Inductor's own."""
-    return with_passes("early_post_grad", ())
-
-
-def post_grad_passes() -> tuple[Pass, ...]:
-    """Those over a partitioned graph, with those of features."""
-    return with_passes("post_grad", POST_GRAD)
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """What the passes did to one joint graph."""
-
-    matmuls: tuple[Matmul, ...]
-    opaque: tuple[OpaqueRecord, ...]
-    inference: bool
-    forward: tuple[SlotKey, ...] = ()  # slots, by row of their page
-    backward: tuple[SlotKey, ...] = ()
-    pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where there is state
-    added: tuple[str, ...] = ()  # names of the inputs that passes have given their sizes
-    complaints: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
-    edges: tuple[tuple[int, int], ...] = ()
-    groups: tuple[str, ...] = ()  # process groups whose ranks have to do the same
-    gatherable: dict[int, Gatherable] = field(default_factory=dict)  # by input
-    results: Extras = field(default_factory=Extras)  # of features
-    findings: Findings | None = None  # what the backend has told of it
+def passes(stage: str) -> tuple[Pass, ...]:
+    """The passes of a stage, with those of features."""
+    return with_passes(stage, STAGES[stage])
 
 
 def run_joint(joint: Joint) -> Rewritten:
     """Rewrite a joint graph in place. With `high_precision` the matmuls stay as they are, but amaxes are recorded, so that
     histories exist when FP8 begins."""
-    graph = joint.graph
-    joint.inference = not compat.dynamo.tag_backward(graph)
-    _run(joint_passes(), joint, graph)
-    graph.eliminate_dead_code()
-
-    def slots(backward: bool) -> tuple[SlotKey, ...]:
-        return tuple(operand.key for operand in joint.plan.direction(backward)) if joint.pages is not None else ()
-
-    groups = dict.fromkeys((*joint.groups.every, *joint.waits)) if joint.written is not None else ()
-    return Rewritten(
-        tuple(joint.matmuls),
-        tuple(joint.opaque),
-        joint.inference,
-        slots(False),
-        slots(True),
-        pages=tuple(page.name for page in joint.pages or ()),
-        added=tuple(joint.added),
-        complaints=tuple(joint.complaints),
-        remarks=tuple(joint.remarks),
-        edges=joint.edges,
-        groups=tuple(groups),
-        gatherable=joint.gatherable,
-        results=joint.results,
-    )
+    joint.inference = not compat.dynamo.tag_backward(joint.graph)
+    _run("joint", joint, joint.graph)
+    joint.graph.eliminate_dead_code()
+    return joint.done
 
 
 def run_partitioned(halves: Partitioned) -> None:
     """Rewrite a forward and its backward in place."""
-    _run(partitioned_passes(), halves, halves.forward.graph)
+    _run("partitioned", halves, halves.forward.graph)
     halves.backward.graph.lint()
-
-
-def run_post_grad(graph: Graph) -> None:
-    """Lower a partitioned graph in place: no operator of ours is left, except on a CPU those with scales of blocks."""
-    _run(post_grad_passes(), graph, graph)
 
 
 def run_early_post_grad(graph: Graph) -> None:
     """Lower what Inductor's own passes over a partitioned graph have to see, before they run."""
-    _run(early_post_grad_passes(), graph, graph)
+    _run("early_post_grad", graph, graph)
+
+
+def run_post_grad(graph: Graph) -> None:
+    """Lower a partitioned graph in place: no operator of ours is left, except on a CPU those with scales of blocks."""
+    _run("post_grad", graph, graph)
 
 
 def skipped() -> tuple[str, ...]:
     """The passes that FP8COMPILE_SKIP names. OptionError for a name of no optional pass."""
     names = tuple(filter(None, (name.strip() for name in os.environ.get(SKIP_VARIABLE, "").split(","))))
-    every = (*joint_passes(), *partitioned_passes(), *early_post_grad_passes(), *post_grad_passes())
-    optional = [step.name for step in every if step.optional]
+    optional = [step.name for stage in STAGES for step in passes(stage) if step.optional]
     for name in names:
         if name not in optional:
             raise OptionError.of(SKIP_VARIABLE, name, f"a comma-separated list of {', '.join(map(repr, optional))}")
     return names
 
 
-def _run(passes: Sequence[Pass], subject: Any, graph: Graph) -> None:
+def _run(stage: str, subject: Any, graph: Graph) -> None:
     """Each pass in turn: log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse). Check the graph: after the
     last pass, and while debugging after each."""
     leave_out, told = skipped(), logger.isEnabledFor(logging.DEBUG)
-    for step in passes:
+    for step in passes(stage):
         if step.name in leave_out:
             logger.info("fp8: %s is skipped (%s)", step.name, SKIP_VARIABLE)
             continue

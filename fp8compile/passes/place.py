@@ -6,6 +6,16 @@
    vector = zeros(..); y8 = empty(..); launch(kernel, x, scale, y8, vector[0])
    update(.., vector[0:n])
 
+Amaxes that Inductor reduces join the same vector:
+
+    update(.., gather([vector[0:4], amax(q), vector[4:9]]))
+->
+    rows = row_amax(q); fp8_raise(rows, vector[4])
+    update(.., vector[0:10])
+
+Inductor puts the first stage, a number a row, into the kernel that makes the tensor. One launch takes the second stage of up to
+four tensors. Otherwise there would be a reduction for each tensor, and a copy for each run of neighbours in the vector.
+
 A launch that reads nothing but inputs of the graph (a cast of a weight, as a rule) moves to its first reader. At the beginning
 of the graph, such launches would put a copy of each weight into memory before the first matmul, and none would be in the cache.
 """
@@ -13,19 +23,21 @@ of the graph, such launches would put a copy of each weight into memory before t
 from __future__ import annotations
 
 import operator
+from itertools import groupby, islice
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from ..codegen import launch
+from ..codegen import lowerings as forms
 from ..codegen.group import Group, Output
 from ..codegen.indexing import VIEWS, product, sizes
+from ..codegen.inline import Inliner
 from ..codegen.kernel import Kernel
 from ..ir import merged, ops
-from ..ir.fx_utils import Emitter, arg, aten, value
+from ..ir.fx_utils import Emitter, arg, aten, is_data, value
 from ..logs import dump
-from .raised import raisable, raise_amaxes
 
 Made = tuple[Group, Kernel]
 
@@ -45,7 +57,7 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].content == "amax"]
     counts = [product(sizes(x.replaces)) for node in order for x in groups[node][0].column_amaxes]
     wide = [int(count) for count in counts if count.is_Integer]
-    others = {gather: raisable(gather) for gather in gathers}
+    others = {gather: _raisable(gather) for gather in gathers}
     known = {*(item for item, _ in amaxes), *(item for some in others.values() for item in some)}
     for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [item for item, _ in amaxes]:
         numbers.setdefault(item, len(numbers))
@@ -53,7 +65,7 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     launcher = launch.Launcher(graph, len(numbers), like, sum(map(launch.aligned, wide)), _parts(graph, groups))
     for gather, some in others.items():
         gather.args = (_runs(gather, numbers, launcher),)
-        raise_amaxes(gather, some, numbers, launcher)
+        _raise_amaxes(gather, some, numbers, launcher)
     for node in order:
         _launch(node, *groups[node], numbers, launcher)
     for whole, memory in launcher.wholes.items():
@@ -140,3 +152,21 @@ def _column_sum(item: Node, totals: Node, first: Any, size: Any) -> Node:
     if value(item).dtype != value(total).dtype:
         total = emit(torch.ops.prims.convert_element_type.default, total, value(item).dtype)
     return emit(aten.view.default, total, list(value(item).shape)) if value(item).dim() != 1 else total
+
+
+def _raisable(gather: Node) -> list[Node]:
+    """The amaxes in a gather that Inductor reduces and that nothing else reads."""
+    found = [x for x in dict.fromkeys(arg(gather, 0)) if x.op == "call_function" and x.target is ops.amax]
+    found = [x for x in found if set(x.users) == {gather} and not any(x.args[1:])]
+    return [x for x in found if value(arg(x, 0)).dim() == 2 and not is_data(value(arg(x, 0)).shape[0])]
+
+
+def _raise_amaxes(gather: Node, amaxes: list[Node], numbers: dict[Node, int], launcher: launch.Launcher) -> None:
+    """Launch the second stages before the gather, which reads their places in the vector already, and erase the amaxes."""
+    inline = Inliner()
+    rows = {x: inline(x, forms.row_amax, arg(x, 0)) for x in amaxes}
+    for _, same in groupby(sorted(amaxes, key=lambda x: str(value(rows[x]).shape)), lambda x: str(value(rows[x]).shape)):
+        while some := [*islice(same, launcher.MOST_RAISED)]:
+            launcher.raise_amaxes(gather, {numbers[x]: rows[x] for x in some})
+    for x in amaxes:
+        gather.graph.erase_node(x)

@@ -9,6 +9,7 @@ last reduction is one kernel.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -61,28 +62,31 @@ class Plan:
 def plan(joint: Joint) -> int:
     """Give each operand its slot, and the state inputs as many rows as the slots need."""
     note_products(joint.matmuls)
-    joint.plan = _plan(joint.matmuls, joint.fnuz)
-    slots = [len(joint.plan.direction(backward)) for backward in (False, True)]
+    joint.plan = Plan(_operands(joint.matmuls, joint.fnuz))
+    _number(joint.plan)
+    slots = [tuple(operand.key for operand in joint.plan.direction(backward)) for backward in (False, True)]
     if any(slots) and joint.stateful:
+        joint.forward, joint.backward = slots
         by_index = {compat.dynamo.input_index(node): node for node in joint.graph.find_nodes(op="placeholder")}
         first = len(joint.inputs.names)
-        joint.pages = by_index[first], by_index[first + 1]
-        for page, count in zip(joint.pages, slots, strict=True):
-            joint.added.append(page.name)
-            become(page, value(page).new_empty(rows_for(count), value(page).shape[1]))
+        joint.state = by_index[first], by_index[first + 1]
+        joint.pages = tuple(page.name for page in joint.state)
+        joint.added += joint.pages
+        for page, its in zip(joint.state, slots, strict=True):
+            become(page, value(page).new_empty(rows_for(len(its)), value(page).shape[1]))
     return len(joint.plan.operands)
 
 
-def _plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
-    """The operands of all matmuls that become FP8. `fnuz`: the device uses the fnuz encodings. Changes nothing."""
-    made = Plan()
-    uses: dict[Node, int] = {}  # parameter -> its fprops so far
+def _operands(matmuls: list[Matmul], fnuz: bool) -> dict[OperandKey, Operand]:
+    """The operands of all matmuls that become FP8. `fnuz`: the device uses the fnuz encodings."""
+    made: dict[OperandKey, Operand] = {}
+    uses: Counter[Node | None] = Counter()  # parameter -> its fprops so far
     use_of: dict[Matmul, int] = {}
     taken: set[SlotKey] = set()
     for matmul in matmuls:
-        if matmul.gemm == "fprop" and matmul.parameter is not None:
-            use_of[matmul] = uses.get(matmul.parameter, 0)
-            uses[matmul.parameter] = use_of[matmul] + 1
+        if matmul.gemm == "fprop":
+            use_of[matmul] = uses[matmul.parameter]
+            uses[matmul.parameter] += 1
     for matmul in (m for m in matmuls if m.fp8):
         use = use_of[matmul.fprop or matmul]
         index = compat.dynamo.input_index(matmul.parameter)  # type: ignore[arg-type]
@@ -90,7 +94,7 @@ def _plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
         recipe = matmul.recipe
         for matrix, role in matmul.roles:
             operand_key = matmul.operand_key(matrix, role)
-            if operand_key in made.operands:
+            if operand_key in made:
                 continue
             scaling = operand_key.scaling
             form = pick(scaling.wide, fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz")
@@ -100,14 +104,17 @@ def _plan(matmuls: list[Matmul], fnuz: bool) -> Plan:
             taken.add(key)
             operand = Operand(matrix, key, form, scaling, recipe, matmul.node, operand_key.offs)
             operand.either = matmul.decision.either and role == "weight"
-            made.operands[operand_key] = operand
-    for backward in (False, True):
-        rows: dict[str, list[Operand]] = {}
-        for operand in (x for x in made.operands.values() if x.backward is backward and x.scaling.delayed):
-            rows.setdefault(str(operand.matrix.shape[0]), []).append(operand)
-        for slot, operand in enumerate(x for group in rows.values() for x in group):
-            operand.slot = slot
+            made[operand_key] = operand
     return made
+
+
+def _number(plan: Plan) -> None:
+    """Give each operand with a history its slot."""
+    for backward in (False, True):
+        operands = [x for x in plan.operands.values() if x.backward is backward and x.scaling.delayed]
+        rows = [str(operand.matrix.shape[0]) for operand in operands]
+        for slot, operand in enumerate(sorted(operands, key=lambda x: rows.index(str(x.matrix.shape[0])))):
+            operand.slot = slot
 
 
 def _settings(scaling: Scaling, form: Format, role: str) -> SlotSettings:

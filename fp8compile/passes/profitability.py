@@ -18,8 +18,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import networkx
+import torch
 from torch.fx import Node
 
 from .. import compat
@@ -33,30 +35,36 @@ from .joint import Joint
 from .tensor_traffic import Source, source
 
 SLOWER = "slower in FP8"
-SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MOST_MOVES = 64  # gemms; in larger components only layers and the whole are dropped or taken in
 
 
 @dataclass(eq=False)
 class Gemm:
-    """A matmul that may become FP8. `sizes` are m, n, k by the trace; `tokens` says which of them counts tokens."""
+    """A matmul that may become FP8."""
 
     matmul: Matmul
-    sizes: tuple[int, int, int]
-    tokens: int
-    dtype: str
-    out_bytes: int
     reads: list[tuple[CastCost, tuple[str, bool]]] = field(default_factory=list)  # each cast, with the layout that is read
     known: dict[tuple[bool, float], float] = field(default_factory=dict)  # results of `seconds`, which a search asks often
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """m, n, k by the trace."""
+        return hint(self.matmul.m), hint(self.matmul.n), hint(self.matmul.k)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Which of the sizes counts tokens: the one that is no size of the weight."""
+        weight = self.matmul.weight_operand
+        return 2 if weight is None else 1 if weight is self.matmul.a else 0
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return value(self.matmul.node).dtype
 
     @property
     def layer(self) -> Matmul:
         return self.matmul.fprop or self.matmul
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of its operands in high precision."""
-        return cost.ITEMSIZE[self.dtype]
 
     @property
     def recipe(self) -> str:
@@ -83,10 +91,11 @@ class Gemm:
         groups = max(1, self.matmul.groups)  # each of them is taken to have equally many tokens
         grown /= groups
         m, n, k = (max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes))
+        dtype, size = SHORT[self.dtype], self.dtype.itemsize
         if fp8:
             scaling, emulated = COSTS[self.recipe], self.matmul.decision.emulated
-            return cost.block_gemm(device, m, n, k, scaling, self.out_bytes, self.dtype, emulated, groups, self.fast)
-        return cost.gemm(device, m, n, k, self.dtype, self.out_bytes, groups=groups)
+            return cost.block_gemm(device, m, n, k, scaling, size, dtype, emulated, groups, self.fast)
+        return cost.gemm(device, m, n, k, dtype, size, groups=groups)
 
 
 @dataclass(eq=False)
@@ -103,13 +112,11 @@ class Base:
         factor = 1.0 if self.weight else grown
         readers = [gemm for cast in self.casts for gemm, _ in cast.readers]
         demanded = [(cast, cast.layouts(chosen)) for cast in self.casts]
-        high = max((gemm.itemsize for gemm in readers if gemm not in chosen), default=2 if self.outside else 0)
-        tensor = cost.CastInput(
+        high = max((gemm.dtype.itemsize for gemm in readers if gemm not in chosen), default=2 if self.outside else 0)
+        tensor = replace(
+            self.source,
             elements=round(self.source.elements * factor),
-            itemsize=self.source.itemsize,
-            fused=self.source.fused,
             producer_bytes=round(self.source.producer_bytes * factor),
-            scattered=self.source.scattered,
             high_bytes=high or (self.source.itemsize if self.source.shared else 0),
         )
         copy = cost.high_copy(device, tensor)
@@ -134,22 +141,15 @@ class CastCost:
     turned: bool = False
     readers: list[tuple[Gemm, tuple[str, bool]]] = field(default_factory=list)
 
-    @property
-    def there(self) -> tuple[bool, ...]:
-        """Whether `gathered`, `kept` and `turned`."""
-        return self.gathered, self.kept, self.turned
-
     def layouts(self, chosen: set[Gemm]) -> int:
         """How many copies are to be written."""
         made = {layout for gemm, layout in self.readers if gemm in chosen}
         return sum(transposed or not self.gathered for _, transposed in made)
 
     def seconds(self, device: Device, tensor: cost.CastInput, layouts: int) -> float:
-        if self.kept:
-            turns = layouts - 1 if self.turned else 0
+        if self.kept or self.gathered:
+            turns = 0 if self.kept and not self.turned else layouts - self.kept
             return turns * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
-        if self.gathered:
-            return layouts * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
         scaling = COSTS[self.recipe]
         if tensor.scattered and scaling.walks == 1 and not compat.triton.reorders():
             tensor = replace(tensor, scattered=False)  # one walk of one of our kernels is enough
@@ -186,11 +186,11 @@ def _high_precision(matmul: Matmul, device: Device) -> float | None:
     dtype."""
     m, n, k, batch = map(hint, (matmul.m, matmul.n, matmul.k, matmul.batch))
     dtype = value(matmul.node).dtype
-    if not (m and n and k and batch) or str(dtype) not in SHORT:
+    if not (m and n and k and batch) or dtype not in SHORT:
         return None
     if matmul.groups:
-        return 1e6 * Gemm(matmul, *_sizes(matmul)).seconds(device, False)
-    one = cost.gemm(device, m, n, k, SHORT[str(dtype)], dtype.itemsize) - device.launch
+        return 1e6 * Gemm(matmul).seconds(device, False)
+    one = cost.gemm(device, m, n, k, SHORT[dtype], dtype.itemsize) - device.launch
     return 1e6 * (batch * one + device.launch)
 
 
@@ -218,7 +218,7 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: C
     casts: dict[OperandKey, CastCost] = {}
     nodes = {matmul.node for matmul in candidates}
     for matmul in candidates:
-        gemm = Gemm(matmul, *_sizes(matmul))
+        gemm = Gemm(matmul)
         gemms.append(gemm)
         operands = zip(matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True)
         for (matrix, role), transposed in operands:
@@ -243,16 +243,6 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: C
             casts[key].readers.append((gemm, layout))
             gemm.reads.append((casts[key], layout))
     return gemms
-
-
-def _sizes(matmul: Matmul) -> tuple[tuple[int, int, int], int, str, int]:
-    """(m, n, k); the position among them of the number of tokens, which is no size of the weight; dtype; itemsize of the
-    output."""
-    sizes = (hint(matmul.m), hint(matmul.n), hint(matmul.k))
-    weight = matmul.weight_operand
-    tokens = 2 if weight is None else 1 if weight is matmul.a else 0
-    left = value(matmul.node)
-    return sizes, tokens, SHORT.get(str(left.dtype), "fp32"), int(left.dtype.itemsize)
 
 
 def _components(gemms: list[Gemm]) -> Iterator[list[Gemm]]:
@@ -372,8 +362,9 @@ class _Component:
     @staticmethod
     def described(gemm: Gemm) -> tuple:
         """All values that the estimates of a gemm depend on. Most layers of a model agree in them."""
-        tensors = (
-            (replace(x.base.source, readers=frozenset()), x.base.outside, x.recipe, x.again, *x.there, len(x.readers))
+        tensors = [
+            (replace(x.base.source, readers=frozenset()), x.base.outside, len(x.readers))
+            + (x.recipe, x.again, x.gathered, x.kept, x.turned)
             for x, _ in gemm.reads
-        )
-        return (gemm.sizes, gemm.tokens, gemm.dtype, gemm.out_bytes, gemm.fast, *tensors)
+        ]
+        return (gemm.sizes, gemm.tokens, gemm.dtype, gemm.fast, *tensors)

@@ -32,7 +32,6 @@ from ..ir import ops
 from ..ir.fx_utils import Emitter, Matrix, aten, call_function, same_shape, value, view_sizes
 from ..ir.matmul import GEMMS, Matmul
 from ..ir.metadata import OPERAND, PRODUCT, RESULT
-from .addends import add, split_addend
 from .expert_rows import Groups, block_of
 from .joint import Joint
 from .plan import Operand, Plan
@@ -40,38 +39,27 @@ from .written import Copy, Written, whole
 
 
 def quantize(joint: Joint) -> int:
-    """Returns how many tensors have a scale from one amax."""
-    if not joint.high_precision:
-        joint.written = _quantize(joint.graph, joint.matmuls, joint.plan, joint.pages)
-    elif joint.pages is not None:
-        joint.written = _observe(joint.graph, joint.plan, joint.pages)
-    return 0 if joint.written is None else len(joint.written.amaxes)
-
-
-def _observe(graph: Graph, plan: Plan, pages: tuple[Node, Node]) -> Written:
-    """Take the amax of each operand that has a slot, and leave the matmuls as they are: a high-precision phase that keeps
-    histories."""
-    writer = _Quantizer(graph, plan, pages)
+    """Rewrite the decided matmuls; returns how many tensors have a scale from one amax."""
+    if joint.high_precision and joint.state is None:
+        return 0
+    writer = _Quantizer(joint.graph, joint.plan, joint.state)
     for backward in (False, True):
-        for operand in plan.direction(backward):
-            writer.snapshot(backward)  # first: the update goes after the last amax, and reads the snapshot
-            writer.amax(operand)
-    return writer.written
-
-
-def _quantize(graph: Graph, matmuls: list[Matmul], plan: Plan, pages: tuple[Node, Node] | None) -> Written:
-    """Rewrite the decided matmuls; `pages` are the state inputs of forward and backward (None: no state)."""
-    writer = _Quantizer(graph, plan, pages)
-    for backward in (False, True):
-        if plan.direction(backward):
+        operands = joint.plan.direction(backward)
+        if operands:
             writer.snapshot(backward)  # first: its readers are inserted right after inputs, and after views of inputs
-    for matmul in matmuls:
-        if matmul.fp8:
+        if joint.high_precision:  # a phase that keeps histories, and leaves the matmuls as they are
+            for operand in operands:
+                writer.amax(operand)
+    for matmul in joint.matmuls:
+        if matmul.fp8 and not joint.high_precision:
             writer.replace(matmul)
-    return writer.written
+    joint.written = writer.written
+    return len(writer.written.amaxes)
 
 
 class _Quantizer:
+    """`pages`: the state inputs of forward and backward; None: no state."""
+
     def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None):
         self.graph, self.plan, self.pages = graph, plan, pages
         self.written = Written(graph, next(node for node in graph.nodes if node.op != "placeholder"))
@@ -129,7 +117,7 @@ class _Quantizer:
         if copy not in self.written.casts:
             scale = self.scale_of(operand, matrix, transposed)[0]
             source = self.matrix(matrix, operand)
-            rows = self.groups.rows(operand, source)
+            rows = self.groups.order(operand, source)[:1]
             emit = self.after(max([scale, source, *rows]), operand)
             how = (operand.format.dtype, operand.format.max, transposed, list(block_of(operand, transposed)))
             self.written.casts[copy] = made = emit(ops.quantize, source, scale, *how, *rows)
@@ -167,18 +155,15 @@ class _Quantizer:
             scale, inverse = (emit(aten.permute.default, x, [1, 0]) for x in known)
             return scale, inverse
         source = self.matrix(matrix, operand)
-        emit = self.after(source, operand, recompute=None, ac_graph_id=None)
-        rows = self.groups.rows(operand, source)
-        if rows:
-            last = max([source, *self.groups.order(operand, source)])
-            emit = self.after(last, operand, recompute=None, ac_graph_id=None)
-        if rows and block == ROW_OF_GROUP:
+        order = self.groups.order(operand, source)
+        emit = self.after(max([source, *order]), operand, recompute=None, ac_graph_id=None)
+        if order and block == ROW_OF_GROUP:
             return self.groups.scales_of_columns(emit, operand, source)
         stack = transposed and operand.matrix.stack > 1 and block.rows == 1
         if stack:  # rows of a transposed matrix are columns here; kernels of columns write [matrices, columns]
             amax = emit(ops.amax_blocks, source, False, [block.columns, 1])
         else:
-            amax = emit(ops.amax_blocks, source, transposed, list(block), *rows)
+            amax = emit(ops.amax_blocks, source, transposed, list(block), *order[:1])
         emit.meta["recompute"] = compat.inductor.MUST_SAVE
         scale, inverse = current(emit, operand, amax)
         if stack:
@@ -188,7 +173,7 @@ class _Quantizer:
     def amax(self, operand: Operand) -> Node:
         if operand not in self.written.amaxes:
             source = self.matrix(operand.matrix, operand)
-            rows = self.groups.rows(operand, source)
+            rows = self.groups.order(operand, source)[:1]
             emit = self.after(max([source, *rows]), operand, recompute=None, ac_graph_id=None)
             self.written.amaxes[operand] = emit(ops.amax, source, *rows)
         return self.written.amaxes[operand]
@@ -231,3 +216,26 @@ def current(emit: Emitter, operand: Operand, amax: Node) -> tuple[Node, Node]:
 def delayed(operand: Operand) -> tuple[float, int, bool]:
     """How a stored scale is used: the format's maximum, the margin, and whether overflows are watched."""
     return operand.format.max, operand.scaling.margin, operand.key.settings.limit < float("inf")
+
+
+def split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:
+    """(bias that the FP8 matmul adds, any other addend, which is added afterwards): at least one is None."""
+    node, addend = matmul.node, matmul.addend
+    if addend is None:
+        return None, None
+    plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
+    shape = value(addend).shape
+    is_row = len(shape) == 1 and isinstance(shape[0], int) and shape[0] == matmul.n
+    return (addend, None) if plain and is_row and value(node).dim() == 2 else (None, addend)
+
+
+def add(emit: Emitter, addend: Node, product: Node, node: Node) -> Node:
+    """`beta * addend + alpha * product`, with the factors of the matmul `node`."""
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    if alpha != 1:
+        product = emit(aten.mul.Tensor, product, alpha)
+    if beta == 0:
+        return product
+    if beta != 1:
+        addend = emit(aten.mul.Tensor, addend, beta)
+    return emit(aten.add.Tensor, product, addend)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 from torch.fx import Node
 
@@ -11,12 +10,12 @@ from .. import compat
 from ..codegen.traffic import fusable
 from ..config.recipe import Block
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, call_function
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, call_function, reached, readers
 
 BLOCK = Block(1, 128)  # a scale for so many elements
 CAST = (ops.quantize, ops.quantize_both, ops.amax, ops.amax_blocks)
 THROUGH = (*VIEWS, *PERMUTES, *CASTS, *SAME, aten.expand.default, aten.clone.default)
-PARTS = (*SLICES, operator.getitem)
+PARTS = (*THROUGH, *SLICES, operator.getitem)
 COMPARED = tuple(getattr(getattr(aten, name), of) for name in "eq ne lt le gt ge".split() for of in ("Tensor", "Scalar"))
 # what turns a small relative error into a large one
 STEEP = tuple(getattr(aten, name).default for name in "sin cos tan floor ceil round trunc frac sign exp expm1 exp2".split())
@@ -37,42 +36,31 @@ def delicate(x: Node) -> str:
 def unreadable(x: Node, joint: bool = False) -> str:
     """Why backward has to read a tensor in high precision; "" if it may read a copy in FP8. The tensor is an input of a
     backward graph, or with `joint` one of the forward in a joint graph."""
-    stack, seen = [x], {x}
-    while stack:
-        for user in _readers(stack.pop(), joint):
-            if user in seen:
-                continue
-            seen.add(user)
-            if user.op == "output":
-                return "it is a result of the backward"
-            if compat.inductor.is_checkpointed(user):
-                return "the user's checkpointing starts from it"
-            if call_function(user, (*THROUGH, *PARTS)):
-                stack.append(user)
-            elif not call_function(user, CAST) and not fusable(user, ()):
-                return f"{user.target} reads it"
-            elif user.target in COMPARED and (isinstance(arg(user, 1), Node) or arg(user, 1) != 0 or "eq" in str(user.target)):
-                return f"{user.target} compares it"
+    for user in readers(x, PARTS):
+        through = call_function(user, PARTS)
+        if joint and not through and not compat.dynamo.is_backward(user):
+            continue  # forward reads the tensor itself
+        if user.op == "output":
+            return "it is a result of the backward"
+        if compat.inductor.is_checkpointed(user):
+            return "the user's checkpointing starts from it"
+        if not through and not call_function(user, CAST) and not fusable(user, ()):
+            return f"{user.target} reads it"
+        if user.target in COMPARED and (isinstance(arg(user, 1), Node) or arg(user, 1) != 0 or "eq" in str(user.target)):
+            return f"{user.target} compares it"
     return _steep(x, joint)
 
 
 def _steep(x: Node, joint: bool) -> str:
     """The operator, if any, that takes an exp or the like of a tensor, as it is or shifted: what a softmax does. (A sigmoid, or
     the exp of a square, is flat where its argument is large.)"""
-    stack, seen = [x], {x}
-    while stack:
-        for user in _readers(stack.pop(), joint):
-            if call_function(user, STEEP):
-                return f"{user.target} reads it"
-            scaled = call_function(user, SCALED) and not isinstance(arg(user, 1), Node)
-            if user not in seen and (scaled or call_function(user, (*THROUGH, *PARTS, *SHIFTS))):
-                seen.add(user)
-                stack.append(user)
+
+    def shifted(user: Node) -> bool:
+        scaled = call_function(user, SCALED) and not isinstance(arg(user, 1), Node)
+        late = not joint or compat.dynamo.is_backward(user)
+        return call_function(user, PARTS) or (late and (scaled or call_function(user, SHIFTS)))
+
+    for user in reached([x], lambda node: node.users if node is x or shifted(node) else ()):
+        if call_function(user, STEEP) and (not joint or compat.dynamo.is_backward(user)):
+            return f"{user.target} reads it"
     return ""
-
-
-def _readers(x: Node, joint: bool) -> Iterator[Node]:
-    """What reads a tensor in backward; views and casts of it, where forward may make them."""
-    for user in x.users:
-        if not joint or compat.dynamo.is_backward(user) or call_function(user, (*THROUGH, *PARTS)):
-            yield user

@@ -16,29 +16,22 @@ from torch.fx import Node
 
 from .. import compat
 from ..codegen.traffic import fusable
+from ..devices.cost import CastInput
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, behind, call_function, hint, is_tensor, value
+from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, behind, call_function, hint, is_tensor, readers, value
 from ..ir.matmul import form_of
 
-_VIEWS = (*VIEWS, *PERMUTES, *SAME, aten.expand.default, aten.slice.Tensor, aten.select.int, operator.getitem)
+_MOVES = (*VIEWS, *PERMUTES, *SAME, *CASTS, aten.expand.default, aten.slice.Tensor, aten.select.int, operator.getitem)
+_MOVES += (aten.clone.default,)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)
 MOST_NODES = 64  # of a producer's kernel; a longer chain has a tensor in memory somewhere
 
 
-@dataclass(frozen=True)
-class Source:
-    """A tensor that matmuls read.
+@dataclass(frozen=True, kw_only=True)
+class Source(CastInput):
+    """A tensor that matmuls read. `shared`: a reader that is no matmul needs the tensor in memory (a residual, an attention,
+    the caller), whatever the matmuls read. `readers`: the matmuls that read the tensor."""
 
-    `elements`, `itemsize` (bytes, in memory), `fused`, `producer_bytes`, `scattered` are those of `cost.CastInput`. `shared`:
-    a reader that is no matmul needs the tensor in memory (a residual, an attention, the caller), whatever the matmuls read.
-    `readers`: the matmuls that read the tensor.
-    """
-
-    elements: int
-    itemsize: int
-    fused: bool
-    producer_bytes: int
-    scattered: bool
     shared: bool
     readers: frozenset[Node]
 
@@ -47,14 +40,19 @@ def source(matrix: Matrix) -> Source:
     """The `Source` of an operand's base tensor."""
     base = matrix.base
     elements = hint(matrix.shape[0]) * hint(matrix.shape[1])
+    matmuls, shared = _readers(base)
     if call_function(base, (ops.dequantize,)):  # a weight that FSDP2 has gathered in FP8
-        readers, shared = _readers(base)
-        return Source(elements, 1, False, 0, False, shared, frozenset(readers))
+        return Source(elements=elements, itemsize=1, shared=shared, readers=frozenset(matmuls))
     read = _producer_bytes(base)
-    readers, shared = _readers(base)
-    itemsize = int(value(base).dtype.itemsize)
-    scattered = call_function(_moved(base), _JOINS)
-    return Source(elements, itemsize, read is not None, read or 0, scattered, shared, frozenset(readers))
+    return Source(
+        elements=elements,
+        itemsize=value(base).dtype.itemsize,
+        fused=read is not None,
+        producer_bytes=read or 0,
+        scattered=call_function(_moved(base), _JOINS),
+        shared=shared,
+        readers=frozenset(matmuls),
+    )
 
 
 def _producer_bytes(base: Node) -> int | None:
@@ -97,7 +95,7 @@ def _computes(node: Node) -> bool:
 
 def _moved(node: Node) -> Node:
     """The tensor that this one is a view, a cast or a copy of."""
-    return behind(node, (*_VIEWS, *CASTS, aten.clone.default))
+    return behind(node, _MOVES)
 
 
 def _readers(base: Node) -> tuple[set[Node], bool]:
@@ -108,23 +106,14 @@ def _readers(base: Node) -> tuple[set[Node], bool]:
     other side is another tensor of the same size.
     """
     matmuls: set[Node] = set()
-    shared, seen, stack = False, {base}, [base]
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if user.op == "output":
-                shared = shared or node is base
-            elif form_of(user) is not None:
-                matmuls.add(user)
-            elif call_function(user, (*_VIEWS, *CASTS, aten.clone.default)):
-                stack.append(user)
-            elif not fusable(user, ()):
-                shared = True
-            elif compat.dynamo.is_backward(user) == compat.dynamo.is_backward(base) and not _reduces(user):
-                shared = True
+    shared, late = False, compat.dynamo.is_backward(base)
+    for user in readers(base, _MOVES):
+        if user.op == "output":
+            shared |= user in base.users
+        elif form_of(user) is not None:
+            matmuls.add(user)
+        elif not call_function(user, _MOVES):
+            shared |= not fusable(user, ()) or (compat.dynamo.is_backward(user) == late and not _reduces(user))
     return matmuls, shared
 
 

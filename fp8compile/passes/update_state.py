@@ -10,8 +10,6 @@ and the update depends on the snapshot, so the partitioner and Inductor may orde
 
 from __future__ import annotations
 
-from torch.fx import Graph
-
 from ..ir import ops
 from ..ir.fx_utils import Emitter, aten
 from .amax_groups import reduced
@@ -23,7 +21,7 @@ def update_state(joint: Joint) -> int:
 
     The amaxes of a graph are reduced over the ranks of a group if the recipe of any of its operands says so.
     """
-    graph, plan, written, pages, groups = joint.graph, joint.plan, joint.written, joint.pages, joint.groups
+    graph, plan, written, pages, groups = joint.graph, joint.plan, joint.written, joint.state, joint.amax_groups
     if pages is None or written is None:
         return 0
     moved, end = 0, graph.output_node()  # there, nothing waits for an all-reduce any more
@@ -32,7 +30,7 @@ def update_state(joint: Joint) -> int:
         if not operands:
             continue
         vectors = [written.amaxes[operand] for operand in operands]
-        anchor = max(vectors, key=_position(graph)).next
+        anchor = max(vectors).next
         page, tag = pages[backward], "backward" if backward else "forward"
         emit = Emitter(graph, anchor, page, partitioner_tag=f"is_{tag}", recompute=None, ac_graph_id=None)
         for group in dict.fromkeys(written.groups[x] for x in operands if x in written.groups):
@@ -51,8 +49,3 @@ def update_state(joint: Joint) -> int:
         emit(aten.copy_.default, page, following)
         moved += 1
     return moved
-
-
-def _position(graph: Graph):
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    return order.__getitem__

@@ -13,7 +13,7 @@ from ..ir.inputs import Inputs
 from ..ir.records import Findings, GraphReport
 from ..logs import get_logger
 from ..passes import legality
-from ..passes.pipeline import Rewritten
+from ..passes.joint import Rewritten
 from ..passes.remarks import remarks
 from ..runtime.ledger import Ledger
 from .report import Report
@@ -79,7 +79,7 @@ def findings(
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
     if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
         after.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}")
-    return Findings(report, training, done.complaints, tuple(after))
+    return Findings(report, training, tuple(done.complaints), tuple(after))
 
 
 def tell(found: Findings, complain: Callable[[str], None]) -> int:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import compat
-from ..passes.pipeline import Rewritten
+from ..passes.joint import Rewritten
 from . import leftovers, probe
 from .agreement import agree
 from .interpreter import How

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import compat
 from ..errors import Fp8CompileError
 from ..ir.fx_utils import is_tensor, value
-from ..passes.pipeline import Rewritten
+from ..passes.joint import Rewritten
 from . import probe
 from .calls import Calls
 from .inner import Inner
@@ -48,11 +48,11 @@ class Halves:
         if not compat.dynamo.is_joint_graph(graph):
             return  # a nested graph: `collect` lists the operator that contains it
         done = self.rewrite(graph)
-        self._know(replace(done, matmuls=(), opaque=()), any(matmul.fp8 for matmul in done.matmuls))  # without the joint graph
+        self._know(replace(done, matmuls=[], opaque=[]), any(matmul.fp8 for matmul in done.matmuls))  # without the joint graph
 
     def _know(self, done: Rewritten, converts: bool) -> None:
         self.rewritten, self.converts = done, converts
-        self.calls.groups = done.groups
+        self.calls.groups = tuple(done.groups)
         self.after(done)
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

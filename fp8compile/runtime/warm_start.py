@@ -26,7 +26,7 @@ from ..ir.frozen_graph import NodeRecord, freeze, thaw
 from ..ir.inputs import Inputs
 from ..logs import dump_dir, get_logger
 from ..passes import pipeline
-from ..passes.pipeline import Rewritten
+from ..passes.joint import Rewritten
 from . import probe
 from .inner import Inner
 from .interpreter import How, boxed

@@ -329,7 +329,7 @@ def test_a_float32_residual_is_written_beside_the_copy_for_bf16() -> None:
     not, so the write of that copy is saved, and the float32 tensor is written either way."""
     dy = of(made("mlp", 512, 1024, autocast=True), "down", "dgrad", "gradient")
     base = replace(dy, fused=True, shared=True, itemsize=4)
-    gemm = mock.Mock(itemsize=2)
+    gemm = mock.Mock(dtype=torch.bfloat16)
     cost = profitability.Base(base, weight=False, outside=False)
     cost.casts.append(profitability.CastCost(cost, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))]))
     high, fp8 = (1e6 * cost.seconds(H200, chosen) for chosen in (set(), {gemm}))

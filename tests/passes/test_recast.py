@@ -1,4 +1,4 @@
-"""Which copies forward keeps for backward: of weights (`passes.recast`), and of attention's output (`passes.reread`)."""
+"""Which copies forward keeps for backward: of weights (`passes.recast`), and of attention's output (`passes.layouts`)."""
 
 from __future__ import annotations
 

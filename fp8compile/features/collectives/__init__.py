@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...extension import Feature, GraphFeature, Pass
 from ...ir.records import GraphReport
-from ...passes.pipeline import Rewritten
+from ...passes.joint import Rewritten
 from .all_gathers import all_gathers as run_all_gathers
 from .all_gathers import move_all_gathers
 from .all_to_alls import all_to_alls as run_all_to_alls

@@ -96,7 +96,7 @@ def choose(
         reason = reason_of(collective, operands.keys(), readers)
         if not reason:
             joint.extras.of(Carried).by[operand] = collective
-            joint.waits[collective.group] = None
+            joint.groups[collective.group] = None
             operand.carried = True
             can += 1
         joint.results.of(Collectives).records.append(_record(collective, names[node], reason))
@@ -158,7 +158,7 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
             scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *delayed(operand))
             inverse = emit(ops.inverse, scale)
         else:
-            for group in dict.fromkeys(name for name in (sent.group, joint.groups.of(operand)) if name is not None):
+            for group in dict.fromkeys(name for name in (sent.group, joint.amax_groups.of(operand)) if name is not None):
                 amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
             emit = written.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
             scale, inverse = current(emit, operand, amax)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...extension import Feature, GraphFeature, Pass
 from ...ir.records import FP8
-from ...passes.pipeline import Rewritten
+from ...passes.joint import Rewritten
 from . import forwards
 from .forwards import Forwards
 

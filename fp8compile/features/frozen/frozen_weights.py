@@ -34,8 +34,7 @@ from ...ir.frozen import FrozenWeight, cast
 from ...ir.inputs import plain
 from ...ir.records import FrozenRecord, Gatherable, GraphReport
 from ...logs import get_logger, say_once
-from ...passes.joint import Joint
-from ...passes.pipeline import Rewritten
+from ...passes.joint import Joint, Rewritten
 from ...runtime.parameters import adopt
 from ...runtime.state import unwrapped
 

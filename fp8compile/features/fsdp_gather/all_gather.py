@@ -43,7 +43,7 @@ from ...ir.gathered_weight import GatheredWeight
 from ...ir.inputs import plain
 from ...ir.records import FP8, HIGH_PRECISION, Gatherable, GatherRecord
 from ...logs import get_logger, say_once
-from ...passes.pipeline import Rewritten
+from ...passes.joint import Rewritten
 from ...runtime import probe
 from ...runtime.ledger import Ledger
 from ...runtime.optimizer_steps import listen

@@ -29,9 +29,9 @@ from ...devices import cost
 from ...devices.catalog import Device
 from ...ir.fx_utils import ALIASES, CASTS, SAME, VIEWS, Ranks, aten, call_function, hint, value
 from ...ir.matmul import GEMMS, Gemm, Matmul
-from ...passes.addends import split_addend
 from ...passes.joint import Joint
 from ...passes.plan import Plan
+from ...passes.quantize import split_addend
 from ...passes.readers import BLOCK, delicate, unreadable
 
 MERGED = "one matmul each: {}"

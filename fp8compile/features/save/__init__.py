@@ -8,8 +8,7 @@ from ... import process
 from ...extension import Feature, GraphFeature, Pass
 from ...ir.records import FP8
 from ...logs import get_logger
-from ...passes.joint import Joint
-from ...passes.partitioned import Partitioned
+from ...passes.joint import Joint, Partitioned
 from ...passes.pipeline import skipped
 from ...reporting.record_tables import brief_kept
 from ...runtime.ledger import Ledger

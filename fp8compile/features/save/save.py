@@ -57,7 +57,7 @@ from ...ir.fx_utils import (
 from ...ir.inputs import readable_module
 from ...ir.records import KeptRecord
 from ...logs import get_logger
-from ...passes.partitioned import Partitioned
+from ...passes.joint import Partitioned
 from ...passes.readers import BLOCK, delicate, unreadable
 
 logger = get_logger(__name__)

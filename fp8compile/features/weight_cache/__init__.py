@@ -10,8 +10,7 @@ from ... import compat
 from ...compilation import lowering
 from ...extension import Feature, GraphFeature, Pass
 from ...logs import get_logger, say_once
-from ...passes.joint import Joint
-from ...passes.pipeline import Rewritten
+from ...passes.joint import Joint, Rewritten
 from .hoist import ROOM, Cache, Hoisted
 from .hoist import hoist as run_hoist
 from .weight_cache import WeightCache, casts_of_step, step_wrote

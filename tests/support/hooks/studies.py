@@ -111,5 +111,5 @@ def weighed() -> Iterator[dict[tuple[str, str], tuple[Any, str]]]:
 
         return dataclasses.replace(step, run=run)
 
-    with mock.patch.object(pipeline, "JOINT", [noted(x) if x.name == "weigh" else x for x in pipeline.JOINT]):
+    with mock.patch.dict(pipeline.STAGES, joint=[noted(x) if x.name == "weigh" else x for x in pipeline.JOINT]):
         yield found
