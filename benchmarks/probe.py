@@ -174,7 +174,7 @@ def call(matmul: Matmul, given: tuple[Tensor, ...], dtype: torch.dtype, bias: Te
     if matmul.ends:
         offs = torch.tensor(matmul.ends, dtype=torch.int32, device=given[0].device)
         return matmul.kind.call(scaled_mm_kind.GroupedProduct(*given, offs, dtype, fast, *matmul.blocks))
-    return matmul.kind.call(scaled_mm_kind.Product(*given, bias, dtype, fast, *matmul.blocks))
+    return matmul.kind.call(scaled_mm_kind.ScaledProduct(*given, bias, dtype, fast, *matmul.blocks))
 
 
 def judged(matmul: Matmul, wanted: Tensor, terms: Tensor, got: Tensor) -> tuple[bool, str]:

@@ -295,28 +295,26 @@ def test_what_the_package_would_call() -> None:
 def ours(kind: probe.Kind) -> Any:
     """The package's reference operators, instead of ATen's matmuls, most of which no CPU has."""
 
-    def call(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, *rest: Any) -> Tensor:
+    def call(x: Any) -> Tensor:
         if kind.form == "grouped":
-            return grouped_mm(a, b, a_inv, b_inv, *rest, list(kind.block), list(kind.weight))
-        bias, dtype, *how = rest
-        blocks = how if len(how) == 2 else (kind.block, kind.weight)
-        return ops.block_product(a, b, a_inv, b_inv, bias, dtype, False, *blocks)
+            return grouped_mm(x.a, x.b, x.a_inv, x.b_inv, x.offs, x.out_dtype, x.fast_accum, [*x.a_block], [*x.b_block])
+        return ops.block_product(x.a, x.b, x.a_inv, x.b_inv, x.bias, x.out_dtype, False, x.a_block, x.b_block)
 
     return call
 
 
 def one_scale_is_wrong(kind: probe.Kind) -> Any:
-    def call(a: Tensor, b: Tensor, a_inv: Tensor, *rest: Any) -> Tensor:
-        wrong = a_inv.clone()
+    def call(x: Any) -> Tensor:
+        wrong = x.a_inv.clone()
         wrong.view(-1)[0] *= 2
-        return ours(kind)(a, b, wrong, *rest)
+        return ours(kind)(x._replace(a_inv=wrong))
 
     return call
 
 
 def not_all_is_written(kind: probe.Kind) -> Any:
-    def call(*given: Any) -> Tensor:
-        made = ours(kind)(*given)
+    def call(x: Any) -> Tensor:
+        made = ours(kind)(x)
         made.view(-1)[-1] = torch.nan
         return made
 

@@ -53,7 +53,7 @@ def configurations(gpu: Gpu | None, shared: int, b_block: Sequence[int]) -> tupl
 
 def launch_gemm(node: Node, inline: Callable[..., Node], gpu: Gpu | None, product: Any) -> Node:
     """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node.
-    `product`: a `Product` of nodes."""
+    `product`: a `ScaledProduct` of nodes."""
     from .triton_kernels import fp8_gemm
 
     a, b, a_inv, b_inv, bias, out_dtype, _, a_block, b_block = product

@@ -3,7 +3,7 @@
 `lower_mm` chooses the form that one of our operators becomes. Where operands have several scales, it depends on the device, the
 blocks and the sizes: `scaled_mm_kind.how`.
 
-All forms are plain torch functions of a `Product`, except for the Triton kernel (`block_gemm`).
+All forms are plain torch functions of a `ScaledProduct`, except for the Triton kernel (`block_gemm`).
 
 cuBLASLt and CUTLASS add a bias in half precision only, in the result's dtype (`fusable`). Any other bias is added to a float32
 product after the matmul. Inductor fuses this sum into the kernel that reads it, and the sum is rounded once.
@@ -31,7 +31,7 @@ from ..ir.metadata import FORM
 from . import scaled_mm_kind
 from .block_gemm import launch_gemm
 from .lowerings import of_blocks, of_rows, stored, swizzled
-from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON, Product
+from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON, ScaledProduct
 
 Inline = Callable[..., Node]  # writes a plain torch function into the graph, before a node
 
@@ -50,9 +50,9 @@ def lower_mm(node: Node, inline: Inline) -> Node:
 
 
 def product_of(node: Node) -> Any:
-    """The `Product` that a node asks for, with nodes in place of tensors."""
+    """The `ScaledProduct` that a node asks for, with nodes in place of tensors."""
     args: Any = node.args
-    return Product(*args[:7], *(Block(*block) for block in args[7:]))
+    return ScaledProduct(*args[:7], *(Block(*block) for block in args[7:]))
 
 
 def form_of(node: Node) -> str:
@@ -87,7 +87,7 @@ def product_dtype(bias: Tensor | None, out_dtype: torch.dtype) -> torch.dtype:
     return out_dtype if fusable(bias, out_dtype) else torch.float32
 
 
-def scaled(x: Product, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+def scaled(x: ScaledProduct, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """`_scaled_mm` with scales in the layout that it expects, and a bias of any dtype."""
     fused = x.bias if fusable(x.bias, x.out_dtype) else None
     made = product_dtype(x.bias, x.out_dtype)
@@ -95,25 +95,25 @@ def scaled(x: Product, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     return out if fused is x.bias else finished(out, x)
 
 
-def finished(product: Tensor, x: Product) -> Tensor:
+def finished(product: Tensor, x: ScaledProduct) -> Tensor:
     """A float32 product plus a bias, rounded once."""
     return (product if x.bias is None else product + x.bias.to(torch.float32)).to(x.out_dtype)
 
 
-def tensorwise(x: Product) -> Tensor:
+def tensorwise(x: ScaledProduct) -> Tensor:
     """A scale for a and one for b."""
     # views, not `as_strided` without an offset: there, Inductor 2.11 drops the offset of the input (pytorch#175325)
     return scaled(x, x.a_inv.view(1, 1), x.b_inv.view(1, 1))
 
 
-def rowwise(x: Product) -> Tensor:
+def rowwise(x: ScaledProduct) -> Tensor:
     """A scale for each row of a and of b, or one for all rows: `_scaled_mm` takes them as [M, 1] and [1, N]."""
     a_scale = stored(of_rows(x.a_inv, x.a), [x.a.shape[0], 1])
     b_scale = stored(of_rows(x.b_inv, x.b), [1, x.b.shape[0]])
     return scaled(x, a_scale, b_scale)
 
 
-def rowwise_after(x: Product) -> Tensor:
+def rowwise_after(x: ScaledProduct) -> Tensor:
     """The same, but the scales are multiplied with the float32 result of the matmul, numbers up to 448 * 448 * K. Inductor
     fuses this into the kernel that reads the result."""
     one = torch.ones(1, 1, dtype=torch.float32, device=x.a.device)
@@ -121,7 +121,7 @@ def rowwise_after(x: Product) -> Tensor:
     return finished(product * of_rows(x.a_inv, x.a).reshape(-1, 1) * of_rows(x.b_inv, x.b).reshape(1, -1), x)
 
 
-def blockwise(x: Product) -> Tensor:
+def blockwise(x: ScaledProduct) -> Tensor:
     """Blocks of 1 x 128 and 128 x 128 by cuBLASLt. Sums of 128 products are always promoted to float32 there.
 
     The scales of a are [M, K / 128], column by column in memory, or [M / 128, K / 128], row by row. Those of b are the
@@ -132,7 +132,7 @@ def blockwise(x: Product) -> Tensor:
     return scaled(x._replace(fast_accum=False), a_scale, b_scale)
 
 
-def mx(x: Product) -> Tensor:
+def mx(x: ScaledProduct) -> Tensor:
     """Blocks of 1 x 32 or 32 x 32 by the tensor cores of Blackwell. Their K is a multiple of 32: copies are padded unless K is
     known to be one."""
     a_scale = swizzled(x.a_inv, x.a.shape[0], x.a_block[0])
@@ -140,7 +140,7 @@ def mx(x: Product) -> Tensor:
     return scaled(x._replace(a=_padded(x.a), b=_padded(x.b), fast_accum=False), a_scale, b_scale)
 
 
-def emulated(x: Product) -> Tensor:
+def emulated(x: ScaledProduct) -> Tensor:
     """A bf16 matmul, with float32 sums, of the values that the operands stand for. Scales of one a row are multiplied with its
     result."""
     a, a_rows = dequantized(x.a, x.a_inv, x.a_block)

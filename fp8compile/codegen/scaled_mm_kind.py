@@ -38,7 +38,7 @@ LINE, SQUARE, MX_BLOCK, MX_TILE = Block(1, 128), Block(128, 128), Block(1, 32), 
 BLOCKS, MX_BLOCKS = (LINE, SQUARE), (MX_BLOCK, MX_TILE)
 
 
-class Product(NamedTuple):
+class ScaledProduct(NamedTuple):
     """The arguments of `ops.scaled_mm` and `ops.block_mm`: a [M, K] and b [N, K], FP8, row-major; the inverses of their scales,
     float32, one a block, [rows / block rows, columns / block columns] rounded up, or [1] for one scale; bias, [N] or None. The
     result is [M, N] of `out_dtype`."""
