@@ -148,7 +148,7 @@ def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
     inverses = torch.tensor([8.0, 0.5, 2.0])
     with hooks.scales_of_products() as scales:
         zeros = torch.zeros(1, 32)
-        scaled_mm.rowwise(scaled_mm.Product(zeros, zeros, inverses[1:2], inverses[2:3], None, BF16, False))
+        scaled_mm.rowwise(scaled_mm.ScaledProduct(zeros, zeros, inverses[1:2], inverses[2:3], None, BF16, False))
     assert [x.item() for x in scales] == [0.5, 2.0]
 
 
