@@ -4,6 +4,7 @@
 # make slow    the slow tests: machine code, several processes, training to a loss
 # make weekly  the same at more sizes, models, recipes and GPUs, and soaks: hours, before a release
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
+# make lean    what runs first on a rented GPU, with the packages of a bare image: torch 2.11 and its Triton (20 minutes, 6 GB)
 # make hosts   the tests with Trainer, TRL, Accelerate, Lightning, Axolotl and torchtitan, in an environment of their own
 # make features delete each feature in turn from a copy, and run the core's tests there (some 3 minutes each)
 # make mutants plant known faults one by one, and say which tests find them: make mutants ARGS="S1 S2"
@@ -29,6 +30,8 @@ EXTRAS := test
 VENV  := .venv-$(TORCH)
 DOCS  := .venv-docs
 HOSTS := VENV=.venv-hosts-$(TORCH) EXTRAS=test,hosts
+LEAN  := .venv-lean
+IMAGE := numpy jinja2 tabulate click tqdm matplotlib pytest hypothesis
 AXOLOTL := VENV=.venv-axolotl-$(TORCH) EXTRAS=test
 STAMP := $(VENV)/installed
 PY    := $(VENV)/bin/python
@@ -37,7 +40,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 # By file: the tests of a file share what they have compiled or started. Budgets are what a run takes on two cores, in seconds.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -q --durations=10
 
-.PHONY: demo check test slow weekly compat hosts hosts-venv features mutants axolotl docs docs-venv dist lint venv clean
+.PHONY: demo check test slow weekly compat lean hosts hosts-venv features mutants axolotl docs docs-venv dist lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
@@ -56,6 +59,15 @@ weekly: $(STAMP)
 
 compat: $(STAMP)
 	$(PYTEST) --budget 150 -m "compat and not slow and not weekly" $(shell grep -rl --include='*.py' mark.compat tests)
+
+lean: $(LEAN)/installed  # a checkout alone: neither the package nor the plugins of pytest that pyproject.toml configures
+	OMP_NUM_THREADS=1 $(LEAN)/bin/python -m pytest -o addopts= -q -ra --durations=10 -k "sm_90 or not (sm_ or gfx)" \
+	    benchmarks/tests/test_device.py tests/codegen/test_machine_code.py
+
+$(LEAN)/installed:
+	test -x $(LEAN)/bin/python || $(PYTHON) -m venv $(LEAN)
+	$(LEAN)/bin/python -m pip --disable-pip-version-check install -q --no-compile torch==2.11.0 $(IMAGE)
+	touch $(LEAN)/installed
 
 features: $(STAMP)
 	$(PY) -m tests.without_features $(ARGS)

@@ -87,11 +87,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         pytest.exit("the device is unusable to this process", UNUSABLE)
 
 
-def unusable() -> bool:
-    import torch
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """An interrupt now would only lose the summary and the junit file."""
+    if PART in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+
+def unusable() -> bool:
+    torch = sys.modules.get("torch")  # an import would take seconds, in which an interrupt loses the failure
     try:
-        if torch.cuda.is_initialized():
+        if torch is not None and torch.cuda.is_initialized():
             torch.cuda.synchronize()
     except RuntimeError:
         return True

@@ -25,6 +25,7 @@ from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import Emitter, arg, is_data, value
 from ..ir.grouped import grouped_mm, order_of_groups, taken
+from ..ir.metadata import FORM
 from . import launch
 from .grouped_gemm import launch_grouped, launch_order
 from .indexing import quotient, sizes
@@ -58,21 +59,33 @@ def _of_order(offs: Tensor, rows: Any, align: int, which: int) -> Tensor:
 
 def lower_grouped_mm(node: Node, inline: Callable[..., Node], scales: tuple[Node, Node] | None = None) -> Node:
     """Insert the form of a `grouped_mm` before its node. `scales`: its `spread_scales`. Returns the node of the result."""
-    args: Any = node.args
-    product: Any = GroupedProduct(*args[:7], *(Block(*block) for block in args[7:]))
     if scales is not None:
-        return inline(node, multiplied, product, *scales)
-    way = _way(node)
-    if way == TRITON:
+        return inline(node, multiplied, _product(node), *scales)
+    form = form_of(node)
+    if form == TRITON:
+        product = _product(node)
         product = product._replace(offs=_neighbours(node, inline, product.offs))
         return launch_grouped(node, inline, gpu_of(value(node).device), product)
-    return inline(node, grouped if way == GROUPED else emulated, product)
+    function, args = call_of(node, form)
+    return inline(node, function, *args)
 
 
-def _way(node: Node) -> str:
+def _product(node: Node) -> Any:
+    args: Any = node.args
+    return GroupedProduct(*args[:7], *(Block(*block) for block in args[7:]))
+
+
+def form_of(node: Node) -> str:
     """The form of a `grouped_mm`."""
+    if FORM in node.meta:
+        return node.meta[FORM]
     a_block, b_block = node.args[-2:]
     return how_grouped(gpu_of(value(node).device), a_block, b_block, not compat.triton.reorders())  # type: ignore[arg-type]
+
+
+def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:
+    """The function and the arguments of a matmul in this form, which is not TRITON."""
+    return (grouped if form == GROUPED else emulated), (_product(node),)
 
 
 def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:
@@ -80,7 +93,7 @@ def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple
     writes those of several matmuls, if the scales are stored ones, which are there from the beginning."""
     chunks: list[list[Node]] = []  # which are spread together
     for node in graph.find_nodes(op="call_function", target=grouped_mm):
-        if _way(node) != GROUPED or any(value(inverse).dim() != 1 for inverse in _inverses(node)):
+        if form_of(node) != GROUPED or any(value(inverse).dim() != 1 for inverse in _inverses(node)):
             continue
         if is_data(value(arg(node, 0)).shape[0]):  # no part of a vector can be taken by such a size, up to torch 2.11
             continue

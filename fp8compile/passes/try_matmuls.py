@@ -18,17 +18,18 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from .. import compat
-from ..codegen import scaled_mm
-from ..codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, ROWWISE, TENSORWISE, TRITON
+from ..codegen import scaled_grouped, scaled_mm
+from ..codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, GROUPED, MX, ROWWISE, TENSORWISE, TRITON
 from ..ir import ops
 from ..ir.fx_utils import hint, value
+from ..ir.grouped import grouped_mm
 from ..ir.metadata import FORM
 from ..logs import get_logger, say_once
 
 logger = get_logger(__name__)
 
 # what takes the place of a form that is refused; the last one is not tried
-NEXT = {ROWWISE: AFTER, AFTER: EMULATED, BLOCKWISE: TRITON, MX: EMULATED, TENSORWISE: EMULATED}
+NEXT = {ROWWISE: AFTER, AFTER: EMULATED, BLOCKWISE: TRITON, MX: EMULATED, TENSORWISE: EMULATED, GROUPED: TRITON}
 HOW = {
     AFTER: "scales are multiplied after a matmul without them",
     TRITON: "a generated kernel multiplies",
@@ -42,11 +43,11 @@ _found: dict[Any, str] = {}  # why a matmul was refused; "" if it was not
 def try_matmuls(graph: Graph) -> int:
     """Note the form of each matmul whose first choice is refused; returns how many these are."""
     changed = 0
-    for target in (ops.scaled_mm, ops.block_mm):
+    for target in (ops.scaled_mm, ops.block_mm, grouped_mm):
         for node in graph.find_nodes(op="call_function", target=target):
             if not there(value(node).device):
                 continue
-            first = form = scaled_mm.form_of(node)
+            first = form = _lowering(node).form_of(node)
             why = ""
             while form in NEXT and (refused := refusal(node, form)):
                 why, form = why or refused, NEXT[form]
@@ -60,6 +61,10 @@ def try_matmuls(graph: Graph) -> int:
     return changed
 
 
+def _lowering(node: Node) -> Any:
+    return scaled_grouped if node.target is grouped_mm else scaled_mm
+
+
 def there(device: torch.device) -> bool:
     """Is this a GPU of this process, rather than a described one?"""
     return device.type == "cuda" and torch.cuda.is_initialized()
@@ -67,7 +72,7 @@ def there(device: torch.device) -> bool:
 
 def refusal(node: Node, form: str) -> str:
     """What the library says to a matmul in this form, "" if it multiplies. It is asked once a process."""
-    function, args = scaled_mm.call_of(node, form)
+    function, args = _lowering(node).call_of(node, form)
     key = (function, *map(str, torch.fx.node.map_aggregate(args, _described)))
     if key not in _found:
         try:
@@ -89,9 +94,10 @@ def _described(x: Any) -> Any:
 
 
 def _empty(x: Tensor) -> Tensor:
-    return torch.empty_strided([*map(hint, x.shape)], [*map(hint, x.stride())], dtype=x.dtype, device=x.device)
+    made = torch.empty_strided([*map(hint, x.shape)], [*map(hint, x.stride())], dtype=x.dtype, device=x.device)
+    return made if x.is_floating_point() else made.zero_()  # ends of groups: none has a row
 
 
 def _sizes(node: Node) -> str:
-    (m, k), n = (hint(size) for size in value(node.args[0]).shape), hint(value(node.args[1]).shape[0])  # type: ignore[arg-type]
+    (m, k), n = (hint(size) for size in value(node.args[0]).shape), hint(value(node.args[1]).shape[-2])  # type: ignore[arg-type]
     return f"{m} x {n} x {k}"

@@ -14,6 +14,7 @@ import fp8compile
 from fp8compile import compat
 from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun.fake_gpu import unavailable
+from tests.support import hooks
 from tests.support.executed import executed
 from tests.support.harness import ALL_FP8, Pair, histories, sqnr
 from tests.support.interpreter import OLD_INTERPRETER
@@ -268,6 +269,16 @@ def test_the_plan_for_a_gpu_without_the_matmul(recipe: str, caplog: pytest.LogCa
         planned(name, **({"weight_tiles": True} if tiles else {}))
     warm = 1 if recipe == "delayed" else 2
     assert plan.scaled == 0 and plan.launches("fp8_grouped") == 6 * warm and "emulated" not in caplog.text
+
+
+@pytest.mark.slow
+@planning
+def test_the_plan_where_the_library_refuses() -> None:
+    with executed() as plan, hooks.refusing("grouped"):
+        planned("rowwise")
+        notes = fp8compile.report().notes
+    assert plan.scaled == 0 and plan.launches("fp8_grouped") == 2 * 6
+    assert any("no grouped FP8 matmul of 96 x 256 x 128" in note and "a generated kernel" in note for note in notes), notes
 
 
 @pytest.mark.weekly

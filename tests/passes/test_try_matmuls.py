@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import fp8compile
+from fp8compile.ir.grouped import grouped_mm
+from fp8compile.passes import try_matmuls
 from tests.support import hooks
 from tests.support.executed import executed
 from tests.support.gpu_steps import compile_mlp
 from tests.support.harness import ALL_FP8, grads_of, noise, sqnr
 from tests.support.models import Mlp
-from tests.support.operands import B200, BF16, H100, RTX5090, operand
+from tests.support.operands import B200, BF16, E4M3, H100, RTX5090, ends, operand
 
 WHOLE = (0, 0)
 
@@ -30,6 +32,31 @@ def test_what_a_library_refuses() -> None:
     found = hooks.refusal("tensorwise", *operands)
     assert found and "\n" not in found
     assert hooks.refusal("tensorwise", *operands) is found  # asked once
+
+
+@pytest.mark.parametrize("wgrad", [False, True])
+def test_groups_are_tried_without_rows(wgrad: bool) -> None:
+    """A library reads where groups end."""
+    asked: list[Any] = []
+
+    def multiply(*args: Any) -> torch.Tensor:
+        asked.append(args)
+        raise RuntimeError("not these")
+
+    graph = torch.fx.Graph()
+    a, b = ((128, 96), (256, 96)) if wgrad else ((96, 128), (4, 256, 128))
+    given = [torch.empty(size, dtype=E4M3) for size in (a, b)] + [torch.ones(1), torch.ones(1), ends([16, 0, 33, 40])]
+    nodes = [graph.placeholder(f"x{i}") for i in range(len(given))]
+    for node, x in zip(nodes, given, strict=True):
+        node.meta["val"] = x
+    matmul = graph.call_function(grouped_mm, (*nodes, BF16, False, WHOLE, WHOLE))
+    matmul.meta["val"] = torch.empty(())
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_grouped_mm", multiply, "CPU")
+        assert try_matmuls.refusal(matmul, "grouped") == "not these"
+    ((x, y, x_scale, y_scale, offs, *_),) = asked
+    assert (x.shape, y.mT.shape, offs.tolist()) == (given[0].shape, given[1].shape, [0, 0, 0, 0])
+    assert (x_scale.numel(), y_scale.numel()) == ((4 * 128, 4 * 256) if wgrad else (96, 4 * 256))
 
 
 CASES: list[Any] = [
