@@ -77,6 +77,9 @@ class Scales:
         self.inverse: Tensor | None = None  # [n, COLUMNS]; graphs read it, so it stays where it is
         self.blocks: dict[int, Tensor] = {}  # inverses of one rank's own blocks, which travel nowhere; they stay where they are
         self.pending: tuple[Tensor, Any] | None = None  # codes of the last agreement on their way to the host, their event
+        # on the device, and made anew only when codes change: a copy to the device could wait for it
+        self.sent: tuple[Any, Tensor] | None = None  # own codes, and [2, n] that is sent of them
+        self.reach: tuple[Any, Tensor, Tensor] | None = None  # codes; the FP8 numbers of amaxes; whose scales are powers of 2
         self.nothing: Tensor | None = None  # a zero
 
     @property
@@ -90,8 +93,7 @@ class Scales:
         self.settle(free)
         codes = tuple(entry.own_code for entry in self.entries)
         wanted = [i for i, entry in enumerate(self.entries) if any(c and not form_of(c).block for c in (entry.code, codes[i]))]
-        signed = self._upload([codes, [-code for code in codes]], torch.int32)
-        vector = torch.cat((self.amaxes(wanted).abs().view(torch.int32).unsqueeze(0), signed))
+        vector = torch.cat((self.amaxes(wanted).abs().view(torch.int32).unsqueeze(0), self.signed(codes)))
         dist.all_reduce(vector, dist.ReduceOp.MAX, self.entries[0].parameter.process_group)
         on_gpu = self.device.type == "cuda"
         host = torch.empty(2, len(codes), dtype=torch.int32, pin_memory=on_gpu).copy_(vector[1:], non_blocking=True)
@@ -120,8 +122,12 @@ class Scales:
             known.update(zip(group, rounded.unbind(), strict=True))
         return torch.stack([known.get(i, self.nothing) for i in range(len(parameters))])
 
+    def signed(self, codes: tuple[int, ...]) -> Tensor:
+        if self.sent is None or self.sent[0] != codes:
+            self.sent = codes, self._upload([codes, [-code for code in codes]], torch.int32)
+        return self.sent[1]
+
     def _upload(self, data: Any, dtype: torch.dtype) -> Tensor:
-        """On the device, without waiting for it."""
         made = torch.tensor(data, dtype=dtype, pin_memory=self.device.type == "cuda")
         return made.to(self.device, non_blocking=True)
 
@@ -138,10 +144,15 @@ class Scales:
 
     def write(self, amaxes: Tensor) -> None:
         """The scales of all weights."""
-        forms = [form_of(max(entry.code, 1)) for entry in self.entries]
-        reaches = self._upload([format_of(form).max / 2.0**form.margin for form in forms], torch.float64)
+        codes = tuple(entry.code for entry in self.entries)
+        if self.reach is None or self.reach[0] != codes:
+            forms = [form_of(max(code, 1)) for code in codes]
+            reach = [format_of(form).max / 2.0**form.margin for form in forms]
+            powers = [form.power_of_2 for form in forms]
+            self.reach = codes, self._upload(reach, torch.float64), self._upload(powers, torch.bool)
+        _, reaches, powers_of_2 = self.reach
         scale = scale_to(amaxes, reaches)
-        scale = torch.where(self._upload([form.power_of_2 for form in forms], torch.bool), to_power_of_2(scale), scale)
+        scale = torch.where(powers_of_2, to_power_of_2(scale), scale)
         if self.scale is None or self.inverse is None:
             self.scale, self.inverse = torch.empty_like(scale), scale.new_empty(len(scale), COLUMNS)
         with torch.no_grad(), compat.fsdp.no_versions(self.scale, self.inverse):
