@@ -119,7 +119,7 @@ def test_first_with_the_packages_of_a_bare_image(tmp_path: Path, endless: bool) 
     assert [line["status"] for line in said if "calibrate" in line["command"]] == ["needs a GPU: not begun"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_layers_that_are_stopped(tmp_path: Path) -> None:
     """Rounds without end, and no deadline that the command itself knows of: what was measured stays, and nothing else."""
     more = "--arms eager-bf16 --rounds 100000 --budget 100000".split()

@@ -19,7 +19,7 @@ def test_a_row_is_the_median_of_differences_within_turns() -> None:
     assert ours["forward"]["us"]["high"] > 100
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(300)
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "host.jsonl"

@@ -146,7 +146,7 @@ def _in_turn(number: int, dtype: str) -> bool:
     return dtype == "fp32" or number % 4 == ("bf16", "fp16").index(dtype)
 
 
-@pytest.mark.cases(test=60, slow=60)
+@pytest.mark.cases(test=60, slow=30)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [

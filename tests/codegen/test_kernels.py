@@ -70,7 +70,7 @@ def in_turn(name: str, shape: tuple[int, int]) -> bool:
     return shape == (15, 17) or shape == MEDIUM[number % 3]
 
 
-@pytest.mark.cases(test=38, slow=40)
+@pytest.mark.cases(test=38, slow=20)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

@@ -67,7 +67,9 @@ def test_every_kernel_compiles_to_machine_code(target):
             assert took.shared >= rows * columns // 4, (kernel.name, took)  # the transposition goes through shared memory
 
 
-@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm")])
+@pytest.mark.parametrize(  # for sm_89 and sm_90, kernels are compiled in other tests, too
+    "target", ["sm_89", "sm_90", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("sm_100", "sm_120"))]
+)
 def test_conversions_saturate(target):
     """Casts rely on it: on NVIDIA a kernel does not compare with the largest value."""
     texts = [(kernel.source, made.asm["ptx"]) for kernel, made in compiled(target)]
@@ -110,7 +112,7 @@ def test_kernels_of_the_finer_recipes_do_not_spill(model):
     assert not spilled, f"{len(spilled)} of {len(took)} kernels spill on sm_90:\n" + "\n".join(spilled)
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.weekly
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])
 def test_kernels_of_the_finer_recipes_compile_to_machine_code(target):
     """Of each recipe, one kernel of each title. For AMD, those of one model."""

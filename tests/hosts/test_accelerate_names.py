@@ -126,7 +126,11 @@ LAUNCH = ("-m", NAMES, "launch")
 
 
 @pytest.mark.parametrize(
-    "how", [("--cpu", "--dynamo_backend", "fp8", "-m", "train"), ("--config_file", "config.yaml", "scripts/train.py")]
+    "how",
+    [
+        pytest.param(("--cpu", "--dynamo_backend", "fp8", "-m", "train"), marks=pytest.mark.weekly),
+        ("--config_file", "config.yaml", "scripts/train.py"),
+    ],
 )
 def test_launch(how: tuple[str, ...], tmp_path: Path) -> None:
     """The script knows nothing of FP8. It imports a module beside it, as with `python train.py`."""

@@ -100,7 +100,7 @@ def test_a_model_trains_and_what_is_missing_is_named(tmp_path: Path) -> None:
         assert says in line
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # with torch 2.11 in each run of CI: what `device.sh first` does with the packages of an image
 def test_inductor_and_the_kernels_for_a_gpu(tmp_path: Path) -> None:
     """Compiled for this CPU, and for a GPU that is described."""
     *_, last = run(tmp_path, "contextlib.nullcontext()", "print(fp8compile.estimate(model(), x, device='h100').summary())")
