@@ -40,12 +40,12 @@ OPTIONS = {
         help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that TARGET returns.",
     ),
     "loss": click.option(
-        "--loss", metavar="NAME", help="A function beside TARGET that makes the loss of what the model returns."
+        "--loss", metavar="NAME", help="A function in TARGET's file that computes the loss from the model's output."
     ),
     "autocast": click.option(
         "--autocast/--no-autocast",
         default=None,
-        help="Take the step under bf16 autocast, or as the model is (default: under autocast if a parameter is float32).",
+        help="Run the step under bf16 autocast, or as the model is (default: under autocast if a parameter is float32).",
     ),
     "json": click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
     "html": click.option("--html", metavar="FILE", help="Write an HTML page, too."),
@@ -83,7 +83,7 @@ def explain(
         _insist(report, options, target)
 
 
-@click.command(help="Estimate the time of a training step in bf16 and in FP8, for a GPU that you need not have." + TARGET)
+@click.command(help="Estimate the time of a training step in bf16 and in FP8, for a GPU that you do not need to have." + TARGET)
 @takes(DECIDES, *STEP, "html")
 @click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing.")
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
@@ -104,10 +104,10 @@ def estimate(
 
 
 @click.command(
-    help="One training step in FP8 beside the same step in high precision: errors of outputs and gradients." + TARGET
+    help="Compare a training step in FP8 with the same step in high precision, layer by layer." + TARGET
 )
 @takes(DECIDES, *STEP, "loss")
-@click.option("--strict", is_flag=True, help="Fail if a row leaves its band.")
+@click.option("--strict", is_flag=True, help="Fail if a row is out of range.")
 @click.option("--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf.")
 @click.option("--full", is_flag=True, help="A line for each layer and parameter.")
 def compare(
@@ -128,18 +128,18 @@ def compare(
     _finish(found, found.table(worst=None if full else 20), as_json)
     if given["strict"] and found.flagged:
         names = ", ".join(row["name"] for row in found.flagged)
-        raise StrictError(f"strict: out of their band in FP8: {names}")
+        raise StrictError(f"strict: out of range in FP8: {names}")
 
 
 @click.command(
-    help="Does FP8 pay here? The model's training step, timed on this machine's GPU, in bf16 and in FP8." + TARGET
+    help="Time the model's training step on this machine's GPU, in bf16 and in FP8." + TARGET
 )
 @takes("A device of this machine (default: cuda).", *STEP, "loss")
 @click.option("--torchao/--no-torchao", default=None, help="Also torchao's float8 linears (default: where it is installed).")
-@click.option("--optimizer/--no-optimizer", default=True, help="A step has a fused AdamW, or none (default: it has).")
+@click.option("--optimizer/--no-optimizer", default=True, help="With a step of a fused AdamW (the default), or without.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns of each arm.")
-@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Timed steps a turn.")
-@click.option("--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed steps at first, which compile.")
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Timed steps per turn.")
+@click.option("--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed first steps, which compile.")
 def bench(
     target: str, device: str | None, policy: str | None, options: Sequence[str], inputs: Sequence[str], as_json: bool,
     loss: str | None, **settings: Any
@@ -169,8 +169,8 @@ def bench(
 
 
 @click.command(
-    help="The fastest policy whose gradients are exact enough: a recipe for each group of layers, from measured errors and "
-    "estimated times. The result extends --policy." + TARGET
+    help="Choose the fastest policy whose gradients are accurate enough: a recipe for each group of layers, from measured "
+    "errors and estimated times. The result extends --policy." + TARGET
 )
 @takes("Device to estimate times for (default: the policy's; else h200).", "policy", "autocast", "json", "loss")
 @click.option("--max-error", type=float, default=0.05, show_default=True, help="Largest relative error of gradients.")
@@ -213,11 +213,11 @@ def explained(
 
 
 def idle(labels: Sequence[str], report: Report, target: str) -> str:
-    """A sentence that names the rules of `labels` that decided about no matmul of `target`; "" if each decided about some."""
+    """A sentence that names the rules of `labels` that match no matmul of `target`; "" if each matches one."""
     deciding = {record.rule for record in report.matmuls}
     names = [repr(label) for label in labels if label not in deciding]
-    verb = "decides" if len(names) == 1 else "decide"
-    return f"{', '.join(names)} {verb} about no matmul of {target}" if names else ""
+    verb = "matches" if len(names) == 1 else "match"
+    return f"{', '.join(names)} {verb} no matmul of {target}" if names else ""
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def as_trained(target: Target, asked: bool | None) -> Iterator[None]:
     with autocast(modules_of((target.model, target.args, target.kwargs)), asked) as note:
         yield
         if note:
-            click.echo(f"note: {note} (--no-autocast takes the step without)", err=True)
+            click.echo(f"note: {note} (--no-autocast runs it without)", err=True)
 
 
 def traced(target: Target, function: Callable[..., Any], **settings: Any) -> Any:

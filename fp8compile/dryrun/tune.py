@@ -65,7 +65,7 @@ def tune(
     The model, its gradients, buffers and random numbers, and reports are left as they were. The result depends on nothing but
     the arguments. It takes a trace and a step for each group and candidate, and a compilation for each recipe.
 
-    Raises TuneError if no policy is exact enough or none is faster than bf16; Fp8CompileError if the model refuses the batch,
+    Raises TuneError if no policy is accurate enough or none is faster than bf16; Fp8CompileError if the model refuses the batch,
     if its loss is not finite, if it is not deterministic, or if no GPU can be described here (a process with a CUDA device);
     OptionError (a ValueError) for bad options, as `compare` does.
     """
