@@ -100,7 +100,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
         say_once(logger, logging.INFO, "fp8_weights: forward casts weights, for a hook after all steps may write to them")
         return
     if theirs:
-        say_once(logger, logging.INFO, "fp8_weights: amaxes are computed again, because a hook after the step may write to weights")
+        say_once(logger, logging.INFO, "fp8_weights: amaxes are computed again, as a hook after the step may write to weights")
     with compat.autograd.unseen():
         for cache in list(_STEPS.caches.values()):
             cache.cast_now(ids, {} if theirs else written)
