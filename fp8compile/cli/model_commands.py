@@ -29,9 +29,10 @@ TARGET = """
     (model, args), (model, args, kwargs) or dict(model=, args=, kwargs=).
     """
 
+OPTION = "An option of the backend, such as recipe=tensorwise or margin=[1,1,11]; repeatable."
 OPTIONS = {
-    "policy": click.option("--policy", metavar="FILE|NAME", help="Policy file, or the name of a shipped policy."),
-    "option": click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Backend option; repeatable."),
+    "policy": click.option("--policy", metavar="FILE|NAME", help="A policy file, or the name of a shipped policy."),
+    "option": click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=OPTION),
     "input": click.option(
         "--input",
         "inputs",
@@ -64,13 +65,13 @@ def takes(device: str, *names: str) -> Callable[[Callable[..., Any]], Callable[.
     return decorate
 
 
-DECIDES = "Device whose description decides what pays (default: the policy's; else the model's, or h200 to estimate)."
+DECIDES = "The described device to decide for (default: the policy's; else the model's, or h200 to estimate)."
 STEP = ("policy", "option", "input", "autocast", "json")
 
 
 @click.command(help="Show which matmuls run in FP8, and why the others do not. Nothing is trained or run." + TARGET)
 @takes(DECIDES, *STEP, "html")
-@click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing.")
+@click.option("--strict", is_flag=True, help="Exit with status 1 if no matmul is in FP8, or a rule of the policy matches none.")
 @click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
 def explain(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None, full: bool,
@@ -85,7 +86,7 @@ def explain(
 
 @click.command(help="Estimate the time of a training step in bf16 and in FP8, for a GPU that you do not need to have." + TARGET)
 @takes(DECIDES, *STEP, "html")
-@click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing.")
+@click.option("--strict", is_flag=True, help="Exit with status 1 if no matmul is in FP8, or a rule of the policy matches none.")
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
 def estimate(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None,
@@ -107,8 +108,8 @@ def estimate(
     help="Compare a training step in FP8 with the same step in high precision, layer by layer." + TARGET
 )
 @takes(DECIDES, *STEP, "loss")
-@click.option("--strict", is_flag=True, help="Fail if a row is out of range.")
-@click.option("--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf.")
+@click.option("--strict", is_flag=True, help="Exit with status 1 if a row is out of range.")
+@click.option("--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf. Needs matplotlib.")
 @click.option("--full", is_flag=True, help="A line for each layer and parameter.")
 def compare(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, loss: str | None,
@@ -134,12 +135,12 @@ def compare(
 @click.command(
     help="Time the model's training step on this machine's GPU, in bf16 and in FP8." + TARGET
 )
-@takes("A device of this machine (default: cuda).", *STEP, "loss")
+@takes("A device of this machine (default: cuda); cpu tries the command.", *STEP, "loss")
 @click.option("--torchao/--no-torchao", default=None, help="Also torchao's float8 linears (default: where it is installed).")
-@click.option("--optimizer/--no-optimizer", default=True, help="With a step of a fused AdamW (the default), or without.")
+@click.option("--optimizer/--no-optimizer", default=True, help="With AdamW (the default; its learning rate is 0), or without.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns of each arm.")
 @click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Timed steps per turn.")
-@click.option("--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed first steps, which compile.")
+@click.option("--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed first steps, to compile.")
 def bench(
     target: str, device: str | None, policy: str | None, options: Sequence[str], inputs: Sequence[str], as_json: bool,
     loss: str | None, **settings: Any
@@ -173,9 +174,11 @@ def bench(
     "errors and estimated times. The result extends --policy." + TARGET
 )
 @takes("Device to estimate times for (default: the policy's; else h200).", "policy", "autocast", "json", "loss")
-@click.option("--max-error", type=float, default=0.05, show_default=True, help="Largest relative error of gradients.")
+@click.option(
+    "--max-error", type=float, default=0.05, show_default=True, help="Largest error of gradients that FP8 may add to bf16's."
+)
 @click.option("--loss-budget", hidden=True)
-@click.option("--like", metavar="TARGET", help="What times are estimated for: the same layers in real sizes.")
+@click.option("--like", metavar="TARGET", help="What times are estimated for: a model of the same module names, in real sizes.")
 @click.option("--out", metavar="FILE", help="Write the policy into this file.")
 def tune(
     target: str, device: str | None, policy: str | None, autocast: bool | None, as_json: bool, loss: str | None,

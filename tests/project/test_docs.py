@@ -18,7 +18,7 @@ import fp8compile
 from fp8compile import cli, errors
 from fp8compile.config.options import OURS
 from fp8compile.config.recipe import RECIPES
-from tests.project import settings_page
+from tests.project import command_options, settings_page
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -114,6 +114,10 @@ def test_every_option_is_in_one_table_and_every_row_is_an_option() -> None:
 
 def test_the_settings_have_their_page() -> None:
     assert settings_page.PAGE.read_text() == settings_page.page(), "python -m tests.project.settings_page"
+
+
+def test_the_options_of_commands_have_their_table() -> None:
+    assert command_options.PAGE.read_text() == command_options.page(), "python -m tests.project.command_options"
 
 
 def public_names() -> set[str]:
