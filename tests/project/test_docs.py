@@ -166,8 +166,8 @@ def test_the_files_that_the_pages_name_exist() -> None:
 
 
 def code(page: Path) -> str:
-    """The blocks of a page, and what it has in backticks; a command that a backslash continues is one line."""
-    text = page.read_text()
+    """The blocks of a page, and what it has in backticks, without outputs. A command that a backslash continues is one line."""
+    text = re.sub(r"^ *```text.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
     fenced = re.findall(r"^ *```[^\n]*\n(.*?)^ *```$", text, re.M | re.S)
     named = re.findall(r"`([^`]+)`", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S))
     return re.sub(r"\\\n *", "", "\n".join([*fenced, *(" ".join(name.split()) for name in named)]))
