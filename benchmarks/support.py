@@ -37,7 +37,7 @@ TEXT = """# What runs where
 
 What is known of each GPU and [recipe](recipes.md). A cell holds for torch {versions},
 unless it names versions: CI runs the tests below with each of them, once a week. `python -m benchmarks.support` writes this
-page, from the [descriptions of GPUs](cli.md#devices-calibrate), the tests that make machine code, and results of devices.
+page, from the [descriptions of GPUs](cli.md#plot-devices-calibrate), the tests that make machine code, and results of devices.
 
 | a cell says | which means |
 |---|---|

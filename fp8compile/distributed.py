@@ -12,7 +12,7 @@ __all__ = ["compress_gradients", "fp8_all_gather", "fp8_hook"]
 def fp8_all_gather(model: nn.Module) -> None:
     """Have FSDP2 gather in FP8 what nothing but FP8 matmuls read. After `fully_shard(model)`, before or after compilation.
 
-    Called again, it only has scales computed anew before the next forward: call it if you wrote into weights between two
+    Called again, it only recomputes scales before the next forward: call it if you wrote into weights between two
     forwards by hand, without a backward, an optimizer step or `load_state_dict` in between.
 
     ShardingError, a ValueError, names the parameter and the fix where this cannot work: nothing is sharded, parameters are

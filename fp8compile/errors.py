@@ -65,7 +65,7 @@ class ExportError(Fp8CompileError, ValueError):
 
 
 class TuneError(Fp8CompileError):
-    """No policy that `fp8compile.tune` tried is exact enough, or none is faster than bf16."""
+    """No policy that `fp8compile.tune` tried is accurate enough, or none is faster than bf16."""
 
 
 class Unusable(Fp8CompileError):

@@ -29,9 +29,10 @@ TARGET = """
     (model, args), (model, args, kwargs) or dict(model=, args=, kwargs=).
     """
 
+OPTION = "An option of the backend, such as recipe=tensorwise or margin=[1,1,11]; repeatable."
 OPTIONS = {
-    "policy": click.option("--policy", metavar="FILE|NAME", help="Policy file, or the name of a shipped policy."),
-    "option": click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Backend option; repeatable."),
+    "policy": click.option("--policy", metavar="FILE|NAME", help="A policy file, or the name of a shipped policy."),
+    "option": click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=OPTION),
     "input": click.option(
         "--input",
         "inputs",
@@ -40,12 +41,12 @@ OPTIONS = {
         help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that TARGET returns.",
     ),
     "loss": click.option(
-        "--loss", metavar="NAME", help="A function beside TARGET that makes the loss of what the model returns."
+        "--loss", metavar="NAME", help="A function in TARGET's file that computes the loss from the model's output."
     ),
     "autocast": click.option(
         "--autocast/--no-autocast",
         default=None,
-        help="Take the step under bf16 autocast, or as the model is (default: under autocast if a parameter is float32).",
+        help="Run the step under bf16 autocast, or as the model is (default: under autocast if a parameter is float32).",
     ),
     "json": click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
     "html": click.option("--html", metavar="FILE", help="Write an HTML page, too."),
@@ -64,13 +65,13 @@ def takes(device: str, *names: str) -> Callable[[Callable[..., Any]], Callable[.
     return decorate
 
 
-DECIDES = "Device whose description decides what pays (default: the policy's; else the model's, or h200 to estimate)."
+DECIDES = "The described device to decide for (default: the policy's; else the model's, or h200 to estimate)."
 STEP = ("policy", "option", "input", "autocast", "json")
 
 
 @click.command(help="Show which matmuls run in FP8, and why the others do not. Nothing is trained or run." + TARGET)
 @takes(DECIDES, *STEP, "html")
-@click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing.")
+@click.option("--strict", is_flag=True, help="Exit with status 1 if no matmul is in FP8, or a rule of the policy matches none.")
 @click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
 def explain(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None, full: bool,
@@ -83,9 +84,9 @@ def explain(
         _insist(report, options, target)
 
 
-@click.command(help="Estimate the time of a training step in bf16 and in FP8, for a GPU that you need not have." + TARGET)
+@click.command(help="Estimate the time of a training step in bf16 and in FP8, for a GPU that you do not need to have." + TARGET)
 @takes(DECIDES, *STEP, "html")
-@click.option("--strict", is_flag=True, help="Fail where nothing can run in FP8, or a rule matches nothing.")
+@click.option("--strict", is_flag=True, help="Exit with status 1 if no matmul is in FP8, or a rule of the policy matches none.")
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
 def estimate(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None,
@@ -104,11 +105,11 @@ def estimate(
 
 
 @click.command(
-    help="One training step in FP8 beside the same step in high precision: errors of outputs and gradients." + TARGET
+    help="Compare a training step in FP8 with the same step in high precision, layer by layer." + TARGET
 )
 @takes(DECIDES, *STEP, "loss")
-@click.option("--strict", is_flag=True, help="Fail if a row leaves its band.")
-@click.option("--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf.")
+@click.option("--strict", is_flag=True, help="Exit with status 1 if a row is out of range.")
+@click.option("--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf. Needs matplotlib.")
 @click.option("--full", is_flag=True, help="A line for each layer and parameter.")
 def compare(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, loss: str | None,
@@ -128,18 +129,18 @@ def compare(
     _finish(found, found.table(worst=None if full else 20), as_json)
     if given["strict"] and found.flagged:
         names = ", ".join(row["name"] for row in found.flagged)
-        raise StrictError(f"strict: out of their band in FP8: {names}")
+        raise StrictError(f"strict: out of range in FP8: {names}")
 
 
 @click.command(
-    help="Does FP8 pay here? The model's training step, timed on this machine's GPU, in bf16 and in FP8." + TARGET
+    help="Time the model's training step on this machine's GPU, in bf16 and in FP8." + TARGET
 )
-@takes("A device of this machine (default: cuda).", *STEP, "loss")
+@takes("A device of this machine (default: cuda); cpu tries the command.", *STEP, "loss")
 @click.option("--torchao/--no-torchao", default=None, help="Also torchao's float8 linears (default: where it is installed).")
-@click.option("--optimizer/--no-optimizer", default=True, help="A step has a fused AdamW, or none (default: it has).")
+@click.option("--optimizer/--no-optimizer", default=True, help="With AdamW (the default; its learning rate is 0), or without.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns of each arm.")
-@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Timed steps a turn.")
-@click.option("--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed steps at first, which compile.")
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Timed steps per turn.")
+@click.option("--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed first steps, to compile.")
 def bench(
     target: str, device: str | None, policy: str | None, options: Sequence[str], inputs: Sequence[str], as_json: bool,
     loss: str | None, **settings: Any
@@ -169,13 +170,15 @@ def bench(
 
 
 @click.command(
-    help="The fastest policy whose gradients are exact enough: a recipe for each group of layers, from measured errors and "
-    "estimated times. The result extends --policy." + TARGET
+    help="Choose the fastest policy whose gradients are accurate enough: a recipe for each group of layers, from measured "
+    "errors and estimated times. The result extends --policy." + TARGET
 )
 @takes("Device to estimate times for (default: the policy's; else h200).", "policy", "autocast", "json", "loss")
-@click.option("--max-error", type=float, default=0.05, show_default=True, help="Largest relative error of gradients.")
+@click.option(
+    "--max-error", type=float, default=0.05, show_default=True, help="Largest error of gradients that FP8 may add to bf16's."
+)
 @click.option("--loss-budget", hidden=True)
-@click.option("--like", metavar="TARGET", help="What times are estimated for: the same layers in real sizes.")
+@click.option("--like", metavar="TARGET", help="What times are estimated for: a model of the same module names, in real sizes.")
 @click.option("--out", metavar="FILE", help="Write the policy into this file.")
 def tune(
     target: str, device: str | None, policy: str | None, autocast: bool | None, as_json: bool, loss: str | None,
@@ -213,11 +216,11 @@ def explained(
 
 
 def idle(labels: Sequence[str], report: Report, target: str) -> str:
-    """A sentence that names the rules of `labels` that decided about no matmul of `target`; "" if each decided about some."""
+    """A sentence that names the rules of `labels` that match no matmul of `target`; "" if each matches one."""
     deciding = {record.rule for record in report.matmuls}
     names = [repr(label) for label in labels if label not in deciding]
-    verb = "decides" if len(names) == 1 else "decide"
-    return f"{', '.join(names)} {verb} about no matmul of {target}" if names else ""
+    verb = "matches" if len(names) == 1 else "match"
+    return f"{', '.join(names)} {verb} no matmul of {target}" if names else ""
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -306,7 +309,7 @@ def as_trained(target: Target, asked: bool | None) -> Iterator[None]:
     with autocast(modules_of((target.model, target.args, target.kwargs)), asked) as note:
         yield
         if note:
-            click.echo(f"note: {note} (--no-autocast takes the step without)", err=True)
+            click.echo(f"note: {note} (--no-autocast runs it without)", err=True)
 
 
 def traced(target: Target, function: Callable[..., Any], **settings: Any) -> Any:

@@ -26,7 +26,7 @@ def policy() -> None:
 @click.argument("file")
 @click.option("--model", "target", metavar="TARGET", help="Also count what each rule decides in this model.")
 @click.option("--input", "inputs", multiple=True, metavar="SHAPE[:DTYPE]", help="Input of the model, as in explain.")
-@click.option("--device", metavar="NAME", help="Device whose description decides what pays, as in explain.")
+@click.option("--device", metavar="NAME", help="The described device to decide for, as in explain.")
 def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | None) -> int:
     """Validate a policy; with --model, report what each rule matches. Exit status 1 if something is wrong.
 

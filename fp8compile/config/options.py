@@ -116,7 +116,7 @@ def _spelled(recipe: Recipe, beside: Mapping[str, Any]) -> dict[str, Any]:
     fields = {option: name for option, name in _RECIPE_FIELDS.items() if getattr(recipe, name) != getattr(default, name)}
     twice = [option for option in fields if option in beside]
     if twice:
-        raise OptionError(f"fp8 option {twice[0]!r} is given twice, in the recipe and beside it.")
+        raise OptionError(f"fp8 option {twice[0]!r} is given twice: in the recipe, and on its own.")
     return {"recipe": recipe.name, **{option: getattr(recipe, name) for option, name in fields.items()}}
 
 

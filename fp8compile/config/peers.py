@@ -22,7 +22,7 @@ _ATTENTION = "nothing: fp8compile leaves attention in high precision"
 # option -> what takes its place
 _OPTIONS = {
     # torchao
-    "module_filter_fn": "'policy', which takes the same function of (module, name), or 'exclude', a list of names",
+    "module_filter_fn": "'policy', which accepts the same function of (module, name), or 'exclude', a list of names",
     "enable_fsdp_float8_all_gather": _GATHER,
     "precompute_float8_dynamic_scale_for_fsdp": f"{_GATHER}; no per-step call is needed",
     "force_recompute_fp8_weight_in_bwd": "'recast_weights'",
@@ -30,7 +30,7 @@ _OPTIONS = {
     "pad_inner_dim": _NOTHING,
     "emulate": "nothing: on a device without FP8 matmuls that run on a CPU are emulated",
     "recipe_name": "'recipe'",
-    "config": "'recipe' and the settings beside it",
+    "config": "'recipe' and the other settings",
     # TransformerEngine
     "fp8_recipe": "'recipe'",
     "fp8_group": "'reduce_amax'",

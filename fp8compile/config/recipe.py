@@ -1,8 +1,8 @@
 """Recipe: how tensors are scaled into FP8. Frozen, hashable, plain data: it is part of every cache key.
 
-``delayed``             one scale a tensor, from the amaxes of earlier training calls: the cast needs no pass of its own
-``tensorwise``          one scale a tensor, from its own amax ("current" scaling); no state
-``rowwise``             one scale a row of the operand: a token's features, or a feature's tokens; E4M3 throughout
+``delayed``             one scale per tensor, from the amaxes of earlier training calls: the cast needs no pass of its own
+``tensorwise``          one scale per tensor, from its own amax ("current" scaling); no state
+``rowwise``             one scale per row of the operand: a token's features, or a feature's tokens; E4M3 throughout
 ``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in dgrad
 ``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers of two; E4M3
 ``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout. With
@@ -144,7 +144,7 @@ class Recipe:
     fp8_format: str | None = setting(
         None,
         "The FP8 formats. hybrid: E4M3 for activations and weights, E5M2 for gradients; e4m3: E4M3 for all "
-        "three. Default: hybrid with one scale a tensor, e4m3 with finer scales, which take nothing else.",
+        "three. Default: hybrid with one scale per tensor, e4m3 with finer scales, which support nothing else.",
         unless_none(in_any_case(*FP8_FORMATS)),
         "'hybrid', 'e4m3'",
     )
@@ -185,7 +185,7 @@ class Recipe:
     )
     recast_weights: bool | str = setting(
         "auto",
-        "Cast weights again in backward instead of keeping their transposed FP8 copies: 1 byte of memory a "
+        "Cast weights again in backward instead of keeping their transposed FP8 copies: 1 byte of memory per "
         "parameter less, 2 to 4 bytes of traffic more. auto: where that costs little, or where FP8 would "
         "need more memory than bf16.",
         switch,
@@ -202,7 +202,7 @@ class Recipe:
     )
     cache_weights: bool = setting(
         False,
-        "Keep the FP8 copies of weights until the weights change: one cast an optimizer step, not one a "
+        "Keep the FP8 copies of weights until the weights change: one cast per optimizer step, not per "
         "micro-batch. Weights are scaled by their current amax.",
         boolean,
         "bool",
@@ -210,7 +210,7 @@ class Recipe:
     )
     frozen: str = setting(
         "high_precision",
-        "What weights that do not train are kept in. fp8: 1 byte a parameter, where nothing but FP8 matmuls"
+        "What weights that do not train are kept in. fp8: 1 byte per parameter, where nothing but FP8 matmuls"
         " read them; they are scaled by their current amax.",
         one("high_precision", "fp8"),
         "'high_precision', 'fp8'",
@@ -239,7 +239,7 @@ class Recipe:
     )
     on_overflow: str = setting(
         "current",
-        "What follows an amax that saturates and is over twice the amax behind its scale (a gradient's: "
+        "What follows an amax that saturates and is over twice the amax that its scale comes from (a gradient's: "
         "eight times). current: the next step scales the tensor by its current amax; saturate: the amax "
         "only enters the history.",
         one("current", "saturate"),

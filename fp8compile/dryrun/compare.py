@@ -79,7 +79,7 @@ def compare(
 
     Raises Fp8CompileError if the model refuses the batch, if its loss is not finite, or if no matmul becomes FP8; OptionError
     (a ValueError) for bad options, a loss that is none, a model on the meta device, parameters that are DTensors, and a model
-    without a trained parameter; TypeError if `model` is none.
+    without a trained parameter; TypeError if `model` is neither a module nor a function.
     """
     return Session(model, options, device).run(args, kwargs, loss)
 
@@ -187,7 +187,7 @@ class Session:
         if not math.isfinite(reference.loss):
             raise Fp8CompileError(
                 f"{self.who}: the loss of {self.name} is {reference.loss} in high precision on this batch, so there is nothing "
-                "to compare FP8 with; take a batch with a finite loss"
+                "to compare FP8 with; use a batch with a finite loss"
             )
 
     def _options(self, weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,8 +85,8 @@ class Compared:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """A training step in FP8 beside the same step in high precision. ``str()`` is a table, ``rows()`` are flat dicts,
-    ``to_dict()`` is for JSON, ``plot(path)`` draws a picture. `flagged` are the rows that have left their band.
+    """A training step in FP8, compared with the same step in high precision. ``str()`` is a table, ``rows()`` are flat dicts,
+    ``to_dict()`` is for JSON, ``plot(path)`` draws a picture. `flagged` are the rows out of range.
 
     `loss`, `loss_bf16`, `loss_fp8`: of the three runs. `gradient`, `gradient_bf16`: of all parameters as one vector.
     `deterministic`: two runs in high precision with the same random numbers were bitwise equal (None: not asked); `unsteady`:
@@ -113,7 +113,7 @@ class Comparison:
         * cosine: of the angle between the two gradients. norm: the length of FP8's gradient over that of the other.
         * overflows%, underflows%: the most of the layer's casts, as in `Stats.rows`.
         * peak: the largest magnitude of its input or its weight, over the median of those that are not 0.
-        * flag: how it has left its band, or "".
+        * flag: why it is out of range, or "".
 
         SQNRs are in dB. A number that is unknown, not finite, or of two equal tensors, is None.
         """

@@ -74,7 +74,7 @@ def estimate(
     if attention is not None and not 0 < attention <= 1:
         raise OptionError.of("attention", attention, "a share of the bf16 matmul rate, above 0 and at most 1")
     if optimizer < 0:
-        raise OptionError.of("optimizer", optimizer, "bytes a parameter, at least 0")
+        raise OptionError.of("optimizer", optimizer, "bytes per parameter, at least 0")
     chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
     found = device_for(device or parse(chosen).policy.device)
     chosen["device"] = found.key
@@ -95,14 +95,14 @@ def estimate(
         bf16, (fp8, decided) = compiler.bf16(), compiler.fp8()
         if container is not None:
             decided = explain(model, *args, options=chosen, autocast=False, **kwargs)  # as it is on already, where it is
-            notes.append(f"{len(container)} of {name or 'the blocks'}, carried on from 1 and 2")
+            notes.append(f"{len(container)} of {name or 'the blocks'}, extrapolated from 1 and 2")
     if not waves:
         notes.append("matmuls at the full rate, without waves of tiles")
     if optimizer:
         moved = optimizer * sum(p.numel() for p in {p for module in modules for p in module.parameters()})
         step = {OPTIMIZER: Cost(bytes=moved, bytes_outside_matmuls=moved, seconds=moved / found.bandwidth)}
         bf16, fp8 = {**bf16, **step}, {**fp8, **step}
-        notes.append(f"with an optimizer that moves {optimizer:g} bytes a parameter")
+        notes.append(f"with an optimizer that moves {optimizer:g} bytes per parameter")
     rate = roofline.attention_rate(found) if attention is None else roofline.AttentionRate("given", attention)
     return Estimate(found.name, tuple(_layers(bf16, fp8)), decided, tuple(notes), rate)
 

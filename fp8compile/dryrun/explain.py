@@ -37,7 +37,7 @@ def explain(
 
     `model` is a module, a compiled module, or any function that calls modules; tensors may be on the meta device. A model in
     eval mode is explained as in training. `options` are those of the backend (`strict` is ignored, because the report shows
-    what it would complain about). `device` names the described device to decide for, e.g. "h100". `autocast` traces under bf16
+    what it would warn about). `device` names the described device to decide for, e.g. "h100". `autocast` traces under bf16
     autocast; None does so if a parameter is float32 and no autocast is on, as `estimate` does.
 
     Code after a graph break (`.item()`, a branch) sees zeros instead of values; only small numbers that follow from sizes,

@@ -65,9 +65,9 @@ def tune(
     The model, its gradients, buffers and random numbers, and reports are left as they were. The result depends on nothing but
     the arguments. It takes a trace and a step for each group and candidate, and a compilation for each recipe.
 
-    Raises TuneError if no policy is exact enough or none is faster than bf16; Fp8CompileError if the model refuses the batch,
-    if its loss is not finite, if it is not deterministic, or if no GPU can be described here (a process with a CUDA device);
-    OptionError (a ValueError) for bad options, as `compare` does.
+    Raises TuneError if no policy is accurate enough or none is faster than bf16; Fp8CompileError if the model refuses the
+    batch, if its loss is not finite, if it is not deterministic, or if no GPU can be described here (a process with a CUDA
+    device); OptionError (a ValueError) for bad options, as `compare` does.
     """
     if "loss_budget" in kwargs:
         raise OptionError("tune: 'loss_budget' is gone, since no study supports one; give max_error, such as 0.05")

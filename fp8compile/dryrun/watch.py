@@ -47,7 +47,7 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl", co
     * a function, which is called with a list of such dicts.
 
     `compare_every`: also compare FP8 with high precision after every so many steps, on the batch that the model has just seen,
-    and warn of what has left its band (see `Comparison`). Its rows have "compare" instead of "role": "step" for the whole
+    and warn of what is out of range (see `Comparison`). Its rows have "compare" instead of "role": "step" for the whole
     step, "layer" and "parameter" as in `Comparison.rows`. A comparison takes three steps, run eagerly, and at the
     first time the tracing of two graphs. `model` has to be the object that the training loop calls.
 
@@ -80,7 +80,7 @@ class Comparing:
     def __init__(self, model: nn.Module, every: int):
         self.every = every
         self.model, self.session = weakref.ref(model), Session(model)
-        self.ends = f"the monitor compares {self.session.name} no more"
+        self.ends = f"the monitor no longer compares {self.session.name}"
         self.seen: Seen | None = None
         self.waiting = False  # for the first call of a step that ends with a comparison
         self.closed = False
@@ -195,7 +195,7 @@ def _warn(step: int, found: Comparison) -> None:
     shown = "; ".join(f"{row['name']}: {row['flag']}" for row in flagged[:SHOWN])
     more = f"; and {len(flagged) - SHOWN} more" if len(flagged) > SHOWN else ""
     where = "" if found.rank is None else f" on rank {found.rank}"
-    logger.warning("fp8: step %d%s: out of their band in FP8: %s%s", step, where, shown, more)
+    logger.warning("fp8: step %d%s: out of range in FP8: %s%s", step, where, shown, more)
 
 
 def rows_of(step: int, found: Comparison) -> list[dict[str, Any]]:

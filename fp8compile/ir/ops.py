@@ -167,7 +167,7 @@ def _scales(page: Tensor) -> Tensor:
     if compat.autograd.in_compiled_autograd():
         raise Fp8CompileError(
             "this model was compiled with delayed scaling before compiled autograd was on, which now takes over its backward: "
-            "its scales would be wrong. Switch compiled autograd on before the first call, or take recipe 'tensorwise'"
+            "its scales would be wrong. Switch compiled autograd on before the first call, or use recipe 'tensorwise'"
         )
     return state_page.snapshot_of(page)
 

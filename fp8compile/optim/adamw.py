@@ -1,4 +1,4 @@
-"""AdamW with states of three bytes a parameter, in place of torch.optim.AdamW."""
+"""AdamW with states of three bytes per parameter, in place of torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamW(Optimizer):
-    """torch.optim.AdamW whose states take 3.06 bytes a parameter instead of 8, and whose `state_dict()` is torch's.
+    """torch.optim.AdamW whose states take 3.06 bytes per parameter instead of 8, and whose `state_dict()` is torch's.
 
     The first moment is kept in E4M3 and the second in FP16, in blocks of 128 elements with a power-of-two scale each; the
     arithmetic is float32. Parameters of fewer than 4,096 elements keep float32 moments. No step waits for the device.
 
     * `params`, `lr`, `betas`, `eps`, `weight_decay`, `maximize`: as torch.optim.AdamW's. `lr` may be a tensor.
     * `master`: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder": the lower half of
-      the float32 master weight, 2 bytes a parameter; exact, for bf16 weights. "float32": a float32 copy, 4 bytes. Weights in
+      the float32 master weight, 2 bytes per parameter; exact, for bf16 weights. "float32": a float32 copy, 4 bytes. Weights in
       float32 need none.
     * `fp8_weights`: the step also makes the FP8 weights of the next step, for models that are compiled with `backend="fp8"` and
       `cache_weights=True`. No forward casts a weight then, and results are bitwise the same. After a write to `weight.data`
       after a step, call `fp8compile.refresh_weight_cache()`. Without `cache_weights` it has no effect, and warns once.
     * `compiled`: False runs the update as plain torch operators, slower, without waiting for a compilation. So do NVIDIA's
       GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
-    * `foreach`, `fused`: are accepted and have no effect; the update is always one kernel a parameter.
+    * `foreach`, `fused`: are accepted and have no effect; the update is always one kernel per parameter.
 
     `state_dict()` has float32 moments under torch.optim.AdamW's keys, and a float32 `master_param` if there is a master.
-    torch.optim.AdamW loads it, and this class loads torch.optim.AdamW's. While it is made, 8 bytes a parameter are allocated.
+    torch.optim.AdamW loads it, and this class loads torch.optim.AdamW's. While it is made, 8 bytes per parameter are allocated.
 
     Raises ValueError for values out of range, for amsgrad, capturable or differentiable, for a parameter that is not float32,
     bf16 or FP16, and for a checkpoint of another optimizer or other shapes, which leaves everything as it was; RuntimeError for
@@ -108,7 +108,7 @@ class AdamW(Optimizer):
                 if p.grad.is_sparse or p.grad.layout != torch.strided:
                     raise RuntimeError(
                         f"AdamW does not support sparse gradients: a parameter {list(p.shape)} of group {index} has one. "
-                        "Take torch.optim.SparseAdam for it, or sparse=False in its embedding"
+                        "Use torch.optim.SparseAdam for it, or sparse=False in its embedding"
                     )
         asked = self._asked() if self.fp8_weights else frozenset()
         amaxes: dict[Tensor, Tensor] = {}  # of the blocks of weights
@@ -186,7 +186,7 @@ class AdamW(Optimizer):
         amaxes.update({p: local(p).abs() for p, _ in members if id(p) in asked and is_small(p)})
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.optim.AdamW's, with float32 moments: 8 bytes a parameter, newly allocated."""
+        """torch.optim.AdamW's, with float32 moments: 8 bytes per parameter, newly allocated."""
         mine = self.state
         whole = {p: vanilla(p, state) if isinstance(p, Tensor) and state else state for p, state in mine.items()}
         self.state = defaultdict(dict, whole)  # so that the hooks of others see torch's keys too
@@ -217,7 +217,7 @@ class AdamW(Optimizer):
         ours, theirs = self.param_groups, saved["param_groups"]
         if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
             shapes = " and ".join(str([len(group["params"]) for group in groups]) for groups in (theirs, ours))
-            raise ValueError(f"the checkpoint has other parameter groups: {shapes} parameters, theirs and ours")
+            raise ValueError(f"the checkpoint has other parameter groups: {shapes} parameters in it and here")
         for mine, group in zip(ours, theirs, strict=True):
             absent = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
             if absent:
@@ -264,7 +264,7 @@ def _check(group: dict[str, Any], master: str | None) -> None:
             raise ValueError(f"{key} must not be negative; got {group[key]!r}")
     for key in ("amsgrad", "capturable", "differentiable"):
         if group[key]:
-            raise ValueError(f"fp8compile.optim.AdamW has no {key}: take torch.optim.AdamW for it")
+            raise ValueError(f"fp8compile.optim.AdamW has no {key}: use torch.optim.AdamW for it")
     for index, p in enumerate(group["params"]):
         if p.dtype not in _DTYPES:
             what = f"{_name(group, index)} is {p.dtype}: fp8compile.optim.AdamW updates float32, bfloat16 and float16"

@@ -20,7 +20,7 @@ def objection(matmul: Matmul) -> str | None:
     """Why a matmul with a weight cannot be FP8, whatever the policy says; None if it may be. (`misaligned` comes last.)"""
     overload = f"the overload {matmul.op} is not rewritten" if "." in matmul.op else None
     single = isinstance(matmul.batch, int) and matmul.batch == 1
-    batched = None if single else "batched: one weight matrix a batch entry"
+    batched = None if single else "batched: one weight matrix per batch entry"
     return _dtype(matmul) or overload or batched or _grouped(matmul) or _rows(matmul)
 
 

@@ -325,7 +325,7 @@ class _Component:
         bf16 = sum(x.seconds(self.device, False) for x in group)
         lost = max(0.0, self.seconds(self.chosen | group) - self.seconds(self.chosen))
         groups = gemm.matmul.groups
-        count = f"{gemm.m // groups} rows an expert" if groups else f"m {gemm.m}"
+        count = f"{gemm.m // groups} rows per expert" if groups else f"m {gemm.m}"
         text = f"{SLOWER}: {bf16 / (bf16 + lost):.2f}x at {count}"
         start = gemm.matmul.price.break_even_m
         if whole and start is None:

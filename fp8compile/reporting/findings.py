@@ -70,7 +70,7 @@ def findings(
         *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
         whose = f" (tensor cores of {BUILT_IN[recipe].whose} have it)" if BUILT_IN[recipe].whose else ""
         what = f"{recipe} is emulated in bf16 on {where}: the same values, no speedup{whose}."
-        after.append(f"{what} For FP8's speed take {', '.join(others)} or {last}")
+        after.append(f"{what} For FP8's speed, use {', '.join(others)} or {last}")
     wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
     # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or an expert without
     # tokens in this step: such a part has no FP8, as it should be

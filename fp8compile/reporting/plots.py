@@ -152,7 +152,7 @@ def _figures() -> Any:
     try:
         from matplotlib.figure import Figure  # not pyplot, which would look for a display
     except ImportError:
-        raise Fp8CompileError("plot needs matplotlib: pip install 'fp8compile[plot]'") from None
+        raise Fp8CompileError("plot needs matplotlib: pip install matplotlib") from None
     return Figure
 
 

@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 ITEM, FORMAT = "ranks", 1
 FIX = (
-    "Load on ranks that divide the parameters as those that saved, or ScalingState(model) without strict=True to take what "
+    "Load on ranks that divide the parameters as those that saved, or ScalingState(model) without strict=True to load what "
     "fits; without the scaling state in the dict, the run starts cold."
 )
 

@@ -215,7 +215,7 @@ def _tell(differences: Sequence[tuple[Loading, str]]) -> None:
 
 
 FIX = (
-    "Compile with the policy and options that it was saved with, or load it without strict=True to take what fits, "
+    "Compile with the policy and options that it was saved with, or load it without strict=True to load what fits, "
     "or ScalingState(model).load_state_dict(None) to start cold."
 )
 SHOWN = 5  # differences in a warning
@@ -226,7 +226,7 @@ def refuse_or_warn(differences: Sequence[str], strict: bool, fix: str = FIX) -> 
     if strict:
         raise StateError.of(differences, fix)
     shown = [*differences[:SHOWN], *([f"and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else [])]
-    what = "this scaling state is of another model, policy or option: what fits is taken, and the rest starts cold"
+    what = "this scaling state is of another model, policy or option: what fits is loaded, and the rest starts cold"
     logger.warning("fp8: %s:\n  %s\nScalingState(model, strict=True) makes this an error", what, "\n  ".join(shown))
 
 

@@ -583,9 +583,9 @@ def test_policy_check(model, capsys):
     assert rows["ups"][:3] == ["5", "2", "5"] and rows["rule 2"][:3] == ["3", "1", "0"]
     Path("fp8.toml").write_text(POLICY.replace("blocks.0.*", "layers.0.*"))
     assert cli.main(["policy", "check", "fp8.toml", "--model", "my_model.py:build"]) == 1
-    assert "fp8.toml: 'rule 2' decides about no matmul of my_model.py:build" in capsys.readouterr().err
+    assert "fp8.toml: 'rule 2' matches no matmul of my_model.py:build" in capsys.readouterr().err
     assert cli.main(["explain", "my_model.py:build", "--policy", "fp8.toml", "--strict"]) == 1
-    assert "strict: 'rule 2' decides about no matmul" in capsys.readouterr().err
+    assert "strict: 'rule 2' matches no matmul" in capsys.readouterr().err
     assert cli.main(["policy", "check", "llama", "--model", "my_model.py:build"]) == 0  # may have rules for other models
     out = capsys.readouterr().out
     assert re.search(r"^down projection +0 +0 +0 ", out, re.MULTILINE)

@@ -222,7 +222,7 @@ def test_rules_that_match_something_are_not_mentioned():
 )
 def test_names_that_do_not_exist(rule, says):
     (message,) = unmatched(rule)
-    assert says in message and "rule 1 of policy given as a dict decides about no matmul" in message
+    assert says in message and "rule 1 of policy given as a dict matches no matmul" in message
     if "module_class" not in rule:  # a graph of a part of the model may not contain all classes
         assert unmatched(rule, whole=False) == [message]
 

@@ -177,7 +177,7 @@ def test_a_monitor_compares_on_each_rank(tmp_path) -> None:
     assert ranks[0]["rows"][0]["loss"] != ranks[1]["rows"][0]["loss"]
     assert not any("band" in text for text in ranks[0]["warned"])
     (text,) = {text for text in ranks[1]["warned"] if "band" in text}
-    assert text.startswith("fp8: step 4 on rank 1: out of their band in FP8: mlp.up.weight")
+    assert text.startswith("fp8: step 4 on rank 1: out of range in FP8: mlp.up.weight")
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2 * 7  # of rank 0 alone: the step and six parameters
 
 
@@ -215,5 +215,5 @@ def test_a_sharded_model_is_refused_in_one_line() -> None:
     assert "\n" not in ranks[1]["error"]
     for found in ranks:
         (text,) = [text for text in found["warned"] if "compares" in text]
-        assert text.startswith("fp8: the monitor compares Net no more: OptionError: compare: ") and fix in text
+        assert text.startswith("fp8: the monitor no longer compares Net: OptionError: compare: ") and fix in text
         assert "\n" not in text and len(found["losses"]) == 2

@@ -238,7 +238,7 @@ def test_an_optimizer_counts_the_same_in_both_and_without_waves_all_is_shorter(m
     after = 14 * params / H200.bandwidth
     assert with_it.bf16.seconds - made.bf16.seconds == pytest.approx(after) == with_it.fp8.seconds - made.fp8.seconds
     assert 1 < with_it.speedup < made.speedup
-    assert with_it.notes == ("with an optimizer that moves 14 bytes a parameter",) and "optimizer" in with_it.summary()
+    assert with_it.notes == ("with an optimizer that moves 14 bytes per parameter",) and "optimizer" in with_it.summary()
     ideal = estimated(waves=False)
     assert ideal.bf16.matmul_seconds < made.bf16.matmul_seconds and ideal.fp8.matmul_seconds < made.fp8.matmul_seconds
     assert ideal.bf16.bytes == made.bf16.bytes and "without waves" in ideal.notes[0]
@@ -270,7 +270,7 @@ def test_the_recipe_and_the_device_of_the_options():
 @pytest.mark.weekly
 def test_extrapolation_of_equal_blocks():
     whole, carried = estimated(3), estimated(3, extrapolate=True)
-    assert len(net(3).layers) == 3 and carried.notes == ("3 of layers, carried on from 1 and 2",)
+    assert len(net(3).layers) == 3 and carried.notes == ("3 of layers, extrapolated from 1 and 2",)
     for a, b in ((whole.bf16, carried.bf16), (whole.fp8, carried.fp8)):
         assert {d: n for d, n in a.flops.items() if n} == {d: n for d, n in b.flops.items() if n}
         assert b.seconds == pytest.approx(a.seconds, rel=0.05)

@@ -220,7 +220,7 @@ def test_experts_in_an_einsum() -> None:
         w2=parameter(4, 256, 128, seed=2),
     )
     torch.compile(model, backend="fp8")(ternary(32, 128).requires_grad_()).sum().backward()
-    batched = "batched: one weight matrix a batch entry"
+    batched = "batched: one weight matrix per batch entry"
     found = sorted((r.fqn, r.gemm, r.reason) for r in fp8compile.report(model).matmuls)
     assert found == [(w, gemm, why) for w, why in (("w1", ""), ("w2", batched)) for gemm in ("dgrad", "fprop", "wgrad")]
 

@@ -76,8 +76,8 @@ SAYS = """
 unknown key 'modul' (value 'x' (str)). Did you mean 'module'
 the command line needs click, which is not installed: pip install click
 needs tensorboard: pip install tensorboard
-fp8compile.export needs safetensors, which is not installed: pip install 'fp8compile[export]'
-plot needs matplotlib: pip install 'fp8compile[plot]'
+fp8compile.export needs safetensors, which is not installed: pip install safetensors
+plot needs matplotlib: pip install matplotlib
 fp8compile.integrations.lightning needs lightning, which is not installed: pip install 'lightning>=
 fp8compile.integrations.accelerate needs accelerate, which is not installed: pip install 'accelerate>=
 """.strip().splitlines()

@@ -4,7 +4,8 @@
 * A `bash` block runs in the folder of these files. Pages with such a block are slow: each command imports torch.
 * A `text` block right after one of them is what it prints. Numbers with a point may differ by a fifth; a line "..." stands for
   any lines.
-* A block after the line "<!-- Not run by a test: why -->", or whose first line is "# Not run by a test: why", is not run.
+* A `toml` block with a title is a policy; in one without, each line is a condition of a rule.
+* A block after the line "<!-- Not run by a test of this page: why -->" is not run.
 
 The older pages have fragments: `given` has the names that they take for granted.
 """
@@ -32,13 +33,14 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8compile
 import fp8compile.distributed
+from fp8compile.devices.toml import tomllib
 from tests.support import hooks
 from tests.support.models import LlamaLayer, ResidualMlp
 from tests.support.policies import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NOT_RUN = re.compile(r"(# |<!-- )Not run by a test( of this page)?: \w+")
+NOT_RUN = re.compile(r"<!-- Not run by a test of this page: \w+")
 COMPLETE = ("index.md", "tutorial.md", "how-to")  # pages whose code needs no names from here
 COMPILED = ("README.md", "docs/index.md")  # also run as users run them, through Inductor
 COSTLY = (  # each takes seconds to compile: slow
@@ -65,7 +67,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return not NOT_RUN.match(self.code) and not NOT_RUN.match(self.before)
+        return not NOT_RUN.match(self.before)
 
 
 FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$(?:\n+^\1```text\n(.*?)^\1```$)?", re.M | re.S)
@@ -162,8 +164,9 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
     return {"torch": torch, "nn": nn, "fp8compile": fp8compile, "model": model, "x": x, "train": train}
 
 
-def run(page: Path, folder: Path) -> None:
-    """Run the blocks of a page in a folder."""
+def run(page: Path, folder: Path) -> str:
+    """Run the blocks of a page in a folder. Returns what the Python blocks print."""
+    everything = io.StringIO()
     if has_commands(page):
         (folder / "examples").symlink_to(ROOT / "examples")
     for block in blocks(page):
@@ -171,6 +174,9 @@ def run(page: Path, folder: Path) -> None:
             (folder / block.title).write_text(block.code)
             if block.language == "toml":
                 load(folder / block.title)
+        elif block.language == "toml":
+            for line in block.code.splitlines():
+                assert load({"rules": [tomllib.loads(line)]}).rules[0].conditions, block.where
     names = {"__name__": "page", **given(page, folder)}
     for block in blocks(page):
         if block.title is not None or not block.runs:
@@ -181,8 +187,10 @@ def run(page: Path, folder: Path) -> None:
             with contextlib.redirect_stdout(printed):
                 exec(code, names)
             agree(block, printed.getvalue())
+            everything.write(printed.getvalue())
         elif block.language == "bash":
             agree(block, shell(block, folder))
+    return everything.getvalue()
 
 
 def shell(block: Block, folder: Path) -> str:
@@ -240,7 +248,9 @@ INTERPRETED = [page for page in WITH_PYTHON if name(page) not in ("docs/estimate
 @pytest.mark.cases(test=9, slow=2)
 @pytest.mark.parametrize("page", [pytest.param(x, marks=[pytest.mark.slow] * is_slow(x)) for x in INTERPRETED], ids=name)
 def test_the_code_of_a_page_runs(page: Path, folder: Path, interpreted: None) -> None:
-    run(page, folder)
+    printed = [line.split() for line in run(page, folder).splitlines()]
+    heads = re.findall(r"^(\S.*)\n-{3}[ -]+$", "\n".join(block.code for block in blocks(page) if not block.language), re.M)
+    assert all(head.split() in printed for head in heads), f"{name(page)} shows other columns than are printed: {heads}"
 
 
 @pytest.mark.weekly

@@ -8,15 +8,17 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 from pathlib import Path
 
+import click
 import pytest
 
 import fp8compile
-from fp8compile import errors
+from fp8compile import cli, errors
 from fp8compile.config.options import OURS
 from fp8compile.config.recipe import RECIPES
-from tests.project import settings_page
+from tests.project import command_options, settings_page
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -52,6 +54,10 @@ def test_lines_are_short(page: Path) -> None:
 
 def test_the_readme_is_a_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_pages_are_short_together() -> None:
+    assert sum(len(page.read_text().splitlines()) for page in (ROOT / "docs").rglob("*.md")) <= 3500
 
 
 LONG = {"CHANGELOG.md": 1000}
@@ -110,6 +116,10 @@ def test_the_settings_have_their_page() -> None:
     assert settings_page.PAGE.read_text() == settings_page.page(), "python -m tests.project.settings_page"
 
 
+def test_the_options_of_commands_have_their_table() -> None:
+    assert command_options.PAGE.read_text() == command_options.page(), "python -m tests.project.command_options"
+
+
 def public_names() -> set[str]:
     """The names that docs/reference/index.md calls public. Modules of other libraries are read, not imported."""
     names = {f"fp8compile.{name}" for name in fp8compile._PUBLIC}  # also of results, which `import *` does not bring
@@ -148,8 +158,38 @@ def test_the_tests_that_guard_the_invariants_exist() -> None:
 
 def test_the_files_that_the_pages_name_exist() -> None:
     """Checks names such as `passes/quantize.py` in the pages for people who change the code."""
-    rooms = "cli|dryrun|reporting|runtime|passes|codegen|ir|config|devices|compat"
+    rooms = "cli|dryrun|features|optim|reporting|runtime|passes|codegen|ir|config|devices|compat"
     for page in (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"):
         named = set(re.findall(rf"(?<!tests/)\b((?:{rooms})/[\w/]+\.py)\b", page.read_text()))
-        missing = [name for name in named if not (ROOT / "fp8compile" / name).exists()]
+        missing = [name for name in named if "NAME" not in name and not (ROOT / "fp8compile" / name).exists()]
         assert named and not missing, f"{page.name}: {missing}"
+
+
+def code(page: Path) -> str:
+    """The blocks of a page, and what it has in backticks, without outputs. A command that a backslash continues is one line."""
+    text = re.sub(r"^ *```text.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+    fenced = re.findall(r"^ *```[^\n]*\n(.*?)^ *```$", text, re.M | re.S)
+    named = re.findall(r"`([^`]+)`", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S))
+    return re.sub(r"\\\n *", "", "\n".join([*fenced, *(" ".join(name.split()) for name in named)]))
+
+
+NOW = [*(page for page in PAGES if page.name != "CHANGELOG.md"), ROOT / "benchmarks/README.md"]
+
+
+@pytest.mark.parametrize("page", NOW, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_commands_that_a_page_names_exist(page: Path) -> None:
+    """Also those that no test runs: their options, the modules that Python runs, and the targets of make."""
+    text = code(page)
+    for line in re.findall(r"^(?:fp8compile|python -m fp8compile) (.+)$", text, re.M):
+        words, command = shlex.split(line, comments=True), cli.cli
+        while words and isinstance(command, click.Group) and not words[0].startswith("-") and words[0] != "...":
+            assert words[0] in command.commands, f"{page.name}: {line}"
+            command = command.commands[words.pop(0)]
+        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help", "--version"}
+        unknown = [word for word in words if word.startswith("-") and word.split("=")[0] not in known]
+        assert not unknown, f"{page.name}: {line}"
+    for module in re.findall(r"python -m ((?:fp8compile|benchmarks|tests)[\w.]*)", text):
+        file = ROOT / module.rstrip(".").replace(".", "/")
+        assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), f"{page.name}: {module}"
+    made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"^make ([a-z]+)", text, re.M)) <= set(made), page.name

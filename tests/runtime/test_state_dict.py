@@ -214,7 +214,7 @@ def test_other_options(options: dict[str, Any], messages: list[str], caplog: pyt
         run(noise(16, 128)).sum().backward()
         run(noise(16, 128)).sum().backward()
     (said,) = [record.getMessage() for record in caplog.records if "scaling state" in record.getMessage()]
-    assert "what fits is taken, and the rest starts cold" in said and "strict=True" in said
+    assert "what fits is loaded, and the rest starts cold" in said and "strict=True" in said
     assert any(message in said for message in messages)
     before = histories(model)
     refused(lambda: load_scaling(model, state, strict=True))

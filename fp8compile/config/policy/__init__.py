@@ -1,10 +1,10 @@
 """Policies: which matmuls become FP8 and how, in rules that a file, a dict or Python can hold.
 
-    errors, validation    PolicyError, and tables that check their values
-    patterns, condition   globs, and the expression language over m, n, k
-    match                 the facts that a rule can test, and whether it matches
-    model                 Rule, Policy and the other tables
-    files                 reading policies
+    policy_errors, validation   PolicyError, and tables that check their values
+    patterns, condition         globs, and the expression language over m, n, k
+    match                       the facts that a rule can test, and whether it matches
+    policy_tables               Rule, Policy and the other tables
+    policy_files                reading policies
 
 >>> load("llama").choose(site).fp8
 """

@@ -96,7 +96,7 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
             if named or len(parts) < 2:
                 raise _error(text, f"has {name} of fewer than two numbers, or of something with a name")
         case ast.Call():
-            raise _error(text, "calls something else than min or max")
+            raise _error(text, "calls something other than min or max")
         case _:
             kind = type(node.ops[0] if isinstance(node, ast.Compare) else getattr(node, "op", node)).__name__
             raise _error(text, f"uses {kind}{_SPELLED.get(kind, '')}; allowed are {_LANGUAGE}")

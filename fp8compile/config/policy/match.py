@@ -110,7 +110,7 @@ def unmatched(
             why = _nameless(rule, modules, parameters, sites) or (_failing(rule, sites, modules) if whole and sites else None)
         if why is not None:
             called = f"rule {i + 1}" + (f" ({rule.name!r})" if rule.name else "")
-            messages.append(f"{called} of policy {policy.source} decides about no matmul: {why}")
+            messages.append(f"{called} of policy {policy.source} matches no matmul: {why}")
     return messages
 
 

@@ -8,7 +8,7 @@ may consist of several graphs. Each backward is compiled with its forward, wheth
     step = trace(lambda: torch.compile(model, backend="fp8")(x).sum().backward())
     step.bytes_outside_matmuls, step.flops, step.kept_for_backward, step.code
 
-The figures are static: bytes are counted on Inductor's schedule, each buffer once per kernel (`traffic`). They compare two
+The figures are static: bytes are counted on Inductor's schedule, each buffer once per kernel (`plan_traffic`). They compare two
 compilations of one model and are not a measurement. Limits: code between graphs runs on the CPU and is not counted; a tensor
 that one graph passes to the next does not count as kept for backward; there is no autotuning; the process must not have a CUDA
 device.

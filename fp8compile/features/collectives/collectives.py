@@ -117,7 +117,7 @@ def reason_against(
     else reads its values, after nodes that they pass `through`. "" if it can."""
     for operand in operands:
         if operand.scaling.block != WHOLE:
-            return f"recipe {operand.recipe.name!r} has more than one scale a tensor"
+            return f"recipe {operand.recipe.name!r} has more than one scale per tensor"
     if len(operands) > 1:
         return "its matmuls cast it in different ways"
     for before, reader in _readers(wait, through):

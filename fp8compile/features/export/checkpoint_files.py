@@ -25,7 +25,7 @@ def check_installed() -> None:
     except ModuleNotFoundError as error:
         if error.name != "safetensors":
             raise
-        fix = "pip install 'fp8compile[export]', or pip install safetensors"
+        fix = "pip install safetensors"
         raise ImportError(f"fp8compile.export needs safetensors, which is not installed: {fix}", name="safetensors") from None
 
 

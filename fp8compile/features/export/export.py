@@ -60,7 +60,7 @@ def export(
     All other tensors are written as they are, with their names in `state_dict()`; of tied tensors the first. The model is not
     changed.
 
-    `format`: "compressed-tensors" (vLLM, transformers): scales a tensor, an output channel, 128 x 128 or 1 x 32 elements, also
+    `format`: "compressed-tensors" (vLLM, transformers): scales per tensor, output channel, 128 x 128 or 1 x 32 elements, also
     mixed. "fp8" (vLLM, transformers): DeepSeek-V3's layout, 128 x 128 elements only. None: "fp8" if all layers are `blockwise`,
     else "compressed-tensors".
 

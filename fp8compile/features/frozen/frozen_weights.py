@@ -102,7 +102,7 @@ class FrozenInGraph(GraphFeature):
             other = "cast with other blocks" if verdict.block != self.matrices[i].block else ""
             if reason := verdict.reason or other:
                 what = f"{names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
-                warn(f"{what}: it has the values that FP8 has left. A rule with frozen = 'high_precision' keeps all of them")
+                warn(f"{what}: it has FP8-rounded values. A rule with frozen = 'high_precision' keeps all of them")
 
     def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
         """What is said of the frozen matrices of a graph, where some are kept in FP8 only, or were asked to be."""

@@ -112,7 +112,7 @@ class Gathered:
     def read(self, operator: str) -> None:
         """An operator outside of compiled graphs has read the values that FP8 left."""
         reason = f"read by {operator} outside of compiled graphs"
-        message = f"{self.parameter.name} was gathered in FP8, and is {reason}: it gets the values that FP8 left of it"
+        message = f"{self.parameter.name} was gathered in FP8, and is {reason}: it gets FP8-rounded values"
         if self.strict:
             raise StrictError(f"{message} (strict=True)")
         say_once(logger, logging.WARNING, f"{message}. It is gathered in {_name(self.parameter.dtype)} from the next step on")
@@ -167,7 +167,7 @@ def _check(parameter: compat.fsdp.ShardedParameter) -> None:
     fixes = {
         "is offloaded to the CPU": (parameter.on_cpu, "fully_shard without CPUOffloadPolicy"),
         "has an all-gather extension already": (parameter.extended, "leave one of the two out"),
-        "is resharded to fewer ranks after forward": (parameter.partly_resharded, "take reshard_after_forward=True or False"),
+        "is resharded to fewer ranks after forward": (parameter.partly_resharded, "use reshard_after_forward=True or False"),
     }
     for what, (found, fix) in fixes.items():
         if found:

@@ -100,14 +100,14 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
         say_once(logger, logging.INFO, "fp8_weights: forward casts weights, for a hook after all steps may write to them")
         return
     if theirs:
-        say_once(logger, logging.INFO, "fp8_weights: amaxes are computed anew, for a hook after the step may write to weights")
+        say_once(logger, logging.INFO, "fp8_weights: amaxes are computed again, as a hook after the step may write to weights")
     with compat.autograd.unseen():
         for cache in list(_STEPS.caches.values()):
             cache.cast_now(ids, {} if theirs else written)
 
 
 def refresh_weight_cache() -> None:
-    """Cast all weights anew at their next use, where `cache_weights` keeps copies. Only needed after a write to `weight.data`
+    """Cast all weights again at their next use, where `cache_weights` keeps copies. Only needed after a write to `weight.data`
     between two micro-batches of one optimizer step and, with `AdamW(.., fp8_weights=True)`, between a step and the next
     forward; all other changes are noticed."""
     _STEPS.changes += 1
@@ -232,7 +232,7 @@ class WeightCache:
         if len(found) == len(wanted):
             return found
         missing = f"{len(wanted) - len(found)} of {len(wanted)} weights were not updated in this step, or written since"
-        say_once(logger, logging.INFO, f"fp8_weights: a graph computes its amaxes anew: {missing}")
+        say_once(logger, logging.INFO, f"fp8_weights: a graph computes its amaxes again: {missing}")
         return ()
 
     def _cast(self, weights: Sequence[Tensor], amaxes: Sequence[Tensor] = ()) -> Sequence[Tensor]:

@@ -190,13 +190,13 @@ def test_bytes_and_names() -> None:
     ("how", "options", "reasons"),
     [
         ({"also": lambda whole: whole[:, :32].sin()}, {}, ["also read by aten.slice.Tensor", ""]),
-        ({}, {"recipe": "rowwise"}, ["recipe 'rowwise' has more than one scale a tensor"] * 2),
+        ({}, {"recipe": "rowwise"}, ["recipe 'rowwise' has more than one scale per tensor"] * 2),
         (
             {},
             {"policy": {"rules": [{"gemm": "wgrad", "fp8": "off"}]}},
             ["also read by up wgrad in high precision: policy", "also read by down wgrad in high precision: policy"],
         ),
-        ({}, {"recipe": "blockwise"}, ["recipe 'blockwise' has more than one scale a tensor"] * 2),
+        ({}, {"recipe": "blockwise"}, ["recipe 'blockwise' has more than one scale per tensor"] * 2),
     ],
     ids=["another reader", "rowwise", "wgrad in high precision", "blockwise"],
 )

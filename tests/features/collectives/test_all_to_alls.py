@@ -79,7 +79,7 @@ def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process
 @pytest.mark.parametrize(
     ("cls", "options", "reason"),
     [
-        (Moved, {"recipe": "rowwise"}, "recipe 'rowwise' has more than one scale a tensor"),
+        (Moved, {"recipe": "rowwise"}, "recipe 'rowwise' has more than one scale per tensor"),
         (Moved, {"policy": {"rules": [{"gemm": "wgrad", "fp8": "off"}, *ALL_FP8["rules"]]}}, "wgrad in high precision: policy"),
         (AlsoRead, {}, None),  # what came is no operand of a matmul
     ],

@@ -101,7 +101,7 @@ def test_what_can_never_be_gathered_is_refused_with_the_fix() -> None:
     for plain, offload, number, extension in on_ranks(4, _never):
         assert "nothing of this Net is sharded: call fully_shard(model) first" in plain
         assert "blocks.0.up.weight is offloaded to the CPU: fully_shard without CPUOffloadPolicy" in offload
-        assert "blocks.0.up.weight is resharded to fewer ranks after forward: take reshard_after_forward=True" in number
+        assert "blocks.0.up.weight is resharded to fewer ranks after forward: use reshard_after_forward=True" in number
         assert "blocks.1.up.weight has an all-gather extension already" in extension
 
 
