@@ -476,7 +476,7 @@ def test_a_graph_that_casts_otherwise_says_so(caplog: pytest.LogCaptureFixture) 
     model, _ = converted()
     with caplog.at_level(logging.WARNING, "fp8compile"):
         compiled(model, "blockwise")(batch(0)).float().mean().backward()
-    assert any("cast with other blocks: it has the values" in record.getMessage() for record in caplog.records)
+    assert any("cast with other blocks: it has FP8-rounded values" in record.getMessage() for record in caplog.records)
     with pytest.raises(StrictError, match="kept in FP8 only"):
         compiled(model, "blockwise", strict=True)(batch(0))
 
