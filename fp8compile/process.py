@@ -26,10 +26,9 @@ class Extras:
         return self._values.get(kind)
 
     def of(self, kind: type[T]) -> T:
-        """The value of this class; a new one, if there is none yet."""
-        if kind not in self._values:
-            self._values[kind] = kind()
-        return self._values[kind]
+        """The value of this class; a new one, if there is none yet. Threads that ask at once get the same one."""
+        found = self._values.get(kind)
+        return self._values.setdefault(kind, kind()) if found is None else found
 
     def put(self, value: object) -> None:
         self._values[type(value)] = value
@@ -42,13 +41,8 @@ _OWN = _process = Extras()
 
 
 def of(kind: type[T]) -> T:
-    """This process's object of that class. Classes may be made by several threads at once: a second one must do no harm."""
+    """This process's object of that class."""
     return _process.of(kind)
-
-
-def put(value: object) -> None:
-    """Make it this process's object of its class."""
-    _process.put(value)
 
 
 def is_set_aside() -> bool:
