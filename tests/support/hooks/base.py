@@ -25,8 +25,10 @@ def noting(owner: Any, name: str, note: Callable[..., Any]) -> Iterator[list[Any
         yield found
 
 
-def in_process(value: Any) -> Patched:
+@contextlib.contextmanager
+def in_process(value: Any) -> Iterator[Any]:
     """Inside, this is the process's object of its class."""
     from fp8compile import process
 
-    return mock.patch.dict(process._process._values, {type(value): value})
+    with mock.patch.dict(process._process._values, {type(value): value}):
+        yield value
