@@ -222,13 +222,17 @@ def saturates(dtype: torch.dtype) -> bool:
     return torch.version.hip is None and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-# PTX: four float32 become four FP8 numbers, each rounded once to nearest even, and saturated
-_CONVERT = "{{ .reg .b16 l, h; cvt.{0} l, $2, $1; cvt.{0} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
+# PTX: four float32 become four FP8 numbers, each rounded once to nearest even, and saturated. (Two halves put together by
+# `mov.b32`, by `prmt` or by `mad` are miscompiled, if they are equal.)
+_CONVERT = (
+    "{{ .reg .b16 l, h; .reg .b32 a, b; cvt.{0} l, $2, $1; cvt.{0} h, $4, $3; "
+    "cvt.u32.u16 a, l; cvt.u32.u16 b, h; shl.b32 b, b, 16; or.b32 $0, a, b; }}"
+)
 _CONVERSIONS = {torch.float8_e4m3fn: "rn.satfinite.e4m3x2.f32", torch.float8_e5m2: "rn.satfinite.e5m2x2.f32"}
 
 
 def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
-    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion rounds twice (`converts_through_float16`)."""
+    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion is wrong (`compat.triton.converts_wrongly`)."""
     if not by_ptx or dtype not in _CONVERSIONS:
         return f"{value}.to({TRITON_DTYPE[dtype]})"
     bits = f'tl.inline_asm_elementwise("{_CONVERT.format(_CONVERSIONS[dtype])}", "=r,f,f,f,f", [{value}], tl.uint8, True, 4)'

@@ -57,7 +57,7 @@ class Writer:
     def __init__(self, group: Group):
         self.group, self.domain = group, group.domain
         gpu = gpu_of(group.outputs[0].node.meta["val"].device)
-        self.by_ptx = gpu is not None and not gpu.gfx and compat.triton.converts_through_float16(gpu.capability)
+        self.by_ptx = gpu is not None and not gpu.gfx and compat.triton.converts_wrongly(gpu.capability)
         self.masks = Masks.of(group.domain)
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
         self.scales: dict[Node, str] = {}
@@ -363,7 +363,10 @@ class Writer:
             # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores
             lines.append(f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < -{largest}, -{largest}, {name}))")
             lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
-        lines.append(f"{name} = {converted(self.bracketed(kept(self.masks.counts, name)), output.dtype, self.by_ptx)}")
+        whole = kept(self.masks.counts, name)
+        if whole == name and value in self.outer.values():  # it may be one number, which has no transpose
+            whole = f"tl.broadcast_to({name}, [BLOCK_R, BLOCK_C])"
+        lines.append(f"{name} = {converted(self.bracketed(whole), output.dtype, self.by_ptx)}")
         return name
 
     def store_number(self, output: Output) -> str:

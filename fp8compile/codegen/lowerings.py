@@ -131,6 +131,11 @@ def swizzled(inverse: Tensor, rows: Any, tall: int) -> Tensor:
     return stored(tiles, [high * wide * 512]).view(torch.float8_e8m0fnu)
 
 
+def aligned(inverse: Tensor) -> Tensor:
+    """One number, at a multiple of 16 bytes. cuBLASLt refuses the scale of a tensor that begins elsewhere (CUDA 13.0, H200)."""
+    return inverse if inverse.storage_offset() % 4 == 0 else copied(inverse)
+
+
 def columns_first(inverse: Tensor) -> Tensor:
     """[rows, blocks] -> [blocks, rows], in row-major order."""
     return stored(inverse.t(), [inverse.shape[1], inverse.shape[0]])

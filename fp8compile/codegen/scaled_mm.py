@@ -30,7 +30,7 @@ from ..ir.fx_utils import value
 from ..ir.metadata import FORM
 from . import scaled_mm_kind
 from .block_gemm import launch_gemm
-from .lowerings import of_blocks, of_rows, stored, swizzled
+from .lowerings import aligned, of_blocks, of_rows, stored, swizzled
 from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON, ScaledProduct
 
 Inline = Callable[..., Node]  # writes a plain torch function into the graph, before a node
@@ -103,7 +103,7 @@ def finished(product: Tensor, x: ScaledProduct) -> Tensor:
 def tensorwise(x: ScaledProduct) -> Tensor:
     """A scale for a and one for b."""
     # views, not `as_strided` without an offset: there, Inductor 2.11 drops the offset of the input (pytorch#175325)
-    return scaled(x, x.a_inv.view(1, 1), x.b_inv.view(1, 1))
+    return scaled(x, aligned(x.a_inv).view(1, 1), aligned(x.b_inv).view(1, 1))
 
 
 def rowwise(x: ScaledProduct) -> Tensor:

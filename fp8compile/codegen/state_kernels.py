@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..ir.fx_utils import Emitter, aten, value
-from ..ir.state_page import SNAPSHOT, Rows
+from ..ir.state_page import APART, BEFORE, Rows
 from . import launch
 
 BLOCK, NUMBERS = 64, 4096  # at most: slots at a time, and numbers of their histories
@@ -56,9 +56,9 @@ def launch_begin(node: Node, page: Node) -> Node | None:
     (slots, width), (count,) = (map(int, value(x).shape) for x in (page, vector))
     emit = Emitter(node.graph, vector, vector, nn_module_stack=None, fwd_nn_module_stack=None)  # of no module
     device = value(page).device
-    scales = emit(aten.empty.memory_format, [slots, SNAPSHOT], dtype=torch.float32, device=device, pin_memory=False)
+    scales = emit(aten.empty.memory_format, [slots, BEFORE, APART], dtype=torch.float32, device=device, pin_memory=False)
     zeros = emit(aten.empty.memory_format, [count], dtype=torch.int32, device=device, pin_memory=False)
-    programs = -(-max(slots * SNAPSHOT, count) // NUMBERS_AT_BEGIN)
+    programs = -(-max(slots * BEFORE, count) // NUMBERS_AT_BEGIN)
     constants = {"SLOTS": slots, "WIDTH": width, "COUNT": count}
     kernel = launch.tuned(fp8_begin, ((NUMBERS_AT_BEGIN, 1, 4),))
     compat.triton.launch(emit, kernel, [(programs, 1, 1)], {"page": page, "scales": scales, "amaxes": zeros}, constants)

@@ -28,7 +28,7 @@ DROP = tl.constexpr(state_page.DROP)
 E4M3_LEAST = tl.constexpr(state_page.E4M3_LEAST)
 E5M2_LEAST = tl.constexpr(state_page.E5M2_LEAST)
 E5M2_LIMIT = tl.constexpr(state_page.E5M2_LIMIT)
-SNAPSHOT = tl.constexpr(state_page.SNAPSHOT)
+APART = tl.constexpr(state_page.APART)
 LARGEST = tl.constexpr(scale.LARGEST)
 SMALLEST = tl.constexpr(scale.SMALLEST)
 
@@ -173,11 +173,11 @@ def fp8_begin(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # page: float32 [SLOTS, WIDTH]; scales: float32 [SLOTS, SNAPSHOT], its first columns; amaxes: int32 [COUNT], zeroed
+    # page: float32 [SLOTS, WIDTH]; scales: float32 [SLOTS, BEFORE, APART], its first columns; amaxes: int32 [COUNT], zeroed
     i = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = i < SLOTS * SNAPSHOT
-    numbers = tl.load(page + i // SNAPSHOT * WIDTH + i % SNAPSHOT, mask=inside)
-    tl.store(scales + i, numbers, mask=inside)
+    inside = i < SLOTS * BEFORE
+    numbers = tl.load(page + i // BEFORE * WIDTH + i % BEFORE, mask=inside)
+    tl.store(scales + i * APART, numbers, mask=inside)
     tl.store(amaxes + i, tl.zeros([BLOCK_R], tl.int32), mask=i < COUNT)
 
 
@@ -195,7 +195,7 @@ def fp8_update(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # page: float32 [SLOTS, HISTORY + LENGTH], written in place; scales: float32 [SLOTS, SNAPSHOT], as they are in this call;
+    # page: float32 [SLOTS, HISTORY + LENGTH], written in place; scales: float32 [SLOTS, BEFORE, APART], as they are in this call;
     # amaxes: COUNT amaxes of this call, STRIDE elements apart: float32, or int32 with the bits of a float32
     finite = tl.full([BLOCK_R], 1, tl.int32)
     for start in range(0, COUNT, BLOCK_R):
@@ -208,9 +208,9 @@ def fp8_update(
             inside = slot < SLOTS
             row = page + slot * (HISTORY + LENGTH)
             amax = tl.load(amaxes + slot * STRIDE, mask=slot < COUNT, other=0).to(tl.float32, bitcast=True)
-            scale = tl.load(scales + slot * SNAPSHOT + SCALE, mask=inside, other=1.0)
-            inverse = tl.load(scales + slot * SNAPSHOT + SCALE_INV, mask=inside, other=1.0)
-            age = tl.load(scales + slot * SNAPSHOT + AGE, mask=inside, other=0.0)
+            scale = tl.load(scales + (slot * BEFORE + SCALE) * APART, mask=inside, other=1.0)
+            inverse = tl.load(scales + (slot * BEFORE + SCALE_INV) * APART, mask=inside, other=1.0)
+            age = tl.load(scales + (slot * BEFORE + AGE) * APART, mask=inside, other=0.0)
             column = tl.arange(0, BLOCK_C)
             recent_inside = inside[:, None] & (column[None, :] < LENGTH - 1)
             recent = tl.load(row[:, None] + HISTORY + column[None, :], mask=recent_inside, other=0.0)

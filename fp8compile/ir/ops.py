@@ -181,7 +181,7 @@ _DELAYED = "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, i
 def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False) -> Tensor:
     """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate or flush the
     tensor, the scale of the current amax, if that is finite. (The lowering always takes the slot's scale.)"""
-    row = state_page.Rows(scales[slot])
+    row = state_page.Rows(state_page.numbers_of(scales[slot]))
     return _stored_or_current(row.scale.reshape(1), row.cold, amax, fp8_max, margin, covers)
 
 
@@ -198,7 +198,7 @@ def votes_of(scales: Tensor, slots: Sequence[int], cold: bool = True) -> Tensor:
 
     The scale of each slot, infinite while it has none in a cold call; then 1 in a cold call, 0 in a warm one.
     """
-    rows = [state_page.Rows(scales.select(0, slot)) for slot in slots]
+    rows = [state_page.Rows(state_page.numbers_of(scales.select(0, slot))) for slot in slots]
     stored = [(torch.where(row.cold, float("inf"), row.scale) if cold else row.scale).reshape(1) for row in rows]
     return torch.cat([*stored, scales.new_full((1,), float(cold))])
 

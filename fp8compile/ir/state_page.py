@@ -17,8 +17,8 @@ One direction (forward or backward) of one set of parameters keeps its delayed s
 
 Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
 
-A call quantizes with a *snapshot* `[slots, 4]` of the first columns, taken before the call moves them. The update keeps the
-snapshot's values in columns 3 to 5, for a forward that is recomputed.
+A call quantizes with a *snapshot* `[slots, 3, 4]` of the first three columns, taken before the call moves them: each number has
+16 bytes of its own. The update keeps the snapshot's values in columns 3 to 5, for a forward that is recomputed.
 
 The functions are written in plain torch with no data-dependent control flow, like those of `scale`.
 """
@@ -37,7 +37,9 @@ from ..devices.formats import E5M2, FORMATS
 from .scale import inverse_of, scale_to
 
 SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9, 10
-SNAPSHOT = 4  # columns of a snapshot. With four, each scale is 16-byte aligned, and one kernel serves all slots
+# Floats that a number of a snapshot has for itself. With four, each is 16-byte aligned: cuBLASLt refuses the scale of a matmul
+# that is not (CUDA 13.0, H200), and one kernel of ours serves all slots
+APART = 4
 # An overflow saturates, and is this many times the amax that the scale was computed from. Smaller jumps are normal: in a quiet
 # run, too, amaxes exceed their history, those of gradients by two to three times, in some tensor every few dozen steps.
 JUMP, JUMP_OF_GRADIENTS = 2.0, 8.0
@@ -76,7 +78,7 @@ def _column(number: int) -> property:
 
 @dataclass(frozen=True)
 class Rows:
-    """Views of the columns of a page, for some of its rows or a single one. A snapshot has the first three columns only.
+    """Views of the columns of a page, for some of its rows or a single one; of a snapshot, the first three (`numbers_of`).
 
     Made by select and narrow: an index would access the device, which may be a described GPU that is not there.
     """
@@ -172,8 +174,13 @@ def page_before(page: Tensor) -> Tensor:
 
 
 def snapshot_of(page: Tensor) -> Tensor:
-    """`[slots, 4]`: scale, inverse and age of each slot, and an unused column. A copy in its own memory."""
-    return page.narrow(1, 0, SNAPSHOT).clone(memory_format=torch.contiguous_format)
+    """`[slots, 3, 4]`: scale, inverse and age of each slot, each followed by zeros. A copy in its own memory."""
+    return torch.nn.functional.pad(page.narrow(1, 0, BEFORE).unsqueeze(2), (0, APART - 1))
+
+
+def numbers_of(snapshot: Tensor) -> Tensor:
+    """`[.., 3]`, a view: the numbers of a snapshot `[.., 3, 4]`."""
+    return snapshot.select(-1, 0)
 
 
 def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
@@ -195,7 +202,8 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     """
     # Unused slots see zeros: with one shape for all rows and a single concatenation, Inductor makes one kernel of all this.
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
-    old, rows = Rows(snapshot), Rows(page)
+    numbers = numbers_of(snapshot)
+    old, rows = Rows(numbers), Rows(page)
     old_scale, old_inverse, age = old.scale, old.scale_inv, old.age
     recent = page.narrow(1, HISTORY, rows.length - 1)
     reach, window, interval, limit = rows.reach, rows.window, rows.interval, rows.limit.abs()
@@ -217,7 +225,7 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     age = torch.where(overflow | underflow, torch.full_like(age, -1.0), age)
     columns = [x.unsqueeze(1) for x in (scale, inverse, age)]
     constants = page.narrow(1, REACH, HISTORY - REACH)
-    moved = torch.cat([*columns, snapshot.narrow(1, 0, BEFORE), constants, amax.unsqueeze(1), recent], 1)
+    moved = torch.cat([*columns, numbers, constants, amax.unsqueeze(1), recent], 1)
     marked = torch.where(amax.isfinite(), rows.limit, -limit).unsqueeze(1)
     kept = torch.cat([page.narrow(1, 0, LIMIT), marked, page.narrow(1, HISTORY, rows.length)], 1)
     return torch.where(amax.isfinite().all(), moved, kept)

@@ -175,7 +175,7 @@ class _Lowering:
     def stored(node: Node, scales: Node, slot: int, column: int) -> Node:
         """One number of a snapshot, as a view: `as_strided` makes Inductor keep the snapshot as one buffer."""
         emit = Emitter(node.graph, node, node)
-        return emit(aten.as_strided.default, scales, [1], [1], state_page.SNAPSHOT * slot + column)
+        return emit(aten.as_strided.default, scales, [1], [1], state_page.APART * (state_page.BEFORE * slot + column))
 
     def update(self, node: Node, *args) -> Node | None:
         page = value(node)

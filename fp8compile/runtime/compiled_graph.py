@@ -53,8 +53,9 @@ class CompiledGraph:
         first = args[interface.weights[0]]
         if isinstance(first, compat.FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
-                keys = self.calls.book.keys if self.calls.book is not None else ((), ())
-                sizes = [state_page.rows_for(len(slots)) for slots in keys] if interface.stateful else []
+                sizes = [1, 1] if interface.stateful else []  # as traced, where the graph does not read them
+                if self.calls.book is not None:
+                    sizes = [state_page.rows_for(len(slots)) for slots in self.calls.book.keys]
                 pages = [state_page.new_page(rows, interface.history, first.device) for rows in sizes]
                 fakes = [part.stand_ins(first.device) for part in self.giving]
                 return self.function(*args, *pages, *self._filled(fakes, torch.empty(1, device=first.device)))
@@ -77,7 +78,7 @@ class CompiledGraph:
                 self.calls.agree()
         if interface.stateful:  # the graph does not read its state inputs
             if self.idle is None:
-                self.idle = state_page.new_page(state_page.rows_for(0), interface.history, first.device)
+                self.idle = state_page.new_page(1, interface.history, first.device)  # as traced: Inductor of 2.11 compares
             args = (*args, self.idle, self.idle)
         args = (*args, *given)
         if not looked_at:

@@ -62,7 +62,7 @@ class Watch:
     def __init__(self, device: torch.device):
         self.device, self.on_host = device, device.type != "cuda"
         self.thread, self.stream = threading.get_ident(), _stream(device)
-        self.moved: list[weakref.ref[Page]] = []  # since the last look, in the order of the calls
+        self.moved: dict[weakref.ref[Page], None] = {}  # since the last look, in the order of the calls
         self.running = 0  # forwards whose backward has not run
         self.sent: list[tuple[weakref.ref[Page], int]] = []  # whose rows are on their way to the host, and how many
         self.gathered = self.arrived = torch.empty(0, COLUMNS)
@@ -81,8 +81,10 @@ class Watch:
         """After the last update of a training call. After that of the last call of a step, start the copy to the host."""
         self.running = max(0, self.running - 1)
         self._moves(page)
-        if not (self.on_host or self.running or self.sent or torch.cuda.is_current_stream_capturing()):
-            self._send(())
+        if not (self.on_host or self.running or torch.cuda.is_current_stream_capturing()):
+            self._receive()
+            if not self.sent:
+                self._send(())
 
     def look(self, *called: Page) -> None:
         """Before a call with these pages: find what moved slots say, as far as the host can know it without waiting."""
@@ -93,24 +95,18 @@ class Watch:
                     with compat.autograd.unseen():
                         self._read([(page.reference, len(page.homes)) for page in odd], torch.cat([page.rows for page in odd]))
         elif not torch.cuda.is_current_stream_capturing():
-            if self.sent and self.event.query():
-                sent, self.sent = self.sent, []
-                with compat.autograd.unseen():
-                    rows = self.arrived[: sum(count for _, count in sent)]
-                    if rows.amin().item() < 0:  # an age or a limit: nothing else is below zero
-                        self._read(sent, rows)
+            self._receive()
             if not self.sent and any([page.moved for page in called]):  # no call was known to be the last one
                 self.running = 0
                 self._send(called)
 
     def _moves(self, page: Page) -> None:
-        if not page.moved:
-            self.moved.append(page.reference)
+        self.moved[page.reference] = None
         page.moves()
 
     def _take(self, called: Iterable[Page]) -> list[Page]:
         """The pages that have moved. From now on they have not."""
-        references, self.moved = self.moved, []
+        references, self.moved = self.moved, {}
         pages = []
         for page in (*[reference() for reference in references], *called):
             if page is not None and page.moved:
@@ -118,6 +114,15 @@ class Watch:
                 if page.homes:
                     pages.append(page)
         return pages
+
+    def _receive(self) -> None:
+        """Read what has been sent, if it has arrived."""
+        if self.sent and self.event.query():
+            sent, self.sent = self.sent, []
+            with compat.autograd.unseen():
+                rows = self.arrived[: sum(count for _, count in sent)]
+                if rows.amin().item() < 0:  # an age or a limit: nothing else is below zero
+                    self._read(sent, rows)
 
     def _send(self, called: Iterable[Page]) -> None:
         """One operator for the rows of all pages, and one copy."""

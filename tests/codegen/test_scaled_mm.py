@@ -277,7 +277,7 @@ def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.
 
     expected = call(*given)
     assert expected.isfinite().all()
-    absolute = [x.to(F32).abs() for x in given[:4:2]]
+    absolute = [x.to(F32).abs().to(dtype) for x in given[:4:2]]
     terms = ops.block_product(absolute[0], absolute[1], given[1], given[3], None, F32, False, *pair)
     first = scaled_mm_kind.how(gpu_of(torch.device("cuda", 0)), *pair, m, n, k, F32 if bias == F32 else out_dtype)
     for way in dict.fromkeys((first, *OTHER_WAYS[pair[0]])):

@@ -23,13 +23,13 @@ def programs(count: int, block: int) -> tuple[int, int, int]:
 def test_the_begin_kernel_is_a_snapshot_and_zeros(slots, history, count):
     """Fewer amaxes than numbers in the snapshot, and more; more than one program."""
     page = torch.rand(slots, state_page.HISTORY + history)
-    before, scales = page.clone(), torch.full((slots, state_page.SNAPSHOT), math.nan)
+    before, scales = page.clone(), torch.full((slots, state_page.BEFORE, state_page.APART), math.nan)
     amaxes = torch.full((count + 1,), -1, dtype=torch.int32)
     block = state_kernels.NUMBERS_AT_BEGIN
     kernel = Interpreted(triton_kernels.fp8_begin, (block, 1, 4))
     grid = programs(max(scales.numel(), count), block)
     kernel[grid](page=page, scales=scales, amaxes=amaxes, SLOTS=slots, WIDTH=page.shape[1], COUNT=count)
-    assert torch.equal(scales, state_page.snapshot_of(before)) and torch.equal(page, before)
+    assert torch.equal(*map(state_page.numbers_of, (scales, state_page.snapshot_of(before)))) and torch.equal(page, before)
     assert not amaxes[:count].any() and amaxes[count] == -1
 
 

@@ -38,6 +38,7 @@ RULES = {
     "layout": "a row by row and b column by column; B200 and Thor also take the other order",
     "leading": "rows and columns begin at multiples of 16 bytes, and do not overlap",
     "pointers": "operands and result begin at multiples of 16 bytes",
+    "tensor scales": "the scale of a tensor begins at a multiple of 16 bytes (cuBLASLt of CUDA 13.0)",
     "rowwise gpu": "AMD scales rows from gfx94 on, not on gfx12",
     "rowwise out": "CUTLASS returns bf16 and fp16, from torch 2.15 on fp32; hipBLASLt bf16",
     "rowwise b": "with a scale a row, CUTLASS and hipBLASLt take b in E4M3 only",
@@ -222,6 +223,8 @@ def _product(library: Library, call: Product) -> Iterator[str]:
     yield from _layout(a, b.t(), either and kind != "row" or amd)
     if any(x is not None and x.data_ptr() % 16 for x in (a, b, out)):
         yield "pointers"
+    if kind == "tensor" and not amd and (call.a_scale.data_ptr() % 16 or call.b_scale.data_ptr() % 16):
+        yield "tensor scales"
     if kind == "row":
         yield from _rows(library, call)
     elif kind in ("square", "line"):
