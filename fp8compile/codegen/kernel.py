@@ -306,7 +306,7 @@ class Writer:
                 continue
             index = self.domain.full(sizes(output.node))
             assert index is not None
-            value = self.value(output.node, index)
+            value = self.tile(output.node, index, lines)
             pointer = self.pointers.get(id(output), "")
             if output.content == "amax":
                 name, bits = f"largest{self.group.amaxes.index(output)}", magnitude(value, self.masks)
@@ -345,6 +345,15 @@ class Writer:
                     lines.append(f"tl.store({where}, tl.trans({quantized[key]}){guarded(inside)})")
         return lines
 
+    def tile(self, node: Node, index: Index, lines: list[str]) -> str:
+        """A value as a tile, also where the whole matrix is one number (the gradient of a sum)."""
+        value = self.value(node, index)
+        if any(varies_with(at) == "one" for (_, at), name in self.outer.items() if name == value):
+            wide = f"{value}_tile"
+            lines += [f"{wide} = tl.broadcast_to({value}, [BLOCK_R, BLOCK_C])"] if wide not in "".join(lines) else []
+            return wide
+        return value
+
     def quantize(self, output: Output, value: str, tiles: Tiles) -> str:
         """value * scale, saturated; NaN where the value is infinite or NaN; zero outside of the matrix."""
         assert output.scale is not None and output.dtype is not None
@@ -363,10 +372,7 @@ class Writer:
             # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores
             lines.append(f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < -{largest}, -{largest}, {name}))")
             lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
-        whole = kept(self.masks.counts, name)
-        if whole == name and value in self.outer.values():  # it may be one number, which has no transpose
-            whole = f"tl.broadcast_to({name}, [BLOCK_R, BLOCK_C])"
-        lines.append(f"{name} = {converted(self.bracketed(whole), output.dtype, self.by_ptx)}")
+        lines.append(f"{name} = {converted(self.bracketed(kept(self.masks.counts, name)), output.dtype, self.by_ptx)}")
         return name
 
     def store_number(self, output: Output) -> str:
