@@ -195,8 +195,8 @@ def fp8_update(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # page: float32 [SLOTS, HISTORY + LENGTH], written in place; scales: float32 [SLOTS, BEFORE, APART], as they are in this call;
-    # amaxes: COUNT amaxes of this call, STRIDE elements apart: float32, or int32 with the bits of a float32
+    # page: float32 [SLOTS, HISTORY + LENGTH], written in place; scales: float32 [SLOTS, BEFORE, APART], as they are in this
+    # call; amaxes: COUNT amaxes of this call, STRIDE elements apart: float32, or int32 with the bits of a float32
     finite = tl.full([BLOCK_R], 1, tl.int32)
     for start in range(0, COUNT, BLOCK_R):
         slot = start + tl.arange(0, BLOCK_R)

@@ -264,6 +264,10 @@ def breaking() -> dict[str, list[tuple[Any, tuple, Product | Grouped]]]:
             (H100, LATEST, product("tensor", a=fp8(1, 512).expand(64, 512))),
         ],
         "pointers": [(H100, LATEST, product("tensor", a=fp8(64, 512, offset=8)))],
+        "tensor scales": [
+            (H100, LATEST, product("tensor", a_scale=shifted(torch.ones(1, 1)))),
+            (B200, LATEST, product("tensor", b_scale=shifted(torch.ones(1, 1)))),
+        ],
         "rowwise gpu": [(rdna(12), LATEST, product("row"))],
         "rowwise out": [
             (H100, OLD, product("row", out_dtype=FP32)),

@@ -227,3 +227,11 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         values["x0"] = torch.zeros(1 << 16)[1:]
         with pytest.raises(AssertionError, match="x0 was declared a multiple of 16"):
             kernel.run(*values.values())
+
+
+def test_a_graph_without_an_fp8_matmul() -> None:
+    """On the CPU itself. It has inputs for its state and reads none; the Inductor of 2.11 compares their shapes with those that
+    were traced."""
+    run = torch.compile(Mlp(), backend="fp8", options={"policy": {"rules": [{"fp8": "off"}]}})
+    for _ in range(2):
+        run(noise(16, 128)).sum().backward()

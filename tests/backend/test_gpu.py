@@ -48,8 +48,8 @@ def device(request: pytest.FixtureRequest) -> str:
     ids=str,
 )
 def test_ten_steps(name: str, dtype: torch.dtype, recipe: str, device: str) -> None:
-    """The second and the ninth have two forwards before two backwards. Nothing jumps there: the host would hear of it only after
-    the second forward, the reference before it."""
+    """The second and the ninth have two forwards before two backwards. Nothing jumps there: the host would hear of it after the
+    second forward, the reference before it."""
     floor = CHAIN_DB if name == "checkpointed" else FLOOR_DB
     pair = Pair(make(BUILDS[name], dtype, device), recipe, floor_db=floor, deep=True, policy=ALL_FP8)
     for step, factor in enumerate(MOVING):

@@ -87,7 +87,7 @@ def plan_for(gpu: Gpu) -> Plan:
 
 
 @pytest.mark.parametrize(("gpu", "wrongly"), [(RTX4090, True), (H100, True), (RTX4090, False)], ids=["sm_89", "sm_90", "newer"])
-def test_kernels_convert_by_ptx_only_where_triton_does_it_wrongly(gpu: Gpu, wrongly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_convert_by_ptx_where_triton_does_it_wrongly(gpu: Gpu, wrongly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat.triton, "converts_wrongly", lambda capability: wrongly and capability == gpu.capability)
     plan = plan_for(gpu)
     casts = [kernel for kernel in plan.kernels if kernel.ours and "_cast" in kernel.name]

@@ -218,7 +218,8 @@ def test_the_update_kernel_is_next_page(
         assert torch.equal(page, expected), step
         marked |= set() if amax.isfinite().all() else {step % count}
         assert {*torch.nonzero(state_page.Rows(page).not_finite).flatten().tolist()} == marked, step
-        forgotten += int((state_page.Rows(state_page.numbers_of(snapshot)).cold & (state_page.Rows(page).history > 0).sum(1).eq(1)).sum())
+        cold = state_page.Rows(state_page.numbers_of(snapshot)).cold
+        forgotten += int((cold & (state_page.Rows(page).history > 0).sum(1).eq(1)).sum())
     assert forgotten or history == 1
 
 

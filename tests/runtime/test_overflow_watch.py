@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import threading
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.support import hooks
 from tests.support.harness import compiled, noise
-from tests.support.models import linear
+from tests.support.models import Mlp, linear, make
 
 pytestmark = [pytest.mark.shares_graphs, pytest.mark.compat]
 
@@ -88,6 +89,17 @@ def test_one_copy_a_step_on_a_gpu() -> None:
             gpu.arrives = True
         step(made, 1000.0)
     assert cold[-GRAPHS:] == [False, True, False]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_the_first_copies_are_in_step(on_a_gpu: bool) -> None:
+    """Of a new model: the step after an overflow is cold, on a GPU whose copies have arrived by then, too."""
+    with hooks.on_a_gpu() if on_a_gpu else contextlib.nullcontext(), hooks.cold_calls() as cold:
+        run = compiled(make(Mlp), policy={"rules": [{"fp8": "on"}]})
+        for factor in (1.0, 1.0, 1000.0, 1000.0, 1000.0):
+            (run(factor * noise(16, 128)).sum() / factor).backward()
+    assert cold == [True, False, False, True, False]
 
 
 def test_a_forward_without_a_backward_on_a_gpu() -> None:

@@ -447,5 +447,3 @@ def test_one_of_two_instances_deleted() -> None:
     call(kept, 2.0)
     assert slots_of(kept)[INPUT].history() == padded([2.0, 1.0])
     assert alive() is None
-
-

@@ -211,7 +211,7 @@ def resources(compiled: Any) -> Resources:
 def instructions(compiled: Any) -> list[int]:
     """The instructions in the machine code of a kernel for an NVIDIA GPU: of all of it, then of the body of each loop. Slow
     paths after its end, such as those of exact divisions, do not count."""
-    text = _printed(compiled, "nvdisasm", "-ndf", "-c")
+    text = sass_of(compiled)
     count, labels, loops = 0, {}, []
     for line in text.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -226,6 +226,11 @@ def instructions(compiled: Any) -> list[int]:
             if found[2] == "BRA" and target and target[0] in labels:
                 loops.append(count - labels[target[0]])
     return [count, *loops]
+
+
+def sass_of(compiled: Any) -> str:
+    """The machine code of a kernel for an NVIDIA GPU, as text."""
+    return _printed(compiled, "nvdisasm", "-ndf", "-c")
 
 
 def _printed(compiled: Any, tool: str, *arguments: str) -> str:
