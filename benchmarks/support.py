@@ -187,7 +187,7 @@ def page(folder: Path = results.RESULTS) -> str:
     lines = [f"| {', '.join(f'`{recipe}`' for recipe in names)} | {rest} |" for rest, names in alike.items()]
     devices = sorted({key for key, _ in seen})
     ran_on = ", ".join(f"`{device}`" for device in devices)
-    summary = f"Steps have run on {ran_on}, and on no other GPU." if devices else "Nothing has run on a GPU yet: no cell is *ran*."
+    summary = f"Steps have run on {ran_on}, and on no other GPU." if devices else "Nothing has run on a GPU yet."
     parts = {"versions": f"{', '.join(checked[:-1])} and {checked[-1]}", "others": "".join(apart), "summary": summary}
     made = table(rows, ["GPU", "architecture", *(f"`{recipe}`" for recipe in RECIPES)], markdown=True) + "\n"
     return TEXT.format(table=made, tests="\n".join(lines) + "\n", **parts)
