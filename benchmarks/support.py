@@ -35,23 +35,23 @@ RAN, COMPILED, EMULATED, REFUSED, UNKNOWN = "*ran*", "compiled", "emulated", "re
 Ran = Mapping[tuple[str, str], set[str]]  # versions of torch, by the GPU's name and the recipe
 TEXT = """# What runs where
 
-What is known of each GPU and [recipe](recipes.md). A cell holds for torch {versions},
-unless it names versions: CI runs the tests below with each of them, once a week. `python -m benchmarks.support` writes this
-page, from the [descriptions of GPUs](cli.md#plot-devices-calibrate), the tests that make machine code, and results of devices.
+What is known of each GPU and [recipe](recipes.md). A cell holds for torch {versions}, unless it names versions:
+CI runs the tests below with each of them, once a week. `python -m benchmarks.support` writes this page, from the [descriptions
+of GPUs](cli.md#plot-devices-calibrate), the tests that make machine code, and results of devices.
 
 | a cell says | which means |
 |---|---|
 | *ran* | steps with this recipe ran on this GPU, and the profiler saw FP8 matmuls: a file in `benchmarks/results/` shows it |
-| compiled | the recipe's kernels were compiled to machine code for this architecture. Nothing was executed on it |
+| compiled | the recipe's kernels were compiled to machine code for this architecture. No step with it has run there |
 | emulated | the GPU has no such matmul. FP8 values are multiplied in bf16, with the numerics of FP8 and no gain |
 | refused | the GPU has no FP8 matmuls. The model is compiled in high precision, with a warning; with `strict`, an error |
 
 {table}
 **{summary}**
 
-Names are those that `--device` takes.{others}
-What compiles may still be refused by a library, or be slow. Generated kernels also run in Triton's interpreter, and Inductor's
-plans for GPUs are executed on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
+Names are those that `--device` takes.{others} What compiles may still be
+refused by a library, or be slow. Generated kernels also run in Triton's interpreter, and Inductor's plans for GPUs are executed
+on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
 
 ## What compiled rests on
 
@@ -61,11 +61,9 @@ plans for GPUs are executed on a CPU under the rules of ATen ([how](../CONTRIBUT
 The files are in `tests/codegen/`. Kernels are casts with their producers, the scaling state, and the matmul of 128-blocks.
 Other FP8 matmuls are calls of cuBLASLt, CUTLASS or hipBLASLt, which others have compiled.
 
-## How a cell becomes *ran*
-
-Run [device.sh](../benchmarks/README.md#on-a-rented-gpu) on the GPU, put the archive into `benchmarks/results/`, and run the
-script.
-Its parts `layers` and `gpt2` train with `delayed` and `tensorwise`; `-- --arms bf16,fp8-rowwise` adds others.
+**How a cell becomes *ran***: run [device.sh](../benchmarks/README.md#on-a-rented-gpu) on the GPU, put the archive into
+`benchmarks/results/`, and run the script. Its parts `layers` and `gpt2` train with `delayed` and `tensorwise`; `-- --arms
+bf16,fp8-rowwise` adds others.
 """
 
 
@@ -182,13 +180,14 @@ def page(folder: Path = results.RESULTS) -> str:
         groups[(gpu.target, *cells)].append(title)
     rows = [[", ".join(titles), *cells] for cells, titles in groups.items()]
     same = {gpu.target: target_of(gpu, known) for _, gpu in gpus.values() if gpu.architecture.fp8}
-    apart = [f"\nFor {target}, kernels were compiled as for {other}." for target, other in same.items() if target != other]
+    apart = [f" For {target}, kernels were compiled as for {other}." for target, other in same.items() if target != other]
     alike: dict[str, list[str]] = defaultdict(list)
     for recipe, by in tests.items():
         alike[f"{'<br>'.join(f'`{test}`' for test in by)} | {', '.join(sorted(set.intersection(*by.values())))}"].append(recipe)
     lines = [f"| {', '.join(f'`{recipe}`' for recipe in names)} | {rest} |" for rest, names in alike.items()]
     devices = sorted({key for key, _ in seen})
-    summary = f"Results are there of: {', '.join(devices)}." if devices else "Nothing has run on a GPU yet: no cell is *ran*."
+    ran_on = ", ".join(f"`{device}`" for device in devices)
+    summary = f"Steps have run on {ran_on}, and on no other GPU." if devices else "Nothing has run on a GPU yet."
     parts = {"versions": f"{', '.join(checked[:-1])} and {checked[-1]}", "others": "".join(apart), "summary": summary}
     made = table(rows, ["GPU", "architecture", *(f"`{recipe}`" for recipe in RECIPES)], markdown=True) + "\n"
     return TEXT.format(table=made, tests="\n".join(lines) + "\n", **parts)

@@ -43,7 +43,7 @@ def test_every_gpu_has_a_row_and_nothing_ran(tmp_path: Path) -> None:
     assert found["a100"] == dict.fromkeys(RECIPES, "refused") | {"architecture": "sm_80"}
     assert found["h100"] == dict.fromkeys(RECIPES, "compiled") | {"architecture": "sm_90", "mxfp8": "emulated"}
     assert {found[name]["mxfp8"] for name in ("b200", "b300", "rtx5090")} == {"compiled"}
-    assert "no cell is *ran*" in support.page(tmp_path)
+    assert "Nothing has run on a GPU yet." in support.page(tmp_path)
 
 
 def test_cells_follow_from_results(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_cells_follow_from_results(tmp_path: Path) -> None:
     assert found["h100"]["rowwise"] == "compiled" and found["h200"]["delayed"] == "compiled"
     assert found["NVIDIA L4"]["blockwise"] == "*ran* (2.14.1); compiled (2.11.0, 2.13.0, 2.15.0)"
     assert found["NVIDIA L4"]["architecture"] == "sm_89" and found["NVIDIA L4"]["mxfp8"] == "emulated"
-    assert "Results are there of: NVIDIA L4, h100." in page
+    assert "Steps have run on `NVIDIA L4`, `h100`, and on no other GPU." in page
 
 
 @pytest.mark.parametrize(
