@@ -69,6 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "rotary": (lambda: Rotary(4096, 32, 8192), (1, 8192, 4096)),
 }
 RECIPES = ("delayed", "tensorwise")
+_SHORT = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
 HANDWRITTEN = {**vars(triton_kernels), **vars(triton_grouped)}
 CONTRACTED = ("fp8_gemm", "fp8_grouped")  # whose products and sums may become one instruction
 
@@ -189,6 +190,15 @@ def compile_function(jitted: Any, types: dict[str, str], constants: dict[str, An
     source = ASTSource(fn=jitted, signature=signature, constexprs=constants, attrs=aligned)
     chosen = {"enable_fp_fusion": jitted.fn.__name__ in CONTRACTED, **options}
     return triton.compile(source, target=target, options=chosen)
+
+
+def compile_source(source: str, block: Config, target: GPUTarget) -> Any:
+    """Compiles a generated kernel with one scale for each output, whose inputs are floats, by what its comments say of it."""
+    function = compat.triton.load_kernel(re.findall(r"def (\w+)\(", source)[0], source)
+    types = {key: "*" + _SHORT[kind] for key, kind in re.findall(r"# ([xy]\d+): (?:\w+ )?(\w+)", source)}
+    types |= {key: "*fp32" if key.startswith("s") else "*i32" for key in function.arg_names if re.match(r"s\d|amax", key)}
+    constants = {"BLOCK_R": block[0], "BLOCK_C": block[1]}
+    return compile_function(function, types, constants, target, num_warps=block[2])
 
 
 def resources(compiled: Any) -> Resources:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 from collections import Counter
@@ -74,6 +75,13 @@ def lowered() -> Patched:
     from fp8compile.runtime.inner import INTERPRETER
 
     return _inner(INTERPRETER)
+
+
+def backend_with(**options: Any) -> Callable[..., Any]:
+    """The backend with these options, for `torch.compile` with a mode."""
+    from fp8compile.backend import fp8
+
+    return functools.partial(fp8, options=options)
 
 
 def run_by(interpreter: Any) -> Patched:

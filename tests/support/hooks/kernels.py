@@ -48,6 +48,36 @@ def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def written_for(gpu: Any, wrongly: bool | None = None) -> Iterator[None]:
+    """Inside, kernels are written as for this GPU. `wrongly`: whether Triton's own conversions to FP8 are taken to be wrong
+    there; None: whether they are."""
+    from fp8compile import compat
+    from fp8compile.codegen import kernel
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(kernel, "gpu_of", lambda device: gpu))
+        if wrongly is not None:
+            stack.enter_context(mock.patch.object(compat.triton, "converts_wrongly", lambda capability: wrongly))
+        yield
+
+
+def uncontracted() -> Patched:
+    """Inside, Triton contracts no kernel that does not say whether it may."""
+    import triton
+
+    return mock.patch.object(triton.knobs.language, "default_fp_fusion", False)
+
+
+def count_generated(graph: torch.fx.Graph) -> int:
+    """The launches in a graph of kernels that were generated."""
+    from fp8compile import compat
+    from fp8compile.codegen import triton_kernels
+
+    names = [compat.triton.launched(node)[0].fn.fn.__name__ for node in compat.triton.launches(graph)]
+    return len([name for name in names if not hasattr(triton_kernels, name)])
+
+
+@contextlib.contextmanager
 def refusing(*forms: str) -> Iterator[list[str]]:
     """Inside, a GPU is there whose libraries refuse FP8 matmuls in these forms. Gives the forms that they were asked for."""
     from fp8compile.passes import try_matmuls
