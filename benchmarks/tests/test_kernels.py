@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from benchmarks import families, kernels, results, tables, torchao_casts, worker
+from benchmarks import blocks, families, kernels, lines, results, tables, torchao_casts, worker
 from fp8compile.dryrun import kernel_classes
 from tests.support import interpreter
 
@@ -242,3 +242,15 @@ def test_out_of_time():
     bench.deadline = 0.0
     result = bench.run(lambda so_far: None)
     assert result["rows"] == [] and "out of time: 4 points were not begun" in tables.text(result)
+
+
+@pytest.mark.slow
+def test_blocks(tmp_path) -> None:
+    """Each block of two families, in two processes: the kernels give what the eager operators give."""
+    file = tmp_path / "blocks.jsonl"
+    given = ["--device", "cpu", "--processes", "2", "--family", "weight", "rms-norm", "--json", str(file)]
+    assert blocks.main(given) == 0
+    found = lines.read(file)
+    wanted = {(name, block) for name in ("weight", "rms-norm") for block in blocks.POINTS[name][1]}
+    assert {(row["family"], tuple(row["config"])) for row in found} == wanted and len(found) == len(wanted)
+    assert all(row["kernels"] for row in found)

@@ -34,7 +34,7 @@ from .expressions import FLOATS, TRITON_DTYPE, converted, expression, number_tex
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, sizes, varies_with
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale, loaded_scale
-from .text import Masks, both, dtype_name, guarded, indented, integer, kept
+from .text import Masks, both, bracketed, dtype_name, guarded, indented, integer, kept
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,8 @@ class Writer:
         rows, columns = self.text(self.domain.rows), self.text(self.domain.columns)
         looping, span = bool(group.passes), group.span
         width, start = (span, "span") if span else ("BLOCK_C", "start")
-        body = ["pid = tl.program_id(0).to(tl.int64)"]
-        if looping:
-            body += ["block = pid"]
-        else:
+        body = ["pid = tl.program_id(0).to(tl.int64)", *(["block = pid"] if looping else [])]
+        if not looping:
             body += [f"tiles = ({columns} + {width} - 1) // {width}", "block = pid // tiles"]
             body += [f"{start} = pid % tiles * {width}"]
         body += self.rows(rows)
@@ -284,7 +282,7 @@ class Writer:
                 axis = self.value(axis, self.domain.row_index(axis))  # type: ignore[arg-type]
             text = axis if divisor == 1 else f"{axis} // {self.text(divisor)}"
             text = text if size is None else f"{text} % {self.text(size)}"
-            parts.append(text if stride == 1 else f"{self.bracketed(text)} * {self.text(stride)}")
+            parts.append(text if stride == 1 else f"{bracketed(text)} * {self.text(stride)}")
         shift = self.domain.shift(node, index)
         parts += [self.text(shift)] if shift != 0 else []
         parts += [f"{axis} * 0" for axis in varying if not any(re.search(rf"\b{axis}\b", part) for part in parts)]
@@ -327,8 +325,7 @@ class Writer:
                 lines.append(f"total = tl.sum({kept(self.masks.inside, value)}, 0)[None, :]")
                 lines.append(f"tl.store(sums + (block * {n} + {i}) * {columns} + col, total{guarded(self.masks.col)})")
             elif output.content == "value":
-                dtype = TRITON_DTYPE[output.node.meta["val"].dtype]
-                where = self.offset(output.node, index, "row", "col")
+                dtype, where = TRITON_DTYPE[output.node.meta["val"].dtype], self.offset(output.node, index, "row", "col")
                 lines.append(f"tl.store({pointer}{where}, {value}.to({dtype}){guarded(self.masks.inside)})")
             else:
                 key = (value, output.scale, output.dtype, output.fp8_max)
@@ -349,9 +346,9 @@ class Writer:
         """A value as a tile, also where the whole matrix is one number (the gradient of a sum)."""
         value = self.value(node, index)
         if any(varies_with(at) == "one" for (_, at), name in self.outer.items() if name == value):
-            wide = f"{value}_tile"
-            lines += [f"{wide} = tl.broadcast_to({value}, [BLOCK_R, BLOCK_C])"] if wide not in "".join(lines) else []
-            return wide
+            widened = f"{value}_tile = tl.broadcast_to({value}, [BLOCK_R, BLOCK_C])"
+            lines += [widened] if widened not in lines else []
+            return f"{value}_tile"
         return value
 
     def quantize(self, output: Output, value: str, tiles: Tiles) -> str:
@@ -372,7 +369,7 @@ class Writer:
             # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores
             lines.append(f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < -{largest}, -{largest}, {name}))")
             lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
-        lines.append(f"{name} = {converted(self.bracketed(kept(self.masks.counts, name)), output.dtype, self.by_ptx)}")
+        lines.append(f"{name} = {converted(bracketed(kept(self.masks.counts, name)), output.dtype, self.by_ptx)}")
         return name
 
     def store_number(self, output: Output) -> str:
@@ -400,8 +397,4 @@ class Writer:
         """An integer expression. Symbols become parameters."""
         for symbol in sorted(expr.free_symbols, key=str):
             self.symbols.setdefault(symbol, sympy.Symbol(f"n{len(self.symbols)}", integer=True, positive=True))
-        return self.bracketed(integer(expr.subs(self.symbols, simultaneous=True)))
-
-    @staticmethod
-    def bracketed(text: str) -> str:
-        return text if text.isidentifier() or text.isdigit() else f"({text})"
+        return bracketed(integer(expr.subs(self.symbols, simultaneous=True)))

@@ -39,7 +39,8 @@ AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
 # maximum. Where blocks of elements share a scale, a tile holds whole blocks.
 # With exp and the like a thread takes 16 elements instead of 32: with 32, registers would spill. So do blocks of whole rows
 # with column sums: with 32, a kernel takes 178 registers, and an SM holds one program. A transposed copy is written in pieces
-# of as many bytes as a block has rows; a sector of memory has 32. On an H200 the first two of each were the fastest of 6 to 12.
+# of as many bytes as a block has rows; a sector of memory has 32. The first two of each were the fastest on an H200, or near it
+# (benchmarks.blocks).
 TILES = ((64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 HEAVY_TILES = ((32, 64, 4), (32, 128, 8), (64, 64, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32))

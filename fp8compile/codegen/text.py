@@ -77,3 +77,7 @@ def guarded(mask: str, other: str = "") -> str:
 def kept(mask: str, value: str, other: str = "0.0") -> str:
     """`value` where the mask is true."""
     return f"tl.where({mask}, {value}, {other})" if mask else value
+
+
+def bracketed(text: str) -> str:
+    return text if text.isidentifier() or text.isdigit() else f"({text})"

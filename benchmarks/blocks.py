@@ -1,0 +1,117 @@
+"""Which blocks are fastest? `python -m benchmarks.blocks --json benchmarks/results/nvidia-h200/blocks.jsonl`.
+
+Each family of [benchmarks.kernels](families.py), at a size of a Llama-3-8B or GPT layer, with each of several blocks (BLOCK_R,
+BLOCK_C, warps). `codegen.launch` has those that are chosen from. Several processes compile; one at a time measures. A line for
+each: microseconds, GB/s of the bytes that must move, and each kernel's microseconds.
+
+On a CPU (`--device cpu`), kernels of tiny sizes run in Triton's interpreter, and nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TextIO
+from unittest import mock
+
+import torch
+
+from fp8compile.codegen import launch
+
+from . import lines
+from .families import FAMILIES, Source, must_move
+from .kernels import Device, Plan, compare, interpreter
+from .options import Parser, count
+from .worker import one_line
+
+Block = tuple[int, int, int]
+HEAVY: list[Block] = [(64, 64, 8), (32, 128, 8), (64, 64, 4), (64, 128, 16), (32, 64, 4), (128, 32, 8)]
+HEAVY += [(64, 32, 4), (32, 64, 8), (64, 128, 8), (32, 128, 4), (64, 32, 8), (128, 64, 16)]
+TALL: list[Block] = [(128, 64, 16), (128, 32, 8), (64, 64, 8), (64, 32, 4), (128, 64, 8), (64, 64, 4)]
+ROWS: list[Block] = [(32, 64, 8), (32, 128, 8), (16, 128, 8), (16, 128, 4), (16, 256, 8), (32, 64, 4), (32, 128, 16)]
+ROWS += [(16, 64, 4)]
+PLAIN: list[Block] = [(64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 128, 16), (64, 64, 8), (64, 128, 4)]
+PLAIN += [(128, 64, 4)]
+POINTS = {
+    "swiglu-backward": ((8192, 14336), HEAVY),
+    "swiglu": ((8192, 14336), HEAVY),
+    "layer-norm-backward": ((8192, 4096), ROWS),
+    "gelu-backward": ((16384, 16384), TALL),
+    "rms-norm": ((8192, 4096), ROWS),
+    "weight": ((14336, 4096), PLAIN),
+    "attention": ((8192, 4096), PLAIN),
+}
+TINY = (40, 48)
+RUNS = 11
+
+
+def points(names: list[str]) -> list[tuple[str, Block]]:
+    """(family, block), the first block of each family before the second of any."""
+    most = max(len(POINTS[name][1]) for name in names)
+    return [(name, POINTS[name][1][i]) for i in range(most) for name in names if i < len(POINTS[name][1])]
+
+
+def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dict[str, Any]:
+    """One line. `turn`: a file whose lock allows to measure."""
+    family, device = FAMILIES[name], "cpu" if timer is None else "cuda"
+    row: dict[str, Any] = {"family": name, "config": block}
+    try:
+        torch.manual_seed(0)
+        inputs = family.inputs(Source(*(TINY if timer is None else POINTS[name][0]), device))
+        with mock.patch.object(launch, "configurations", lambda group: (block,)):
+            plan = Plan(family.function, fused=True, interpreted=timer is None)
+            outputs = plan.first(*inputs)
+        if timer is None:
+            compare(family.function(*inputs), outputs)
+            return row | {"us": None, "kernels": plan.generated}
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        try:
+            ms = statistics.median(timer.milliseconds(lambda: plan(*inputs)))
+            kernels = {kernel["name"][:60]: kernel["us"] for kernel in timer.kernels(lambda: plan(*inputs))}
+        finally:
+            fcntl.flock(turn, fcntl.LOCK_UN)
+        size = must_move(family, inputs, outputs)
+        return row | {"us": round(1e3 * ms, 1), "gb_s": round(size / ms / 1e6), "kernels": kernels}
+    except Exception as error:
+        return row | {"error": one_line(error)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="benchmarks.blocks", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--family", nargs="+", choices=tuple(POINTS), metavar="NAME", help=f"default: all: {', '.join(POINTS)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=count(1), default=8)
+    parser.add_argument("--budget", type=count(1), default=600, metavar="SECONDS", help="begin nothing new after this time")
+    parser.add_argument("--json", type=Path, required=True, metavar="PATH.jsonl", help="lines are added")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # of these processes
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
+    given = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(given)
+    chosen = points(args.family or [*POINTS])
+    if args.part is None:
+        with tempfile.NamedTemporaryFile() as turn:
+            more = [[*given, "--turn", turn.name, "--part", str(part)] for part in range(min(args.processes, len(chosen)))]
+            made = [subprocess.Popen([sys.executable, "-m", "benchmarks.blocks", *each]) for each in more]
+            return max(process.wait() for process in made)
+    end = time.monotonic() + args.budget
+    with args.turn.open("a") as turn, interpreter() if args.device == "cpu" else contextlib.nullcontext():
+        timer = Device(RUNS) if args.device == "cuda" else None
+        found = []
+        for name, block in chosen[args.part :: args.processes]:
+            if time.monotonic() > end:
+                break
+            found.append(measured(name, block, timer, turn))
+            lines.add(args.json, found[-1])
+            print(found[-1], flush=True)
+    return int(any("error" in row for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
