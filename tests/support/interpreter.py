@@ -127,9 +127,10 @@ def _guarded(memory: Memory):
         yield
 
 
-def tensor_of(data: Any, dtype: tl.dtype) -> tl.tensor:
+def tensor_of(data: Any, dtype: tl.dtype, number: bool = False) -> tl.tensor:
+    """`number`: it is no block, although numpy holds it as [1]."""
     data = np.asarray(data)
-    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.shape else dtype)
+    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.shape and not number else dtype)
 
 
 class _Library:
@@ -142,12 +143,13 @@ class _Library:
         function = getattr(torch, self.NAMES.get(name, name))
 
         def call(*args: Any) -> tl.tensor:
-            dtype = next(x.dtype for x in args if isinstance(x, tl.tensor))
+            tensors = [x for x in args if isinstance(x, tl.tensor)]
+            dtype, number = tensors[0].dtype, not any(x.type.is_block() for x in tensors)
             wide = [torch.tensor(x.handle.data if isinstance(x, tl.tensor) else x, dtype=torch.float64) for x in args]
             made = function(*wide)
             if made.dtype == torch.bool:
-                return tensor_of(made.numpy(), tl.int1)
-            return tensor_of(made.to(TORCH.get(dtype, torch.float64)).numpy(), dtype)
+                return tensor_of(made.numpy(), tl.int1, number)
+            return tensor_of(made.to(TORCH.get(dtype, torch.float64)).numpy(), dtype, number)
 
         return call
 
