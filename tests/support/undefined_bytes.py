@@ -71,7 +71,8 @@ def _made(name: str, parts: list[str], sources: list[str], of: Callable[[str], i
     if name == "F2FP":  # of two numbers a half; with C, its low half goes above them
         pair = (of(sources[0]), of(sources[1]))
         if "PACK_AB_MERGE_C" in parts:  # the second one is the lower byte
-            return (2 if pair[0] else 0) | (1 if pair[1] else 0) | (of(sources[2]) & 3 if "R1" != sources[2].split(".")[0] else 3) << 2
+            above = 3 if sources[2].split(".")[0] == "R1" else of(sources[2]) & 3  # R1 is the stack's
+            return (2 if pair[0] else 0) | (1 if pair[1] else 0) | above << 2
         return (12 if pair[0] else 0) | (3 if pair[1] else 0)
     if name == "LOP3" and number is not None and sources[3] == "0xc0":
         return sum(1 << i for i in range(4) if of(sources[0]) >> i & 1 and number >> 8 * i & 255)
