@@ -17,7 +17,7 @@ LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*
 REGISTER = re.compile(r"(?<![UP\w])R(\d+)")
 IMMEDIATE = re.compile(r"0x[0-9a-f]+")
 STORES = ("STG", "STS", "ST", "STL", "ATOMG", "ATOMS", "RED", "REDG")
-NO_RESULT = ("BRA", "EXIT", "BAR", "CALL", "RET", "WARPSYNC", "ISETP", "FSETP", "DSETP", "HSETP2", "PLOP3", "R2UR", "R2P")
+NO_RESULT = ("CALL", "RET", "WARPSYNC")  # although a register is their first operand
 LOADS = ("LDG", "LDS", "LD", "LDL", "LDC", "LDSM", "S2R", "CS2R", "SHFL")
 PAIRS = ("HADD2", "HMUL2", "HFMA2", "HMNMX2")
 
@@ -65,6 +65,8 @@ def _made(name: str, parts: list[str], sources: list[str], of: Callable[[str], i
     number = int(sources[1], 16) if len(sources) > 1 and IMMEDIATE.fullmatch(sources[1]) else None
     if name in LOADS:
         return 0
+    if name == "PRMT" and sources[1] == "RZ":
+        number = 0
     if name == "PRMT" and number is not None:
         both = of(sources[0]) | of(sources[2]) << 4
         return sum((both >> (number >> 4 * i & 7) & 1) << i for i in range(4))
