@@ -90,7 +90,7 @@ def tell(found: Findings, complain: Callable[[str], None]) -> int:
     for complaint in found.before:
         complain(complaint)
     said = Report([process.of(Ledger).graph(index)]).summary() if found.training else f"{report.name}: {report.note}"
-    logger.info("fp8: %s", said)
+    logger.log(logging.INFO if report.matmuls or report.opaque else logging.DEBUG, "fp8: %s", said)
     for complaint in found.after:
         complain(complaint)
     return index
