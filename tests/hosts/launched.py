@@ -41,11 +41,20 @@ def on_two_ranks(folder: Path, work: Callable[[int, str], Any]) -> tuple[Path, l
     return folder, on_ranks(2, work, str(folder), once=True)
 
 
-def check_gradients(found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]], count: int) -> None:
+Tensors = Mapping[str, Tensor]
+
+
+def check_weights(found: Tensors, expected: Tensors, atol: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=0.0, atol=atol, msg=lambda said, name=name: f"{name}: {said}")
+
+
+def check_gradients(found: Sequence[Tensors], expected: Sequence[Tensors], steps: int, count: int) -> None:
     """Of each step, `count` parameters, bitwise."""
+    assert [len(got) for got in found] == [count] * steps
     for got, wanted in zip(found, expected, strict=True):
-        assert got.keys() == wanted.keys() and len(got) == count
-        assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
+        check_weights(got, wanted)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import fp8compile
+
 # what callbacks log with each step
 STATE = {"fp8/share", "fp8/matmuls", *(f"fp8/{role}/amax" for role in ("input", "weight", "gradient"))}
 
@@ -62,6 +64,11 @@ def saved(checkpoint: Path) -> list[str]:
     from safetensors.torch import load_file
 
     return sorted(load_file(checkpoint / "model.safetensors"))
+
+
+def in_fp8(model: Any) -> set[str]:
+    """The modules that have a matmul in FP8."""
+    return {record.fqn for record in fp8compile.report(model).matmuls if record.decision == "fp8"}
 
 
 def vanilla(model: Any, folder: Path) -> list[str]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.small import STATE, llama, logged, saved, vanilla
-from tests.hosts.test_trainer import LINEARS, in_fp8, trainer
+from tests.hosts.small import STATE, in_fp8, linears, llama, logged, saved, vanilla
+from tests.hosts.test_trainer import trainer
 
 pytest.importorskip("axolotl")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("interpreted")]
@@ -58,7 +58,7 @@ def test_two_steps(manager: Any, tmp_path: Path) -> None:
     run = trainer(tmp_path / "run", logger := Logger())
     manager.post_trainer_create(config, run)
     run.train()
-    assert in_fp8(run.model) == LINEARS
+    assert in_fp8(run.model) == linears()
     assert logger.seen[0].keys() & STATE == STATE and logged(run)[1]["fp8/matmuls"] == 21
     assert saved(tmp_path / "run" / "checkpoint-2") == vanilla(llama(), tmp_path / "vanilla")
 
@@ -67,7 +67,7 @@ def test_without_a_section(manager: Any, tmp_path: Path) -> None:
     run = trainer(tmp_path, max_steps=1)
     manager.post_trainer_create(validated({}), run)
     run.train()
-    assert in_fp8(run.model) == LINEARS
+    assert in_fp8(run.model) == linears()
 
 
 def test_a_wrong_key_is_named_when_the_file_is_read(manager: Any) -> None:

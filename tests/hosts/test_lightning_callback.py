@@ -13,13 +13,13 @@ from torch import nn
 
 import fp8compile
 from fp8compile.errors import OptionError, StrictError
-from fp8compile.ir.records import FP8
 from fp8compile.runtime.optimizer_steps import steps_of
-from tests.hosts.small import STATE
+from tests.hosts.small import STATE, in_fp8
 from tests.support.models import ResidualMlp
 
 lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("interpreted")]
+
 
 class Lit(lightning.LightningModule):
     """Two networks, one of them in a list, and a module without parameters."""
@@ -69,11 +69,7 @@ def callback(*args: Any, **options: Any) -> Any:
     return FP8Callback(*args, **options)
 
 
-def in_fp8(model: nn.Module) -> set[str]:
-    return {record.parameter for record in fp8compile.report(model).matmuls if record.decision == FP8}
-
-
-ALL = {"up.weight", "down.weight"}
+LINEARS = {"up", "down"}  # of both networks
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["init", "configure_model"])
@@ -81,7 +77,7 @@ def test_two_steps_report_log_and_checkpoint(tmp_path: Path, late: bool) -> None
     lit = Lit(late)
     trainer(tmp_path, callback(measure_every=2)).fit(lit, batches())
     report = fp8compile.report(lit)
-    assert in_fp8(lit) == ALL and len(report.graphs) == 2 and not report.outside
+    assert in_fp8(lit) == LINEARS and len(report.graphs) == 2 and not report.outside
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     first, second = rows
     assert {name for name in STATE if first[name]} == STATE and float(first["fp8/matmuls"]) == len(report.matmuls) == 11
@@ -115,12 +111,17 @@ def test_a_network_by_its_name(tmp_path: Path) -> None:
         trainer(tmp_path, callback(network="nte"), 1).fit(Lit(), batches())
 
 
-def test_nothing_in_fp8_is_one_line_and_with_strict_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_network_that_is_compiled_already_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once."""
+    lit = Lit()
+    lit.net.compile(backend="fp8")
     with caplog.at_level(logging.WARNING, "fp8compile"):
-        trainer(tmp_path, callback({"rules": [{"fp8": "off"}]})).fit(Lit(), batches())
-    (line,) = [record.getMessage() for record in caplog.records if "FP8Callback" in record.getMessage()]
-    assert line.startswith("fp8: FP8Callback: nothing of Lit became FP8: ") and "\n" not in line
+        trainer(tmp_path, callback(network="net", recipe="rowwise"), 1).fit(lit, batches())
+    assert caplog.text.count("ResidualMlp is compiled already and stays so; without effect: recipe") == 1
+    assert {m.recipe for m in fp8compile.report(lit).matmuls} == {"delayed"}
 
+
+def test_nothing_in_fp8_is_an_error_with_strict(tmp_path: Path) -> None:
     class Functional(Lit):  # nobody calls a module
         def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
             return nn.functional.linear(batch, self.net.up.weight).square().mean()
@@ -144,8 +145,6 @@ def test_fabric(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    report = fp8compile.report(bare)
-    assert {m.parameter for m in report.matmuls} == ALL
-    assert {(m.decision, m.recipe) for m in report.matmuls} == {("fp8", "rowwise")}
+    assert in_fp8(bare) == LINEARS and {m.recipe for m in fp8compile.report(bare).matmuls} == {"rowwise"}
     fabric.save(tmp_path / "state.ckpt", {"model": model})
     assert list(fabric.load(tmp_path / "state.ckpt")["model"]) == list(bare.state_dict()) and losses[0] != losses[1]

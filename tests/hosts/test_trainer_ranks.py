@@ -1,4 +1,4 @@
-"""Trainer and TRL with FP8Callback on two processes (DDP, gloo, as torchrun starts them), against replicas."""
+"""Trainer and TRL with FP8Callback on two processes (DDP and FSDP2, gloo, as torchrun starts them), against replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from fp8compile.runtime.optimizer_steps import steps_of
-from tests.hosts.launched import average, check_gradients, facts, gradients, launched, on_two_ranks
+from tests.hosts.launched import (
+    as_on_gpus,
+    average,
+    check_gradients,
+    check_weights,
+    facts,
+    gradients,
+    launched,
+    on_two_ranks,
+    whole,
+)
 from tests.hosts.small import STATE, examples, linears, llama, logged, saved, tokenizer, training_arguments, vanilla
 from tests.support.processes import warnings
 
@@ -19,61 +29,47 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS, LR = 3, 1e-3
 PLAIN = {"lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.0, "optim": "adamw_torch"}
 PLAIN |= {"max_steps": STEPS, "learning_rate": LR, "ddp_backend": "gloo", "ddp_bucket_cap_mb": 1}  # DDP cuts the graph
-LINEARS = linears(2)
-LINEARS |= {f"model.layers.{i}.mlp.{name}_proj" for i in range(2) for name in ("gate", "up", "down")}
+BF16 = {"bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": "SHARDED_STATE_DICT"}
+SHARDED = {"fsdp": True, "fsdp_config": FSDP}
+BY_NAME = {"torch_compile_backend": "fp8"}
 
 
-def made(folder: Path, callbacks: list[Any], **more: Any) -> Any:
-    """A Trainer that keeps the batches of this rank, and how often the loss is averaged."""
-    from transformers import Trainer, TrainingArguments
+def trained(folder: str, options: Any = None, resume: str | None = None, trl: bool = False, **more: Any) -> dict[str, Any]:
+    """With FP8Callback. `fed`: the batches of this rank; `gradients` and `steps`: those before each step of the optimizer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from fp8compile.integrations.transformers import FP8Callback
+
+    found: dict[str, Any] = {"fed": [], "gradients": [], "steps": []}
 
     class Recording(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            self.fed.append({name: x.clone() for name, x in inputs.items()})
+            found["fed"].append({name: x.clone() for name, x in inputs.items()})
             return super().training_step(model, inputs, num_items_in_batch)
 
-    args = TrainingArguments(**training_arguments(folder, **{**PLAIN, **more}))
-    run = Recording(llama(2), args, train_dataset=examples(24), callbacks=callbacks)
-    run.fed = []
-    return run
-
-
-def fp8_callback(**options: Any) -> Any:
-    from fp8compile.integrations.transformers import FP8Callback
-
-    return FP8Callback(**options)
-
-
-def watcher() -> Any:
-    """Keeps the gradients in front of each step, and the steps that the schedule has seen before it."""
-    from transformers import TrainerCallback
-
     class Watcher(TrainerCallback):
-        def __init__(self) -> None:
-            self.gradients: list[dict[str, torch.Tensor]] = []
-            self.steps: list[int] = []
-
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            self.steps.append(steps_of(model))
+            found["steps"].append(steps_of(model))
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            self.gradients.append(gradients(model))
+            found["gradients"].append(gradients(model))
 
-    return Watcher()
-
-
-def ran(run: Any, watched: Any) -> dict[str, Any]:
-    found = {**facts(run.model), "steps": watched.steps, "wrapper": type(run.model_wrapped).__name__}
-    found |= {"gradients": watched.gradients, "weights": run.model.state_dict(), "log": logged(run), "fed": run.fed}
-    return found
-
-
-def trained(folder: str, resume: str | None = None, options: Any = None, **more: Any) -> dict[str, Any]:
     torch._dynamo.reset()
-    watched = watcher()
-    run = made(Path(folder), [fp8_callback(**(options or {})), watched], **more)
+    settings = training_arguments(Path(folder), **{**PLAIN, **more})
+    how = {"callbacks": [FP8Callback(**(options or {})), Watcher()]}
+    if trl:
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in examples(24)])
+        args = SFTConfig(**settings, max_length=64, bf16=False)
+        run = SFTTrainer(llama(2), args=args, train_dataset=data, processing_class=tokenizer(), **how)
+    else:
+        run = Recording(llama(2), TrainingArguments(**settings), train_dataset=examples(24), **how)
     run.train(resume_from_checkpoint=resume)
-    return ran(run, watched)
+    weights = {name: whole(x) for name, x in run.model.state_dict().items()}
+    return {**found, **facts(run.model), "wrapper": type(run.model_wrapped).__name__, "weights": weights, "log": logged(run)}
 
 
 def replica(batches: list[dict[str, torch.Tensor]], accumulate: int = 1) -> dict[str, Any]:
@@ -93,120 +89,108 @@ def replica(batches: list[dict[str, torch.Tensor]], accumulate: int = 1) -> dict
     return {"gradients": seen, "weights": model.state_dict(), **facts(model)}
 
 
-def _train(rank: int, folder: str) -> dict[str, Any]:
+def _ddp(rank: int, folder: str) -> dict[str, Any]:
     launched(rank)
     warned = warnings()
-    found = {"ddp": trained(f"{folder}/ddp", options={"measure_every": STEPS})}
-    found["replica"] = replica(found["ddp"]["fed"])
+    found = {"ddp": trained(f"{folder}/ddp", {"measure_every": STEPS})}
     found["accumulated"] = trained(f"{folder}/accumulated", gradient_accumulation_steps=2, save_strategy="no")
-    found["accumulated replica"] = replica(found["accumulated"]["fed"], 2)
-    found["warned"] = list(warned)
-    return found
+    found["bf16"] = trained(f"{folder}/bf16", save_strategy="no", **BF16)
+    found["name"] = trained(f"{folder}/name", **BY_NAME)
+    found["trl"] = trained(f"{folder}/trl", trl=True)
+    replicas = {how: replica(found[how]["fed"], count) for how, count in (("ddp", 1), ("accumulated", 2))}
+    return {**found, "replicas": replicas, "warned": list(warned)}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    return on_two_ranks(tmp_path_factory.mktemp("trainer"), _train)
-
-
-@pytest.mark.parametrize("how", ["ddp", "accumulated"])
-def test_training_is_that_of_replicas(ranks, how: str) -> None:
-    """Gradients of each step and the weights at the end, bitwise; and the same on both ranks."""
-    _, found = ranks
-    expected = [one["replica" if how == "ddp" else "accumulated replica"] for one in found]
-    for ours, theirs in ((one[how], other) for one, other in zip(found, expected, strict=True)):
-        assert ours["wrapper"] == "DistributedDataParallel" and len(ours["gradients"]) == STEPS
-        check_gradients(ours["gradients"], theirs["gradients"], 21)
-        assert [name for name, x in theirs["weights"].items() if not torch.equal(ours["weights"][name], x)] == []
-    first, second = (one[how] for one in found)
-    assert all(torch.equal(x, second["weights"][name]) for name, x in first["weights"].items())
-    assert not torch.equal(first["fed"][0]["input_ids"], second["fed"][0]["input_ids"])
-
-
-def test_report_state_and_log_have_plain_names(ranks) -> None:
-    _, found = ranks
-    for one in found:
-        ours, theirs = one["ddp"], one["replica"]
-        assert ours["rows"] == theirs["rows"] and ours["steps"] == [0, 1, 2]
-        assert set(ours["state"]) >= set(theirs["state"])  # each part of a graph has a slot of its own for what both read
-        assert {name.split(".weight.")[0] for name in ours["state"]} == {name.split(".weight.")[0] for name in theirs["state"]}
-        assert {name for name, _, decision in ours["rows"] if decision == "fp8"} == LINEARS
-        assert len(ours["graphs"]) > 1  # DDP has cut the graph
-        first, *_, last = ours["log"]
-        assert first.keys() & STATE == STATE and first["fp8/matmuls"] == 42
-        assert 20 < last["fp8/input/sqnr"] < 50 and "fp8/input/sqnr" not in first
-        assert one["warned"] == []
-    first, second = ([row["loss"] for row in one["ddp"]["log"]] for one in found)
-    assert first == second  # Trainer's losses are the means of both ranks
-
-
-def test_the_checkpoint_is_vanilla(ranks, tmp_path: Path) -> None:
-    folder, _ = ranks
-    assert saved(folder / "ddp" / f"checkpoint-{STEPS}") == vanilla(llama(2), tmp_path)
-
-
-# -- phases, another way to compile, TRL -------------------------------------------------------------------------------
-
-
-def _others(rank: int, folder: str) -> dict[str, Any]:
+def _fsdp2(rank: int, folder: str) -> dict[str, Any]:
     launched(rank)
-    options = {"recipe": "tensorwise", "schedule": {"warmup_steps": 1}}
-    found = {"whole": trained(f"{folder}/whole", options=options)}
-    found["resumed"] = trained(f"{folder}/resumed", f"{folder}/whole/checkpoint-1", options)
-    bf16 = {"bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    found["bf16"] = trained(f"{folder}/bf16", save_strategy="no", **bf16)
-    found["trl"] = _trl(folder)
-    found["name"] = trained(f"{folder}/name", torch_compile_backend="fp8")
-    return found
-
-
-def _trl(folder: str) -> dict[str, Any]:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    torch._dynamo.reset()
-    watched = watcher()
-    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in examples(24)])
-    args = SFTConfig(**training_arguments(Path(folder) / "trl", max_length=64, bf16=False, **PLAIN))
-    callbacks = [fp8_callback(), watched]
-    run = SFTTrainer(llama(2), args=args, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks)
-    run.fed = []
-    run.train()
-    return ran(run, watched)
+    as_on_gpus()
+    warned = warnings()
+    found = {"fsdp2": trained(f"{folder}/fsdp2", {"measure_every": STEPS}, **SHARDED)}
+    phases = {"recipe": "tensorwise", "schedule": {"warmup_steps": 1}}
+    found["unbroken"] = trained(f"{folder}/unbroken", phases, **SHARDED)
+    found["resumed"] = trained(f"{folder}/resumed", phases, f"{folder}/unbroken/checkpoint-1", **SHARDED)
+    found["fsdp2 name"] = trained(f"{folder}/fsdp2 name", **BY_NAME, **SHARDED)
+    return {**found, "replicas": {"fsdp2": replica(found["fsdp2"]["fed"])}, "warned": list(warned)}
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+def ddp(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     pytest.importorskip("trl")
-    return on_two_ranks(tmp_path_factory.mktemp("others"), _others)
+    return on_two_ranks(tmp_path_factory.mktemp("ddp"), _ddp)
 
 
-def test_a_run_that_resumes_goes_on_in_its_phase(others) -> None:
-    check_resumed(others[1])
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    return on_two_ranks(tmp_path_factory.mktemp("fsdp2"), _fsdp2)
 
 
-def check_resumed(ranks: list[dict[str, Any]]) -> None:
-    """Warm-up ends after step 1. The resumed run is in FP8 at once, and has the losses of the unbroken one."""
-    for one in ranks:
-        whole, resumed = one["whole"], one["resumed"]
-        assert whole["steps"] == [0, 1, 2] and resumed["steps"] == [1, 2]
-        losses = [row["loss"] for row in whole["log"]]
-        assert [row["loss"] for row in resumed["log"]][-2:] == pytest.approx(losses[1:], abs=1e-6)
+@pytest.mark.parametrize("how", ["ddp", "accumulated", "fsdp2"])
+def test_training_is_that_of_replicas(request: pytest.FixtureRequest, how: str) -> None:
+    """Gradients of each step, bitwise; weights, too, where AdamW does not update parts of them."""
+    _, found = request.getfixturevalue("fsdp2" if how == "fsdp2" else "ddp")
+    for one in found:
+        ours, theirs = one[how], one["replicas"][how]
+        assert ours["wrapper"] == ("FSDPLlamaForCausalLM" if how == "fsdp2" else "DistributedDataParallel")
+        check_gradients(ours["gradients"], theirs["gradients"], STEPS, 21)
+        check_weights(ours["weights"], theirs["weights"], 1e-7 if how == "fsdp2" else 0.0)
+    first, second = (one[how]["fed"][0]["input_ids"] for one in found)
+    assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("how", ["trl", "bf16", "name", "resumed"])
-def test_both_ranks_have_the_same_weights_and_plain_names(others, tmp_path: Path, how: str) -> None:
-    """`name`: TrainingArguments(torch_compile_backend="fp8") compiles what DDP has made, a callback logs. `bf16`: with
-    checkpointing, too."""
-    folder, found = others
+@pytest.mark.parametrize("how", ["ddp", "trl", "bf16", "name"])
+def test_ddp_report_log_and_checkpoint(ddp, tmp_path: Path, how: str) -> None:
+    """`name`: TrainingArguments(torch_compile_backend="fp8") compiles what DDP has made, a callback logs."""
+    folder, found = ddp
     for one in found:
         ours = one[how]
         assert ours["wrapper"] == ("OptimizedModule" if how == "name" else "DistributedDataParallel")
-        assert {name for name, _, decision in ours["rows"] if decision == "fp8"} == LINEARS
+        assert {name for name, _, decision in ours["rows"] if decision == "fp8"} == linears(2)
         assert ours["log"][-1].keys() & STATE >= {"fp8/share", "fp8/matmuls"} and ours["log"][-1]["fp8/matmuls"] == 42
+        assert ours["steps"] == [0, 1, 2] and one["warned"] == []
     first, second = (one[how] for one in found)
-    assert all(torch.equal(x, second["weights"][name]) for name, x in first["weights"].items())
-    assert [row["loss"] for row in first["log"]] == [row["loss"] for row in second["log"]]
-    assert first["log"][0]["loss"] != first["log"][-1]["loss"]
+    check_weights(first["weights"], second["weights"])
+    losses = [[row["loss"] for row in one["log"]] for one in (first, second)]
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][-1]  # Trainer's losses are the means of both ranks
     if how != "bf16":
         assert saved(folder / how / f"checkpoint-{STEPS}") == vanilla(llama(2), tmp_path)
+
+
+def test_under_ddp_report_state_and_log_are_those_of_a_replica(ddp) -> None:
+    for one in ddp[1]:
+        ours, theirs = one["ddp"], one["replicas"]["ddp"]
+        assert ours["rows"] == theirs["rows"] and len(ours["graphs"]) > 1  # DDP has cut the graph
+        assert set(ours["state"]) >= set(theirs["state"])  # each part of a graph has a slot of its own for what both read
+        assert {name.split(".weight.")[0] for name in ours["state"]} == {name.split(".weight.")[0] for name in theirs["state"]}
+        first, *_, last = ours["log"]
+        assert first.keys() & STATE == STATE
+        assert 20 < last["fp8/input/sqnr"] < 50 and "fp8/input/sqnr" not in first
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp2 name"])
+def test_fsdp2_report_log_and_checkpoint(fsdp2, how: str) -> None:
+    """`name`: Accelerate compiles before FSDP2; a callback logs."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    folder, found = fsdp2
+    for one in found:
+        ours, theirs = one[how], one["replicas"]["fsdp2"]
+        names = {name for name, _, decision in ours["rows"] if decision == "fp8"}
+        assert names == {name.split(".", 3)[3] for name in linears()}
+        assert set(ours["graphs"]) == {"LlamaDecoderLayer, training"} and ours["state"] == theirs["state"]
+        assert ours["outside"] == ["lm_head.weight"] and ours["steps"] == [0, 1, 2]
+        *_, last = ours["log"]
+        assert last.keys() & STATE == STATE and last["fp8/matmuls"] == 21  # one graph serves both layers
+        assert one["warned"] == []
+    assert how != "fsdp2" or 20 < found[0][how]["log"][-1]["fp8/input/sqnr"] < 50
+    known = FileSystemReader(folder / how / f"checkpoint-{STEPS}" / "pytorch_model_fsdp_0").read_metadata()
+    sizes = {name.removeprefix("model."): tuple(x.size) for name, x in known.state_dict_metadata.items()}
+    assert sizes == {name: tuple(x.shape) for name, x in llama(2).state_dict().items()}
+
+
+def test_a_run_that_resumes_goes_on_in_its_phase(fsdp2) -> None:
+    """Warm-up ends after step 1. The resumed run is in FP8 at once, and has the losses of the unbroken one."""
+    for one in fsdp2[1]:
+        whole, resumed = one["unbroken"], one["resumed"]
+        assert whole["steps"] == [0, 1, 2] and resumed["steps"] == [1, 2]
+        losses = [row["loss"] for row in whole["log"]]
+        assert [row["loss"] for row in resumed["log"]][-2:] == pytest.approx(losses[1:], abs=1e-6)
