@@ -93,14 +93,8 @@ def leaves():
 def number():
     return 3
 
-def nothing():
-    pass
-
 def pair():
     return Net(), Net(), Net(), Net()
-
-def tensors():
-    return Net(), torch.zeros(2), torch.zeros(2)
 
 def chained():
     try:
@@ -155,7 +149,6 @@ def shapes(loaded: target.Target) -> tuple:
         ("my_model.py:three", ((32, 256),), {"scale": 2.0}),
         ("my_model.py:tokenized", (), {"x": (32, 256)}),
         ("my_model:build", ((64, 256),), {}),
-        ("./my_model.py:build", ((64, 256),), {}),
         ("{}:build", ((64, 256),), {}),
     ],
 )
@@ -164,27 +157,18 @@ def test_what_a_target_may_be_and_return(model, spec, args, kwargs):
     assert type(loaded.model).__name__ == "Net" and shapes(loaded) == (args, kwargs)
 
 
-def test_packages_and_dotted_names(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "some_package").mkdir()
-    (tmp_path / "some_package" / "__init__.py").touch()
-    (tmp_path / "some_package" / "nets.py").write_text(
-        "import torch\nclass Zoo:\n    def small():\n        return torch.nn.Linear(2, 3), (torch.zeros(1, 2),)\n"
-    )
-    assert target.load("some_package.nets:Zoo.small").model.out_features == 3
-
-
-def test_a_file_called_as_a_library(tmp_path, monkeypatch):
-    """The file is loaded, and the library of the same name stays unchanged."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "json.py").write_text("from torch import nn\ndef build():\n    return nn.Identity(), (1,)\n")
-    target.load(f"{tmp_path / 'json.py'}:build")
+def test_modules_and_dotted_names(model):
+    """A file that is called as a library is loaded, and the library stays unchanged."""
+    Path("some_package").mkdir()
+    Path("some_package/nets.py").write_text("class Zoo:\n    def small():\n        return __import__('my_model').build()\n")
+    assert type(target.load("some_package.nets:Zoo.small").model).__name__ == "Net"
+    Path("json.py").write_text("from torch import nn\ndef build():\n    return nn.Identity(), (1,)\n")
+    target.load("json.py:build")
     assert sys.modules["json"] is json and hasattr(json, "dumps")
 
 
 def test_inputs(model):
-    loaded = target.load("my_model.py:net", ["8x256"])  # the module is there already
+    loaded = target.load("my_model.py:net", ["8x256"])
     assert loaded.model is sys.modules["my_model"].net and shapes(loaded) == (((8, 256),), {})
     loaded = target.load("my_model.py:alone", ["8x256:bfloat16", "scale=1:float32"])
     assert loaded.args[0].dtype == torch.bfloat16 and loaded.kwargs["scale"].shape == (1,)
@@ -197,7 +181,6 @@ def test_inputs(model):
     "text, says",
     [
         ("8,1024", "is not SHAPE"),
-        ("8x-1", "is not SHAPE"),
         ("", "is not SHAPE"),
         ("8x1024:itn64", "Did you mean 'int64'"),
         ("8x1024:nn", "no dtype 'nn'"),
@@ -216,16 +199,13 @@ def test_bad_inputs(text, says):
         ("my_model.py", "is not path.py:function or package.module:function, for example my_model.py:build"),
         ("my_modle.py:build", "my_modle.py does not exist. Did you mean 'my_model.py'?"),
         (".:build", ". is not a Python file"),
-        ("my_modle:build", "there is no module 'my_modle'"),
         ("no.such.module:build", "there is no module 'no.such.module'"),
         ("my_model.py:biuld", "has no function 'biuld'. Did you mean 'build'?"),
         ("my_model.py:xyzzy", "has no function 'xyzzy'. It defines build, alone, mapping"),
         ("my_model.py:limit", "my_model.py:limit is a int, not a function"),
         ("my_model.py:needs", "takes width, heads: give them defaults"),
         ("my_model.py:number", "number() returned (int); wanted is a torch.nn.Module, (model, args)"),
-        ("my_model.py:nothing", "nothing() returned (NoneType)"),
         ("my_model.py:pair", "pair() returned (Net, Net, Net, Net)"),
-        ("my_model.py:tensors", "tensors() returned (Net, Tensor, Tensor); wanted is"),
         ("my_model.py:unknown_key", "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted is"),
         ("my_model.py:alone", "a Net without inputs, and its forward takes x: return (model, args), or give --input"),
         ("my_model.py:leaves", "ended the program with status 3"),
@@ -262,25 +242,15 @@ def test_a_module_that_cannot_be_loaded(model):
 # --- the program ----------------------------------------------------------------------------------
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | environment
-    command = [sys.executable, "-m", "fp8compile", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**variables, "PYTHONPATH": str(ROOT)})
-
-
-QUICK = [["--help"], ["explain", "--help"], ["compare", "--help"], ["bench", "--help"], ["tune", "--help"], ["devices"],
-         ["policy", "show"], ["policy", "schema"]]  # fmt: skip
-
-
 def test_quick_commands_do_not_import_torch():
     """In one process, each command after the other."""
-    code = f"""
+    code = """
 import contextlib, io, sys
 from fp8compile.cli import main
-for arguments in {QUICK}:
+for command in ("--help", "explain --help", "compare --help", "bench --help", "tune --help", "devices", "policy show llama"):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        status = main(arguments)
-    assert status == 0 and out.getvalue() and "torch" not in sys.modules, arguments
+        status = main(command.split())
+    assert status == 0 and out.getvalue() and "torch" not in sys.modules, command
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -294,7 +264,6 @@ for arguments in {QUICK}:
         (["explian", "x.py:build"], "No such command 'explian'"),
         (["explain", "x.py:build"], "x.py does not exist"),
         (["explain", "my_model.py:build", "--device", "h1000"], "Did you mean 'h100'"),
-        (["estimate", "my_model.py:build", "--device", "h1000"], "Did you mean 'h100'"),
         (["estimate", "my_model.py:build", "--device", "a100"], "a device with FP8 tensor cores"),
         (["explain", "my_model.py:build", "--option", "recipe"], "is not KEY=VALUE"),
         (["explain", "my_model.py:build", "--option", "recipe=tensorwsie"], "Did you mean 'tensorwise'"),
@@ -302,12 +271,10 @@ for arguments in {QUICK}:
         (["explain", "my_model.py:build", "--policy", "nope.toml"], "nope.toml"),
         (["compare", "my_model.py:build", "--plot", "no/such/folder.png"], "there is no folder no/such"),
         (["compare", "my_model.py:build", "--loss", "buildd"], "no function 'buildd'. Did you mean 'build'"),
-        (["compare", "my_model.py:build", "--html", "x.html"], "No such option"),
         (["tune", "my_model.py:build", "--out", "no/such/policy.toml"], "there is no folder no/such"),
         (["tune", "my_model.py:build", "--max-error", "much"], "not a valid float"),
         (["tune", "my_model.py:build", "--max-error", "2"], "max_error"),
         (["tune", "my_model.py:build", "--loss-budget", "0.2%"], "give --max-error"),
-        (["tune", "my_model.py:build", "--device", "a100"], "a device with FP8 tensor cores"),
         (["tune", "my_model.py:build", "--like", "my_model.py:biuld"], "Did you mean 'build'"),
         (["policy", "check", "nope.toml"], "nope.toml does not exist"),
         (["policy", "show", "nope"], "there is no shipped policy 'nope'"),
@@ -326,14 +293,11 @@ def test_wrong_usage_is_one_line_and_status_2(model, capsys, arguments, says):
     [
         ("margin=1", 1),
         ("strict=true", True),
-        ("reduce_amax=False", False),
         ("recipe=tensorwise", "tensorwise"),
-        ("fp8_format=e4m3", "e4m3"),
         ("override_linear_precision=[false, false, true]", [False, False, True]),
         ("override_linear_precision=(False,False,True)", (False, False, True)),
         ("triton.cudagraphs=true", True),
         ("policy=a=b.toml", "a=b.toml"),
-        ("policy=", ""),
     ],
 )
 def test_option_values(text, value):
@@ -390,11 +354,15 @@ def test_env(machine, monkeypatch, capsys):
     assert rows["fp8compile"] == fp8compile.__version__ and rows["torch"] == torch.__version__
     assert rows["policy"] == "default" and rows["GPU"].startswith("none that torch sees")
     assert rows["FP8COMPILE_DUMP"] == "~/dumps" and rows["TORCHINDUCTOR_CACHE_DIR"] == f"{machine}-other/cache"
-    assert rows["FP8COMPILE_POLCY"].startswith("llama (fp8compile reads no such variable. Did you mean 'FP8COMPILE_POLICY'")
-    assert "SECRET" not in rows
+    assert "Did you mean 'FP8COMPILE_POLICY'" in rows["FP8COMPILE_POLCY"] and "SECRET" not in rows
 
 
-def test_env_as_json_and_with_a_policy_that_is_not_valid(machine, monkeypatch, capsys):
+def test_env_as_json_and_of_what_fails(machine, monkeypatch, capsys):
+    """A policy that is not valid, and a GPU that does not answer, are rows of the table."""
+
+    def fail(device):
+        raise RuntimeError("CUDA error: no device\nmore about it")
+
     monkeypatch.setenv("FP8COMPILE_POLICY", "~/fp8.toml")
     (machine / "fp8.toml").write_text('device = "h100"')
     assert cli.main(["env", "--json"]) == 0
@@ -402,9 +370,12 @@ def test_env_as_json_and_with_a_policy_that_is_not_valid(machine, monkeypatch, c
     assert found["policy"] == "~/fp8.toml, for the device 'h100'" and found["gpus"] == []
     assert found["environment"] == {"FP8COMPILE_POLICY": "~/fp8.toml"} and found["versions"]["torch"] == torch.__version__
     (machine / "fp8.toml").unlink()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
     assert cli.main(["env"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^policy +not valid: .*~/fp8.toml.* does not exist", out, re.MULTILINE) and str(machine) not in out
+    assert re.search(r"^GPU 0 +RuntimeError: CUDA error: no device$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -423,16 +394,6 @@ def test_env_of_gpus(machine, monkeypatch, capsys, key, says):
     assert cli.main(["env"]) == 0
     out = capsys.readouterr().out
     assert all(text in out for text in says) and len(re.findall("^GPU 1 ", out, re.MULTILINE)) == 3
-
-
-def test_env_of_a_gpu_that_does_not_answer(machine, monkeypatch, capsys):
-    def fail(device):
-        raise RuntimeError("CUDA error: no device\nmore about it")
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
-    assert cli.main(["env"]) == 0
-    assert re.search(r"^GPU 0 +RuntimeError: CUDA error: no device$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_every_variable_is_in_the_list_and_in_the_documentation():
@@ -459,10 +420,6 @@ def test_compare(model, capsys):
     assert cli.main(["compare", "my_model.py:tiny", "--loss", "half"]) == 0
     out, err = capsys.readouterr()
     assert f"loss {found['loss'] / 2:.6g} in high precision" in out and "blocks.0.up.weight" in out and NOTE in err
-    sys.modules.pop("my_model")
-    assert cli.main(["compare", "my_model.py:tiny", "--json", "--no-autocast"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["loss"] != found["loss"] and NOTE not in err
 
 
 def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
@@ -502,14 +459,10 @@ def test_explain(model, capsys):
     assert "said while" not in out and "said while building" in err and "wrote report.html" in err
     assert re.search(r"^blocks\.0-1\.down \(x2\) +fprop, dgrad, wgrad +64 +256 +1024 ", out, re.MULTILINE)
     written = Path("report.html").read_text(encoding="utf-8")
-    assert written.startswith("<!DOCTYPE html>") and 'data-name="blocks.0-1.down"' in written and 'class="edge"' in written
-
-
-def test_explain_as_json_with_options(model, capsys):
-    arguments = ["explain", "my_model.py:alone", "--input", "128x256", "--json", "--option", "recipe=tensorwise"]
-    assert cli.main([*arguments, "--option", "override_linear_precision=[false,false,true]"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    matmuls = found["graphs"][0]["matmuls"]
+    assert written.startswith("<!DOCTYPE html>") and 'data-name="blocks.0-1.down"' in written
+    options = ["--input=128x256", "--option=recipe=tensorwise", "--option=override_linear_precision=[false,false,true]"]
+    assert cli.main(["explain", "my_model.py:alone", "--json", *options]) == 0
+    matmuls = json.loads(capsys.readouterr().out)["graphs"][0]["matmuls"]
     up = {r["gemm"]: (r["m"], r["decision"], r["recipe"]) for r in matmuls if r["fqn"] == "blocks.1.up"}
     assert up["fprop"] == (128, "fp8", "tensorwise") and up["wgrad"][1] == "high_precision"
 
@@ -526,10 +479,7 @@ def test_a_model_that_cannot_be_traced(model, capsys):
     assert cli.main(["explain", "my_model.py:misshapen"]) == 1
     out, err = capsys.readouterr()
     said = err.splitlines()
-    assert out == "" and said[-1] == (
-        "fp8compile explain: error: Net of my_model.py:misshapen could not be traced: RuntimeError: a and b must have same "
-        "reduction dim, but got [64, 255] X [256, 1024]."
-    )
+    assert out == "" and "error: Net of my_model.py:misshapen could not be traced: RuntimeError: a and b must have" in said[-1]
     frames = re.findall(r'File "([^"]*)", line \d+, in (\w+)', err)
     assert [(Path(file).name, function) for file, function in frames] == [("my_model.py", "forward")] * 2
     with pytest.raises(RuntimeError, match="reduction dim"):
@@ -547,15 +497,15 @@ def test_estimate(model, capsys):
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["device"].startswith("NVIDIA H100") and found["bf16"]["seconds"] > 0 and found["fp8"]["kernels"] > 0
-    assert "said while loading" in err and "Traceback" not in err
-    page = Path("estimate.html").read_text(encoding="utf-8")
-    assert "H100" in page
+    assert "said while loading" in err and "H100" in Path("estimate.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_estimate_hides_the_gpus(model):
     """GPUs are hidden before torch is imported, so that a GPU can be described on a machine with a GPU."""
-    done = run("estimate", "my_model.py:hidden", CUDA_VISIBLE_DEVICES="0")
+    command = [sys.executable, "-m", "fp8compile", "estimate", "my_model.py:hidden"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 2 and "raised ValueError: ['', '']" in done.stderr
 
 
@@ -601,14 +551,14 @@ def test_a_policy_that_is_not_valid(model, capsys):
     assert "fp8.toml, line 5" in capsys.readouterr().err
 
 
-def test_policy_show_and_schema(tmp_path, capsys):
+def test_policy_show_and_schema(model, capsys):
     """The shown text is a valid policy file."""
     assert cli.main(["policy", "show", "llama"]) == 0
-    (tmp_path / "own.toml").write_text(capsys.readouterr().out)
-    assert cli.main(["policy", "check", str(tmp_path / "own.toml")]) == 0
+    Path("own.toml").write_text(capsys.readouterr().out)
+    assert cli.main(["policy", "check", "own.toml"]) == 0
     capsys.readouterr()
     assert cli.main(["policy", "show"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == sorted(BUILTIN)
+    assert capsys.readouterr().out.split() == sorted(BUILTIN)
     assert cli.main(["policy", "schema"]) == 0
     assert "rules" in json.loads(capsys.readouterr().out)["properties"]
 
@@ -622,21 +572,10 @@ def test_a_reader_that_leaves():
     assert done.stdout == "[\n" and "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 
-def test_colour_on_terminals_only():
-    """A pseudo-terminal gets a red "error:"; NO_COLOR and a pipe get none."""
-    pty = pytest.importorskip("pty")
-
-    def on_a_terminal(**environment: str) -> str:
-        controller, terminal = pty.openpty()
-        variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | environment
-        command = [sys.executable, "-m", "fp8compile", "explain", "no.py:f"]
-        done = subprocess.Popen(command, stderr=terminal, stdout=terminal, cwd=ROOT, env=variables)
-        assert done.wait(timeout=60) == 2
-        os.close(terminal)
-        text = os.read(controller, 4096).decode()
-        os.close(controller)
-        return text
-
-    assert "\x1b[31merror:" in on_a_terminal(TERM="xterm")
-    assert "\x1b" not in on_a_terminal(TERM="xterm", NO_COLOR="1")
-    assert "\x1b" not in run("explain", "no.py:f").stderr
+def test_colour_on_terminals_only(capsys, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for terminal, no_color in ((True, ""), (True, "1"), (False, "")):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setenv("NO_COLOR", no_color)
+        assert cli.main(["explain", "no.py:f"]) == 2
+        assert ("\x1b[31merror:" in capsys.readouterr().err) == (terminal and not no_color)

@@ -31,14 +31,6 @@ def test_what_is_wrong_with_a_list_is_said(tmp_path: Path, monkeypatch: pytest.M
     assert any("two mutants" in text for text in problems(tmp_path))
 
 
-def test_the_table_is_read_as_it_is_written(tmp_path: Path) -> None:
-    chosen = mutants()[:3]
-    first, second, third = (mutant.id for mutant in chosen)
-    rows = {first: table.Row(first, "test", "a/test_b.py::test_c[d | e]", 3.0), third: table.Row(third, "none")}
-    table.write(tmp_path / "t.txt", rows, chosen)
-    assert table.read(tmp_path / "t.txt") == rows and second not in (tmp_path / "t.txt").read_text()
-
-
 @pytest.mark.parametrize("name", ["results.txt", "before.txt"])
 def test_the_tables_that_are_committed(name: str) -> None:
     """They have mutants of the list; the quick tiers find nine of ten."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import fp8compile
-from tests.project.test_blocks import ROOT, blocks
+from tests.project.test_docs import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -100,15 +100,10 @@ def inside(package: Path) -> set[str]:
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_all_of_the_package_is_inside_and_no_test(built: dict[str, Path], kind: str) -> None:
     names = inside(built[kind])
+    assert built[kind].name.startswith(f"fp8compile-{fp8compile.__version__}")
     missing = {f"fp8compile/{name}" for name in DATA | MODULES} - names
     assert len(DATA) > 8 and not missing, missing
     assert not [name for name in names if name.split("/")[0] in ("tests", "benchmarks", "docs") or "__pycache__" in name]
-
-
-def test_the_versions_agree(built: dict[str, Path]) -> None:
-    assert built["wheel"].name.startswith(f"fp8compile-{fp8compile.__version__}-")
-    assert built["sdist"].name == f"fp8compile-{fp8compile.__version__}.tar.gz"
-    assert f"## [{fp8compile.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.weekly
@@ -123,10 +118,3 @@ def test_the_command_line_is_installed(python: Path, tmp_path: Path) -> None:
 def test_three_lines_train(python: Path, tmp_path: Path) -> None:
     file, summary = call(python, "-c", NOTEBOOK, cwd=tmp_path).splitlines()
     assert Path(file).is_relative_to(python.parents[1]) and "100.0% of matmul FLOPs" in summary
-
-
-@pytest.mark.weekly
-def test_the_start_page_is_what_is_installed(python: Path, tmp_path: Path) -> None:
-    """The example of the first page of the documentation."""
-    first = next(block for block in blocks(ROOT / "docs" / "index.md") if block.language == "python")
-    call(python, "-c", first.code, cwd=tmp_path)

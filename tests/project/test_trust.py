@@ -15,7 +15,6 @@ from tests.project.test_docs import ROOT
 yaml = pytest.importorskip("yaml")
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 
 
 def read(path: Path) -> Any:
@@ -43,20 +42,12 @@ def test_the_targets_that_workflows_make_exist() -> None:
     assert "dist" in called and called <= made
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
-def test_issue_forms_ask_for_what_is_needed(path: Path) -> None:
-    form = read(path)
-    assert form["name"] and form["description"]
-    fields = {field["id"]: field for field in form["body"] if field["type"] != "markdown"}
-    assert "`fp8compile env`" in fields["env"]["attributes"]["label"] and fields["env"]["validations"]["required"]
-    assert "fp8compile.report(model)" in fields["report"]["attributes"]["label"]
-
-
 def test_versions_and_licenses_agree() -> None:
     project = dict(re.findall(r'^(version|license|description) = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M))
     citation = read(ROOT / "CITATION.cff")
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
     assert citation["abstract"].rstrip(".") == project["description"] and citation["version"] == fp8compile.__version__
+    assert f"## [{fp8compile.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_llms_txt_has_every_page_of_the_navigation() -> None:
@@ -70,8 +61,3 @@ def test_llms_txt_has_every_page_of_the_navigation() -> None:
     assert made.startswith("# fp8compile\n\n> A backend\n\n## Start\n\n- [fp8compile](index.html): fp8compile is ")
     without = [line for line in made.splitlines() if line.startswith("- ") and "): " not in line]
     assert len(without) < 5, without  # pages of the reference that begin with a name
-
-
-def test_names_in_tables_may_break() -> None:
-    made = mkdocs_hooks.on_page_content("<td><code>a_b.c</code> x_y</td><p><code>a_b</code></p>", None, None, None)
-    assert made == "<td><code>a_<wbr>b.<wbr>c</code> x_y</td><p><code>a_b</code></p>"
