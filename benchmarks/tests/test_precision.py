@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from benchmarks import margins, sqnr
@@ -76,26 +75,6 @@ def test_tokens_that_have_grown_do_not_take_the_others_with_them(arm: str) -> No
     assert measured("linear", "outlier tokens", arm)["y"] > measured("linear", "outlier tokens", "tensorwise")["y"] + 2.0
 
 
-def test_data() -> None:
-    x, usual = sqnr.data_of("normal", (512, 256), 0)
-    assert usual.all() and abs(x.std().item() - 1.0) < 0.01
-    few, _ = sqnr.data_of("outliers", (512, 256), 0)
-    assert 0.005 < ((few == 50.0 * x) & (x != 0.0)).double().mean() < 0.015
-    grown, usual = sqnr.data_of("outlier tokens", (512, 256), 0)
-    assert torch.equal(grown[usual], x[usual]) and (~usual).sum() == 5
-    assert torch.equal(grown[~usual], 10_000.0 * x[~usual])
-
-
-def test_table() -> None:
-    points = [Point("linear", data, arm) for data in ("normal", "outlier tokens") for arm in ("delayed", "rowwise")]
-    lines = {point: {"db": {"y": [28.0, 29.0], "dx": [float(i)]}} for i, point in enumerate(points)}
-    lines[points[1]]["db"]["weight"] = [140.0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in sqnr.tabled(lines).splitlines()]
-    assert rows[0] == ["normal", "linear y", "linear dx", "linear dw"]
-    assert rows[2:4] == [["delayed", "28.5", "0.0", ""], ["rowwise", "28.5", "1.0", "exact"]]
-    assert rows[5] == ["outlier tokens", "linear y", "linear dx"]
-
-
 # -- headroom ----------------------------------------------------------------------------------------------------------
 
 
@@ -137,11 +116,3 @@ def test_a_gradient_that_doubles_beyond_its_margin() -> None:
         assert saturated[1, "gradient", form] == [m < 5 for m in margins.MARGINS]
         assert not any(saturated[step, "gradient", form][m] for step in (0, 2) for m in margins.MARGINS)
     assert not any(any(flags) for (_, role, _), flags in saturated.items() if role != "gradient")
-
-
-@slow
-def test_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(margins, "TIMM_STEPS", 3)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 128), nn.GELU(), nn.Linear(128, 100))
-    row = margins.first_steps(model, {}, 16)
-    assert len(row["lowest"]) == 3 and row["compared"] > 8 and row["below"] == 0

@@ -13,7 +13,7 @@ import pytest
 import torch
 import train_gpt
 
-from benchmarks import never_slower, optimizers, recipes, soak, whole_steps
+from benchmarks import never_slower, recipes, soak, whole_steps
 from fp8compile.dryrun import fake_gpu
 from tests.support.straight import straight
 
@@ -66,12 +66,6 @@ def test_a_file_is_continued(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_evaluations_are_at_the_end_and_in_order() -> None:
-    steps = recipes.Study().evaluations
-    assert steps == sorted(set(steps)) and steps[-5:] == [1300, 1350, 1400, 1450, 1500] and len(steps) > 10
-    assert recipes.Study(steps=3).evaluations[-1] == 3
-
-
 @pytest.fixture
 def study() -> Iterator[recipes.Study]:
     precision = torch.get_float32_matmul_precision()
@@ -90,42 +84,7 @@ def test_a_run(study: recipes.Study) -> None:
     json.dumps(made)
 
 
-@pytest.mark.weekly
-def test_a_run_that_is_not_in_fp8(study: recipes.Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(recipes.ARMS, "delayed", {"policy": {"rules": [{"module": "*.down", "fp8": "off"}]}})
-    with pytest.raises(RuntimeError, match="matmuls in FP8, expected"):
-        recipes.train("delayed", 0, dataclasses.replace(study, steps=1, windows=8), train_gpt.load_text())
-
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.weekly
-@needs_description
-def test_the_table_of_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.json"
-    assert optimizers.main(["--arms", "torch-fused,torch-foreach,ours", "--out", str(path)]) == 0
-    arms = json.loads(path.read_text())["arms"]
-    assert arms["torch-fused"] == {"state": 4.0, "moved": 14.0, "launches": None, "counted": False}
-    assert arms["torch-foreach"]["moved"] is None
-    assert 3.0 < arms["ours"]["state"] <= 3.1 and arms["ours"]["launches"] == 1
-    assert "12.13" in capsys.readouterr().out
-
-
-def test_an_unknown_arm(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        optimizers.main(["--arms", "ours,thiers"])
-    assert "thiers: not among torch-fused" in capsys.readouterr().err
-
-
-def test_an_arm_without_its_library_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def missing(_: object) -> None:
-        raise ImportError("no such thing")
-
-    monkeypatch.setitem(optimizers.ARMS, "bitsandbytes-AdamW8bit", missing)
-    assert optimizers.main(["--arms", "torch-fused,bitsandbytes-AdamW8bit"]) == 0
-    told = capsys.readouterr()
-    assert "bitsandbytes-AdamW8bit: left out: no such thing" in told.err and "bitsandbytes" not in told.out
+# -- cached weights ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.weekly

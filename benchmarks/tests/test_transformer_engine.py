@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import arms, static, transformer_engine
+from benchmarks import arms, transformer_engine
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Fit, Task, parse_case
 from benchmarks.measure import Runner
@@ -79,11 +79,7 @@ def test_the_model_computes_what_it_did(te, name):
 
 @pytest.mark.parametrize(
     ("arm", "wanted"),
-    [
-        ("eager-te-delayed", "DelayedScaling"),
-        pytest.param("te-delayed", "DelayedScaling", marks=pytest.mark.slow),
-        pytest.param("te-current", "Float8CurrentScaling", marks=pytest.mark.slow),
-    ],
+    [("eager-te-delayed", "DelayedScaling"), pytest.param("te-current", "Float8CurrentScaling", marks=pytest.mark.slow)],
 )
 def test_a_forward_runs_with_the_recipe(te, arm, wanted):
     chosen, made = arms.ARMS[arm], task("gpt2-124m")
@@ -97,24 +93,6 @@ def test_a_forward_runs_with_the_recipe(te, arm, wanted):
     assert all(x.grad is None for x in made.model.parameters()) and runner.steps == 1
 
 
-def test_older_versions_have_another_context(te, monkeypatch):
-    asked = []
-
-    def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None):
-        asked.append(fp8_recipe)
-
-    monkeypatch.setattr(te, "fp8_autocast", fp8_autocast, raising=False)
-    monkeypatch.delattr(te, "autocast")
-    transformer_engine.autocast("DelayedScaling")()
-    assert type(asked[0]).__name__ == "DelayedScaling"
-
-
 def test_the_arm_says_what_is_missing():
     with pytest.raises(Exception, match="TransformerEngine cannot be imported"):
         prepared("gpt2-124m")
-
-
-def test_there_is_no_estimate():
-    case, variant, _ = parse_case("llama-8b-layers", CASES)
-    with pytest.raises(ValueError, match="kernels of its own"):
-        static.estimate(case.static(variant)[0], arms.ARMS["te-delayed"])
