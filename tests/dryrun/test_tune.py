@@ -224,23 +224,18 @@ def test_where_fp8_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not make Mlp faster on NVIDIA H100" in one_line(error) and "like=" in str(error.value)
 
 
-class Random(nn.Module):
-    """Its results depend on how often it was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.calls = nn.Linear(WIDTH, WIDTH), itertools.count(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.up(x) * _next(self.calls)).square().mean()
-
-
-@torch._dynamo.disable
-def _next(calls: Any) -> float:
-    return float(next(calls))
-
-
 def test_a_model_that_is_not_deterministic() -> None:
+    """Its results depend on how often it was called."""
+    calls = itertools.count(1)
+
+    @torch._dynamo.disable
+    def number() -> float:
+        return float(next(calls))
+
+    class Random(models.Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) * number()).square().mean()
+
     with pytest.raises(Fp8CompileError, match="tune: Random is not deterministic") as error:
         fp8compile.tune(Random(), torch.ones(32, WIDTH), device="h100")
     assert "seed what is random" in one_line(error)
