@@ -229,15 +229,6 @@ def test_dropout_has_one_mask_in_all_runs_and_hooks_of_optimizers_do_not_run() -
     assert not ran and all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.slow
-def test_autocast_is_that_of_the_caller() -> None:
-    model = models.make(models.Mlp)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = fp8compile.compare(model, noise(ROWS, WIDTH), loss=lambda y: to_one(y.float()))
-        exact = to_one(model(noise(ROWS, WIDTH)).float())
-    assert found.loss == exact.item() and found.gradient.sqnr > 20
-
-
 def test_a_model_that_is_not_deterministic() -> None:
     """Its number comes from outside of torch's random numbers."""
 
@@ -432,19 +423,3 @@ def test_a_loss_that_only_fp8_breaks() -> None:
     assert found.to_dict()["flagged"] == ["layers.1.up.weight"] and "fprop is not finite" in found.rows()[0]["flag"]
     assert "nan in FP8; gradient - dB" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)
-
-
-@pytest.mark.weekly
-@pytest.mark.compiled
-def test_inductors_code_has_the_same_errors() -> None:
-    """What runs eagerly here is, but for roundings, what Inductor compiles."""
-    torch._dynamo.reset()  # no graph of an interpreted test
-    case = mlp()
-    found = by_name(fp8compile.compare(case.model, *case.args, loss=to_one))
-    exact, fp8 = copy.deepcopy(case.model), copy.deepcopy(case.model)
-    loss_of(case, exact).backward()
-    run = compiled(fp8, "tensorwise")  # scaled as the first call of any recipe
-    loss_of(case, run).backward()
-    for name, parameter in exact.named_parameters():
-        assert found[name]["gradient"] == pytest.approx(sqnr(parameter.grad, fp8.get_parameter(name).grad), abs=1.0), name
-    torch._dynamo.reset()

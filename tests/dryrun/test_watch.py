@@ -17,7 +17,7 @@ from fp8compile.errors import OptionError
 from fp8compile.reporting import monitor, plots
 from tests.support import hooks
 from tests.support.harness import compiled, noise, scaling_tensors
-from tests.support.models import Mlp, Parallel, make
+from tests.support.models import Mlp, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
@@ -170,18 +170,6 @@ def test_a_summary_writer_gets_numbers() -> None:
     write, _ = monitor._sink(writer)
     write([row])
     writer.add_scalar.assert_called_once_with("fp8/up.weight/compare/fprop", 28.5, 5)
-
-
-@pytest.mark.slow
-def test_block_by_block() -> None:
-    model = make(lambda: Parallel(Mlp(), Mlp()))
-    for block in model.inner:
-        block.compile(backend="fp8")
-    rows: list[dict[str, Any]] = []
-    train(model, model, 1, to=rows.extend, compare_every=1)
-    assert {row["name"] for row in rows if row["compare"] == "layer"} == {
-        f"inner.{i}.{layer}.weight" for i in (0, 1) for layer in ("up", "down")
-    }
 
 
 def test_errors() -> None:

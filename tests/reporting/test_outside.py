@@ -86,17 +86,6 @@ def test_blocks_that_are_compiled_one_by_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_branch_that_was_not_called_yet() -> None:
-    """An expert without tokens is in no graph until it has some."""
-    model = nn.ModuleList([nn.Linear(128, 128), nn.Linear(128, 256)])
-    run = torch.compile(lambda i, x: model[i](x), backend="fp8")
-    run(0, noise(16, 128)).sum().backward()
-    assert names(fp8compile.report(model)) == ["1.weight"]
-    run(1, noise(16, 128)).sum().backward()  # another graph: a recompilation
-    assert names(fp8compile.report(model)) == []
-
-
-@pytest.mark.slow
 def test_evaluation_and_frozen_parts() -> None:
     """A graph for evaluation reads the weights, too. So does one of a part that has no gradients."""
     model, frozen = Net(False), Net(False)

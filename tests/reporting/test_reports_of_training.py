@@ -5,15 +5,11 @@ test_report.py tests the classes with hand-made records; here the records come f
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
 import re
 import subprocess
 import sys
 import textwrap
-import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -71,26 +67,10 @@ def test_every_field_of_a_small_model():
     assert all(r.batch == 1 and not r.dynamic and r.flops == 2 * r.m * r.n * r.k for r in report.matmuls)
     # FLOPs are proportional to the sizes of the weights: two of 128 x 256 are FP8; 32 x 128 and 512 x 128 are not
     assert report.fp8_flop_fraction == pytest.approx(2 * 256 / (2 * 256 + 32 + 512))
-    texts = "6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: ", "3 output head", "3 under 128 wide"
-    assert all(text in report.summary() for text in texts)
     table = str(report)
     for fqn in ("body.0", "body.2", "gate", "head"):
         assert re.search(rf"^{re.escape(fqn)}\s", table, re.MULTILINE), table
     assert "Tiny" in table and "delayed" in table and "under 128 wide" in table
-
-
-@pytest.mark.slow
-def test_two_models_of_one_class():
-    """They may share code, but not reports; and a report keeps no model alive."""
-    first, model = Mlp(), Mlp()
-    for each in (first, model):
-        train(torch.compile(each, backend="fp8"), 16, 128)
-        assert len(fp8compile.report(each).matmuls) == 6, str(fp8compile.report())
-    known = len(fp8compile.report().matmuls)
-    gone = weakref.ref(model.up.weight)
-    del model, each
-    gc.collect()
-    assert gone() is None and len(fp8compile.report().matmuls) == known
 
 
 @pytest.mark.slow
@@ -145,63 +125,26 @@ def test_a_model_that_trains_in_eval_mode(caplog: pytest.LogCaptureFixture) -> N
         train(torch.compile(model, backend="fp8", options={"strict": True}), 16, 128)
 
 
-@pytest.mark.slow
-def test_what_autograd_does_not_compute_is_not_there_and_what_is_not_fp8_has_a_reason():
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128).requires_grad_(False))
-    torch.compile(model, backend="fp8")(noise(16, 128)).sum().backward()
-    gemms = sorted((r.fqn, r.gemm) for r in fp8compile.report(model).matmuls)
-    assert gemms == [("0", "fprop"), ("0", "wgrad"), ("1", "dgrad"), ("1", "fprop")]
-    model = Mlp()
-    train(torch.compile(model, backend="fp8", options={"override_linear_precision": (False, True, False)}), 16, 128)
-    for r in fp8compile.report(model).matmuls:
-        assert r.reason.startswith("override_linear_precision") == (r.decision == "high_precision") == (r.gemm == "dgrad")
-
-
 # -- the log -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """The package's log lines at INFO and above, as its own handlers receive them."""
-    found: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.INFO:
-                found.append(record.getMessage())
-
-    handler = Keep()
-    logging.getLogger("fp8compile").addHandler(handler)
-    yield found
-    logging.getLogger("fp8compile").removeHandler(handler)
-
-
 @pytest.mark.slow
-def test_one_line_a_compile(lines):
+def test_one_line_a_compile(caplog: pytest.LogCaptureFixture) -> None:
     """Another shape is another graph."""
+    caplog.set_level("INFO", "fp8compile")
     model = Tiny()
     compiled = torch.compile(model, backend="fp8", dynamic=False)
     for tokens in (32, 32, 48, 32):
         train(compiled, 2, tokens, 128)
-    told = [line for line in lines if "matmuls" in line]
-    assert len(told) == 2 and all("6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: " in line for line in told), lines
+    told = [line for line in caplog.messages if "matmuls" in line]
+    assert len(told) == 2 and all("6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: " in line for line in told), caplog.messages
     found = [{(r.gemm, r.m, r.k) for r in graph.matmuls if r.fqn == "body.0"} for graph in fp8compile.report(model).graphs]
     assert found == [{("fprop", 2 * n, 128), ("dgrad", 2 * n, 256), ("wgrad", 256, 2 * n)} for n in (32, 48)]
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a separate Python process with one thread; the test fails if the process fails."""
-    path = os.pathsep.join([str(p) for p in sys.path if p])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done
-
-
 @pytest.mark.slow
 def test_the_line_is_on_stderr_without_any_setup_and_importing_is_light():
-    done = run_python(
-        """
+    code = """
         import sys
         import torch
 
@@ -215,67 +158,10 @@ def test_the_line_is_on_stderr_without_any_setup_and_importing_is_light():
         from tests.support import hooks
         with hooks.interpreted():
             torch.compile(torch.nn.Linear(128, 128), backend="fp8")(torch.randn(16, 128)).sum().backward()
-        """
-    )
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     assert len(re.findall(r"fp8.*2 of 2 matmuls, 100\.0% of matmul FLOPs", done.stderr)) == 1, done.stderr
     assert done.stdout == ""
-
-
-# -- compiled for real ---------------------------------------------------------------------------------------------------------
-
-WARM = """
-    import sys
-    import torch
-    import torch._inductor.config as config
-    from torch._dynamo.utils import counters
-    import fp8compile
-    from fp8compile import process
-    from fp8compile.backend import fp8
-    from fp8compile.runtime.ledger import Ledger
-
-    config.fx_graph_cache = True
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh())
-    x = torch.randn(32, 128)
-    for attempt in range(int(sys.argv[1])):
-        torch._dynamo.reset()
-        process.of(Ledger).clear()
-        counters.clear()
-        compiled = torch.compile(model, backend=fp8)
-        for _ in range(3):
-            compiled(x).square().mean().backward()
-        report = fp8compile.report(model)
-        rows = sorted((r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason, r.recipe) for r in report.matmuls)
-        print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], rows, sep="|")
-    from fp8compile.runtime.state import slots_of
-    print(sorted(sum(value != 0 for value in slot.history()) for slot in slots_of(model).values()))
-"""
-
-
-@pytest.mark.weekly
-@pytest.mark.compiled
-def test_the_report_is_right_when_the_compile_came_from_a_warm_cache(tmp_path):
-    """Compiles twice in one process, then in another one: cache misses, then only hits; equal reports; the state moves."""
-
-    def run(attempts: int) -> tuple[list[tuple[int, int, str]], str]:
-        code = textwrap.dedent(WARM).replace("sys.argv[1]", repr(str(attempts)))
-        *attempts_out, slots = run_python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stdout.splitlines()
-        return [(int(hit), int(miss), found) for hit, miss, found in (line.split("|") for line in attempts_out)], slots
-
-    (cold, same_process), moved_twice = run(2)
-    ((*counts, other_process),), moved_once = run(1)
-    hits, misses = counts
-    assert cold[1] > 0 and cold[0] == 0
-    assert same_process[0] == cold[1] and same_process[1] == 0
-    assert hits == cold[1] and misses == 0
-    assert cold[2] == same_process[2] == other_process and cold[2].count("'fp8'") == 2  # the data has no dgrad
-    # three training calls each: six for the parameters of two compilations, three in the other process
-    assert moved_twice == "[6, 6, 6]" and moved_once == "[3, 3, 3]"
-
-
-@pytest.mark.cases(slow=2)
-@pytest.mark.parametrize("mode", ["default", "max-autotune", "reduce-overhead"])
-def test_modes_are_accepted(mode):
-    model = nn.Sequential(nn.Linear(128, 128))
-    train(torch.compile(model, backend="fp8", mode=mode), 32, 128)
-    assert [r.decision for r in fp8compile.report(model).matmuls] == ["fp8"] * 3
