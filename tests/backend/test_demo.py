@@ -209,18 +209,6 @@ def test_wrong_use_of_processes_gets_one_line(
     assert len(waits) == (count or 1) - 1  # the others wait until torchrun ends them
 
 
-def test_gradients_are_clipped_as_by_torch() -> None:
-    torch.manual_seed(0)
-    ours, theirs = ([torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(2)] for _ in range(2))
-    for a, b in zip(ours, theirs, strict=True):
-        a.grad = torch.randn(3, 4)
-        b.grad = a.grad.clone()
-    parallel.Processes("tp", 0, 2).clip_gradients(ours, 1.0)
-    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
 def test_load_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"spam " * 100)
     (tmp_path / "picture.bin").write_bytes(b"\xff\xfe\x00" * 100)

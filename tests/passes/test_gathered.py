@@ -3,21 +3,17 @@ all-gather itself.)"""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch import nn
 
 import fp8compile
 from fp8compile.devices import catalog
-from fp8compile.dryrun.fake_gpu import trace, unavailable
 from fp8compile.ir import ops
 from fp8compile.ir.gathered_weight import GatheredWeight
 from fp8compile.ir.scale import inverse_of, scale_of
 from fp8compile.passes import profitability
 from tests.support import hooks
-from tests.support.harness import ALL_FP8
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -129,33 +125,6 @@ def test_a_matmul_with_other_scales_casts_what_fp8_left(recipe: str) -> None:
     results = [trained(given, recipe) for given in (weight, weight + 0)]
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-@pytest.mark.compiled
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.slow)])
-def test_kernels_of_an_h200(recipe: str) -> None:
-    """The forward launches nothing for a weight but its matmul. The backward copies the bytes once, transposed."""
-    dtype = torch.bfloat16
-    sizes = ((1024, 512), (512, 1024))
-    weights = [gathered(*size, dtype)[0] if recipe == "tensorwise" else of_blocks(*size, dtype) for size in sizes]
-    model = nn.Sequential(Layer(weights[0]), nn.GELU(), Layer(weights[1]))
-    compiled = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8, "recast_weights": True})
-    x = torch.randn(256, 512, dtype=dtype, requires_grad=True)
-    step = trace(lambda: compiled(x).sum().backward())
-    forward, backward = step.graphs
-    bytes_of = {name: t for name, t in forward.inputs.items() if t.dtype == E4M3}
-    assert {t.shape for t in bytes_of.values()} == set(sizes)
-    assert {k.matmul.b.buffer for k in forward.kernels if k.matmul} == {*bytes_of}
-    for name in bytes_of:
-        assert not re.findall(rf"\.run\([^)]*\b{name}\b", forward.code)
-        (launch,) = re.findall(rf"(\w+)\.run\({name}, (\w+), \d+, \d+, stream", backward.code)
-        assert re.search(rf"_scaled_mm\(\w+, reinterpret_tensor\({launch[1]}, ", backward.code), launch
-    copies = [k for k in backward.kernels if k.matmul is None and k.bytes == 2 * 512 * 1024]
-    assert len(copies) == 2
-    read = {t.shape for name, t in backward.inputs.items() if t.dtype == dtype and t.shape in sizes}
-    assert not read and backward.kept_for_backward < 3 * 256 * (512 + 1024)  # of tokens, not of weights
 
 
 @pytest.mark.cases(test=1, slow=2)

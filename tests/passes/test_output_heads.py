@@ -200,26 +200,6 @@ def test_a_model_whose_graph_breaks() -> None:
     assert kept(Model(forward, **parts), TOKENS) == {"fc": LAST}
 
 
-TRANSFORMERS = {
-    "RobertaForSequenceClassification": ("RobertaConfig", {"num_labels": 144}, {"classifier.out_proj"}),
-    "BertForMaskedLM": ("BertConfig", {"tie_word_embeddings": False}, {"cls.predictions.decoder"}),
-    "BertModel": ("BertConfig", {}, set()),
-    "LlamaModel": ("LlamaConfig", {"use_cache": False}, set()),
-    "CLIPTextModelWithProjection": ("CLIPTextConfig", {"projection_dim": WIDTH}, {"text_projection"}),
-}
-
-
-@pytest.mark.cases(slow=2)
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers(name: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    config, settings, heads = TRANSFORMERS[name]
-    sizes = dict(hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=4, intermediate_size=256, vocab_size=512)
-    sizes |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    model = getattr(transformers, name)(getattr(transformers, config)(**sizes, **settings))
-    assert kept(model, torch.full((4, 8), 3)) == dict.fromkeys(heads, LAST)
-
-
 @pytest.mark.parametrize("dim, kept", [(1, True), (-1, False)])
 def test_a_maximum_over_tokens_is_a_choice(dim: int, kept: bool) -> None:
     """The projection in front of the maximum stays in high precision: rounding may change the winner, which gets all the

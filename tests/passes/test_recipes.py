@@ -15,7 +15,7 @@ import fp8compile
 from fp8compile.ir import ops
 from tests.support import hooks
 from tests.support.exact import Several
-from tests.support.harness import ALL_FP8, noise
+from tests.support.harness import ALL_FP8, noise, sqnr
 from tests.support.models import Attention, Block, Mlp, SwiGlu, make
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -59,17 +59,6 @@ def test_mxfp8_is_emulated_but_on_blackwell():
     with pytest.raises(fp8compile.StrictError, match="mxfp8 is emulated in bf16 on NVIDIA H100"):
         traced(model, x, recipe="mxfp8", policy=ALL_FP8, strict=True, device="h100")
     traced(model, x, recipe="mxfp8", policy=ALL_FP8, strict=True, device="b200")
-
-
-@pytest.mark.slow
-def test_emulation_does_not_pay():
-    """The cost model keeps mxfp8 in bf16 on a GPU without tensor cores for it."""
-    model = make(lambda: Mlp(1024, 4096), dtype=torch.bfloat16)
-    x = noise(8192, 1024, dtype=torch.bfloat16)
-    report = fp8compile.explain(model, x, options={"recipe": "mxfp8"}, device="h100")
-    assert {record.decision for record in report.matmuls} == {"high_precision"}
-    report = fp8compile.explain(model, x, options={"recipe": "mxfp8"}, device="b200")
-    assert any(record.decision == "fp8" for record in report.matmuls)
 
 
 # -- in the graph --------------------------------------------------------------------------------------------------------
@@ -118,39 +107,15 @@ def test_nothing_more_is_kept_for_backward(recipe):
     ]
 
 
-class Two(nn.Module):
-    """Two layers read the graph's input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(128, 128), nn.Linear(128, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) + self.b(x)
-
-
-@pytest.mark.cases(slow=2)
-@pytest.mark.parametrize(
-    ("first", "rule"),
-    [("a", {"recipe": "rowwise"}), ("b", {"recipe": "blockwise"}), ("b", {"current_scaling": [True, False, False]})],
-)
-def test_an_input_of_the_graph_that_is_scaled_in_two_ways(rule, first):
-    model, x = make(Two), noise(2, 16, 128).requires_grad_()
-    step(model, x, policy={"rules": [{"module": first, **rule}]})
-    expected = x.detach().clone().requires_grad_()
-    make(Two)(expected).sum().backward()
-    assert (x.grad - expected.grad).norm() < 0.1 * expected.grad.norm()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_recipes_of_single_gemms(recipe):
+def test_recipes_of_single_gemms() -> None:
     """Forward and backward scale a tensor in different ways; the tangent is an input of the backward graph."""
-    rules = [{"gemm": "fprop", "recipe": recipe}, {"gemm": "dgrad", "recipe": "delayed"}, {"gemm": "wgrad", "recipe": "mxfp8"}]
+    recipes = {"fprop": "blockwise", "dgrad": "delayed", "wgrad": "mxfp8"}
     model, x = make(lambda: nn.Linear(128, 256)), noise(4, 16, 128).requires_grad_()
-    report = step(model, x, policy={"rules": rules})
-    assert {r.gemm: r.recipe for r in report.matmuls} == {"fprop": recipe, "dgrad": "delayed", "wgrad": "mxfp8"}
-    assert x.grad.isfinite().all() and model.weight.grad.abs().sum() > 0
+    report = step(model, x, policy={"rules": [{"gemm": gemm, "recipe": recipe} for gemm, recipe in recipes.items()]})
+    assert {r.gemm: r.recipe for r in report.matmuls} == recipes
+    expected = noise(4, 16, 128).requires_grad_()
+    make(lambda: nn.Linear(128, 256))(expected).sum().backward()
+    assert sqnr(expected.grad, x.grad) > 20 and model.weight.grad.abs().sum() > 0
 
 
 # -- down projections ----------------------------------------------------------------------------------------------------
