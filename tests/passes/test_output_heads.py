@@ -154,17 +154,6 @@ def test_what_is_no_head(models: dict[str, nn.Module], x: Tensor) -> None:
     assert kept(Several(models), x) == {}
 
 
-@pytest.mark.slow
-def test_a_rule_of_the_user_wins() -> None:
-    heads = {name: linear() for name in ("by_name", "by_kind", "with_a_setting", "without_a_rule")}
-    model = Model(lambda m, x: [m.get_submodule(name)(m.body(m.embed(x))) for name in heads],
-                embed=embedding(), body=linear(WIDTH), **heads)  # fmt: skip
-    rules = [{"module": "by_name", "fp8": "on"}, {"kind": "output head", "module": "by_kind", "fp8": "on"}]
-    rules += [{"module": "with_a_setting", "margin": 1}]
-    assert kept(model, TOKENS, policy={"rules": rules}) == {"without_a_rule": LAST}
-    assert kept(model, TOKENS, policy={"extends": "none"}) == {}
-
-
 def reasons(model: nn.Module) -> dict[str, str]:
     return {record.fqn: record.reason for record in fp8compile.report(model).matmuls if record.gemm == "fprop"}
 
