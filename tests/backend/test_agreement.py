@@ -128,9 +128,12 @@ CASES = [
     ("mlp", "mxfp8", FP32, {"weight_tiles": True}, "ss2"),
     ("mlp", "rowwise", FP32, {"weight_tiles": True}, "ss2"),
 ]
+ONCE = ("frozen_up", "frozen_down", "broken")
 MORE = [
-    *((name, "delayed", FP32, {}, "ssasss2sr") for name in BUILDS if name not in ("mlp", "gated", "swiglu", "frozen_down")),
+    *((name, "delayed", FP32, {}, "ssasss2sr") for name in BUILDS if name not in (*ONCE, "mlp", "gated", "swiglu")),
+    ("frozen_up", "delayed", FP32, {}, "ss2s"),
     ("frozen_down", "rowwise_with_gw_hp", FP32, {}, "ss2s"),
+    ("broken", "delayed", FP32, {}, "sssss"),
     *((name, "tensorwise", FP32, {}, "ss2") for name in ("gated", "twice", "checkpointed_blocks")),
     *((name, "delayed", BF16, {}, "sssss2") for name in ("mlp", "swiglu", "attention", "relus")),
     *(("gated", recipe, FP32, {}, "s2") for recipe in ("rowwise", "blockwise", "mxfp8")),
