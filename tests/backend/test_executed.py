@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8compile import compat
 from fp8compile.dryrun.fake_gpu import unavailable
 from tests.support.executed import Launched, executed
-from tests.support.harness import ALL_FP8, MOVING, Pair, gated_inputs, like, noise
+from tests.support.harness import ALL_FP8, MOVING, Pair, gated_inputs, grads_of, like, noise, sqnr
 from tests.support.models import Block, Checkpointed, Mlp, Rotary, Spelled, Stack, Twice, make, relus
 
 pytestmark = [pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""), pytest.mark.compat]
@@ -67,12 +67,11 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "odd": lambda: Mlp(144, 1040),  # Inductor would pad these rows to a multiple of 128 bytes
     "post_norm": PostNorm,
     "rotary": Rotary,
-    "concatenated": Concatenated,
     "stack": lambda: Stack(*relus()),
     "checkpointed": lambda: Checkpointed(*relus()),
     "checkpointed_blocks": lambda: Checkpointed(Block(), Block(gated=True)),
 }
-DEEP = {"concatenated", "post_norm", "rotary", "block", "gated", "spelled", "stack", "checkpointed", "checkpointed_blocks"}
+DEEP = {"post_norm", "rotary", "block", "gated", "spelled", "stack", "checkpointed", "checkpointed_blocks"}
 
 
 def pair_of(model: nn.Module, recipe: str = "delayed", **options: object) -> Pair:
@@ -108,7 +107,6 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
         ("post_norm", "blockwise", BF16, 1),
         ("odd", "blockwise", BF16, 0),
         ("spelled", "tensorwise", FP32, 1),
-        ("concatenated", "delayed", FP32, 0),
     ],
 )
 def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int) -> None:
@@ -123,8 +121,46 @@ def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int)
     if name == "checkpointed":  # one launch begins a direction, and one ends it
         warm = plan.scaled // 12
         assert warm and plan.launches("fp8_begin") == plan.launches("fp8_update") == 2 * warm
-    if name == "concatenated":  # one launch collects the amaxes that Inductor reduces
-        assert plan.launches("fp8_raise") == plan.scaled // 9 > 0
+
+
+@pytest.mark.slow
+def test_one_launch_collects_what_inductor_reduces() -> None:
+    """Amaxes that Inductor reduces go into the vector of all amaxes by one launch."""
+    with executed() as plan:
+        steps(pair_of(make(Concatenated), deep=True), (2, 24, 128))
+    warm = plan.scaled // 9
+    assert warm and plan.launches("fp8_begin") == plan.launches("fp8_update") == 2 * warm
+    assert plan.launches("fp8_raise") == warm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_computed_weights(recipe: str) -> None:
+    """The kernel that casts a computed weight also computes it, norms over rows included. FP8 holds the operands exactly."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        linear = nn.Linear(128, 256, bias=False)
+        linear.weight.data = linear.weight.data.sign() / 8
+        return nn.utils.parametrizations.weight_norm(linear)
+
+    plain, model = build(), build()
+    with executed() as plan:
+        run = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": ALL_FP8})
+        for step in range(3):
+            both = []
+            for module, call in ((plain, plain), (model, run)):
+                module.zero_grad()
+                x = noise(48, 128, seed=step).sign().requires_grad_()
+                y = call(x)
+                (y * noise(48, 256, seed=9).sign()).sum().backward()
+                both.append([y.detach(), x.grad, *grads_of(module).values()])
+            assert min(map(sqnr, *both)) > 80.0
+            for module in (plain, model):
+                with torch.no_grad():
+                    module.parametrizations.weight.original0.mul_(1.5)
+    assert plan.scaled == (2 if recipe == "delayed" else 3) * 3  # the first call of delayed scaling is cold
+    assert any(kernel.ours for kernel in plan.kernels)
 
 
 @pytest.mark.cases(slow=1)

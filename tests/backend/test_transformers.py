@@ -22,44 +22,38 @@ STEPS = 6
 WORDS, LENGTH = 512, 32
 
 
-def tokens() -> dict[str, torch.Tensor]:
-    ids = torch.randint(WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+def tokens(seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}
 
 
-SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4)
-NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-TEXT = dict(vocab_size=WORDS, max_position_embeddings=64)
-# name: the model, its configuration, its settings, its head
-MODELS = {
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        dict(vocab_size=WORDS, n_positions=64, n_embd=128, n_head=4, bos_token_id=0, eos_token_id=0, use_cache=False)
-        | dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-        "lm_head",
-    ),
-    "llama": (
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        SIZES | TEXT | dict(hidden_size=256, intermediate_size=512, num_key_value_heads=2, use_cache=False),
-        "lm_head",
-    ),
-    "bert": ("BertForMaskedLM", "BertConfig", SIZES | TEXT | NO_DROPOUT, "cls.predictions.decoder"),
-    "vit": (
-        "ViTForImageClassification",
-        "ViTConfig",
-        # without a type of problem the model finds and sets it in the first call
-        SIZES | NO_DROPOUT | dict(image_size=32, patch_size=8, num_labels=16, problem_type="single_label_classification"),
-        "classifier",
-    ),
-}
+def gpt2(attention: str, layers: int = 1) -> nn.Module:
+    sizes = dict(vocab_size=WORDS, n_positions=64, n_embd=128, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0)
+    off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = transformers.GPT2Config(**sizes, **off, use_cache=False, attn_implementation=attention)
+    return transformers.GPT2LMHeadModel(config)
 
 
-def build(name: str, attention: str, layers: int) -> nn.Module:
-    kind, config, settings, _ = MODELS[name]
-    made = getattr(transformers, config)(**settings, num_hidden_layers=layers, attn_implementation=attention)
-    return getattr(transformers, kind)(made)
+def llama(attention: str, layers: int = 1) -> nn.Module:
+    sizes = dict(vocab_size=WORDS, hidden_size=256, intermediate_size=512, num_hidden_layers=layers, max_position_embeddings=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    config = transformers.LlamaConfig(**sizes, **heads, use_cache=False, attn_implementation=attention)
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert(attention: str, layers: int = 1) -> nn.Module:
+    sizes = dict(vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, max_position_embeddings=64)
+    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(**sizes, **off, num_attention_heads=4, attn_implementation=attention)
+    return transformers.BertForMaskedLM(config)
+
+
+def vit(attention: str, layers: int = 1) -> nn.Module:
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=layers, image_size=32, patch_size=8, num_labels=16)
+    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    off |= dict(problem_type="single_label_classification")  # else the model finds and sets it in the first call
+    config = transformers.ViTConfig(**sizes, **off, num_attention_heads=4, attn_implementation=attention)
+    return transformers.ViTForImageClassification(config)
 
 
 def linears(model: nn.Module, *skip: str) -> list[str]:
@@ -102,11 +96,19 @@ def reported(report: Report) -> Counter[tuple[int, ...]]:
     return Counter(key(r.batch, r.m, r.n, r.k) for r in report.matmuls)
 
 
+CASES = {
+    "gpt2": (gpt2, tokens, "lm_head"),
+    "llama": (llama, tokens, "lm_head"),
+    "bert": (bert, tokens, "cls.predictions.decoder"),
+    "vit": (vit, lambda: {"pixel_values": noise(8, 3, 32, 32), "labels": torch.arange(8)}, "classifier"),
+}
+
+
 def train(name: str, attention: str, layers: int = 1, *, evaluate: bool) -> None:
     """AdamW steps; then checks the loss, the report and the checkpoint."""
+    build, make_batch, head = CASES[name]
     torch.manual_seed(0)
-    model, head = build(name, attention, layers).train(), MODELS[name][-1]
-    batch = {"pixel_values": noise(8, 3, 32, 32), "labels": torch.arange(8)} if name == "vit" else tokens()
+    model, batch = build(attention, layers).train(), make_batch()
     vanilla = copy.deepcopy(model)
     matmuls = counted(vanilla, batch)
     compiled = torch.compile(model, backend="fp8", dynamic=False)

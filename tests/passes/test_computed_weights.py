@@ -164,10 +164,22 @@ def test_a_mask_of_buffers_is_no_weight() -> None:
     assert {r.fqn for r in fp8compile.report(model).matmuls if r.decision == "fp8"} == {"w"}
 
 
-def test_what_depends_on_an_input_is_no_weight() -> None:
-    model = Model(lambda m, x: F.linear(x, m.w * x.abs().amax()), w=parameter(128, 128))
+def scaled_by_input(m: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, m.w * x.abs().amax())
+
+
+def of_tokens(m: nn.Module, x: Tensor) -> Tensor:
+    return x @ F.embedding(x[0].long().abs(), m.w)
+
+
+@pytest.mark.cases(test=1, slow=1)
+@pytest.mark.parametrize("function", [scaled_by_input, of_tokens])
+def test_what_depends_on_an_input_is_no_weight(function: Callable) -> None:
+    model = Model(function, w=parameter(128, 128))
     torch.compile(model, backend="fp8")(ternary(32, 128)).sum().backward()
-    assert gemms(model) == ["matmul not a weight: neither operand is a parameter"]
+    assert {r.gemm: r.reason for r in fp8compile.report(model).matmuls} == {
+        "matmul": "not a weight: neither operand is a parameter"
+    }
 
 
 def test_experts_in_an_einsum() -> None:

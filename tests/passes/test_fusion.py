@@ -88,8 +88,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple]] = {
     "block": (Block, (2, 20, 128)),
     "checkpointed": (lambda: Checkpointed(Mlp()), (33, 128)),
     "experts": (Moe, (2, 20, 128)),
-    # the kernel that casts a computed weight also computes it, norms over rows included
-    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(128, 256, bias=False)), (48, 128)),
 }
 
 
@@ -102,7 +100,6 @@ def of(name: str, recipe: str) -> Trained:
 CASES = [("mlps", "delayed"), *(("rms norm, swiglu", recipe) for recipe in ("delayed", "mxfp8")), ("experts", "delayed")]
 CASES += [("block", "tensorwise"), ("checkpointed", "delayed"), ("checkpointed", "rowwise")]
 CASES += [("rms norm, swiglu", recipe) for recipe in ("rowwise", "rowwise_with_gw_hp", "blockwise")]
-CASES += [("weight norm", recipe) for recipe in ("delayed", "rowwise")]
 CASES += [("experts", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")]
 
 
