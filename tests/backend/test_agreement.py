@@ -79,7 +79,15 @@ def one_backward(pair: Pair, a: Tensor, b: Tensor) -> None:
     pair.steps += 1
 
 
-DEEP = {"attention", "block", "gated", "spelled", "checkpointed_relus", "checkpointed_mlp", "checkpointed_blocks"}
+DEEP = {"broken", "attention", "block", "gated", "spelled", "checkpointed_relus", "checkpointed_mlp", "checkpointed_blocks"}
+
+
+def half_frozen(name: str) -> nn.Module:
+    model = Mlp()
+    getattr(model, name).requires_grad_(False)
+    return model
+
+
 BUILDS = {
     "linear": lambda: nn.Linear(128, 128),
     "mlp": Mlp,
@@ -91,6 +99,9 @@ BUILDS = {
     "twice": Twice,
     "relus": lambda: Stack(*relus()),
     "checkpointed_relus": lambda: Checkpointed(*relus()),
+    "frozen_up": lambda: half_frozen("up"),
+    "frozen_down": lambda: half_frozen("down"),
+    "broken": lambda: Broken(*(nn.Linear(128, 128) for _ in "123")),
     "checkpointed_one": lambda: Checkpointed(Mlp()),
     "checkpointed_mlp": lambda: Checkpointed(Mlp(), Mlp()),
     "checkpointed_blocks": lambda: Checkpointed(Block(), Block(gated=True)),
@@ -117,8 +128,12 @@ CASES = [
     ("mlp", "mxfp8", FP32, {"weight_tiles": True}, "ss2"),
     ("mlp", "rowwise", FP32, {"weight_tiles": True}, "ss2"),
 ]
+ONCE = ("frozen_up", "frozen_down", "broken")
 MORE = [
-    *((name, "delayed", FP32, {}, "ssasss2sr") for name in BUILDS if name not in ("mlp", "gated", "swiglu")),
+    *((name, "delayed", FP32, {}, "ssasss2sr") for name in BUILDS if name not in (*ONCE, "mlp", "gated", "swiglu")),
+    ("frozen_up", "delayed", FP32, {}, "ss2s"),
+    ("frozen_down", "rowwise_with_gw_hp", FP32, {}, "ss2s"),
+    ("broken", "delayed", FP32, {}, "sssss"),
     *((name, "tensorwise", FP32, {}, "ss2") for name in ("gated", "twice", "checkpointed_blocks")),
     *((name, "delayed", BF16, {}, "sssss2") for name in ("mlp", "swiglu", "attention", "relus")),
     *(("gated", recipe, FP32, {}, "s2") for recipe in ("rowwise", "blockwise", "mxfp8")),
@@ -149,14 +164,6 @@ def test_training(name: str, recipe: str, dtype: torch.dtype | str, options: dic
         for parameter, weight in model.named_parameters():
             if weight.dim() == 2:
                 assert state[parameter, "weight", 0][0][0] == weight.abs().max().item()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "frozen"), [("delayed", "up"), ("rowwise_with_gw_hp", "down")])
-def test_frozen_weight(recipe: str, frozen: str) -> None:
-    model = make(Mlp)
-    getattr(model, frozen).requires_grad_(False)
-    train(Pair(model, recipe), "ss2s")
 
 
 @pytest.mark.cases(test=1, slow=4)
@@ -217,11 +224,6 @@ def test_blocks_that_do_not_fit(shape: tuple[int, int, int], recipe: str) -> Non
         x = noise(tokens, width, seed=step) * torch.logspace(-3, 3, width) * torch.logspace(-4, 1, tokens).unsqueeze(1)
         pair.step(x, grad=noise(tokens, out, seed=9) * torch.logspace(-6, 0, tokens).unsqueeze(1))
     pair.finish()
-
-
-@pytest.mark.slow
-def test_graph_break() -> None:
-    train(Pair(make(lambda: Broken(*(nn.Linear(128, 128) for _ in "123"))), deep=True), "sssss")
 
 
 def test_an_output_that_the_loss_does_not_use() -> None:

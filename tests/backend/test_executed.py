@@ -133,14 +133,6 @@ def test_one_launch_collects_what_inductor_reduces() -> None:
     assert plan.launches("fp8_raise") == warm
 
 
-@pytest.mark.weekly
-def test_one_launch_sums_what_the_blocks_of_rows_have_summed() -> None:
-    """The gradients of two norms' weights."""
-    with executed() as plan:
-        steps(pair_of(make(Block), deep=True), (2, 24, 128))
-    assert plan.launches("fp8_column_sums") >= plan.launches("fp8_begin") > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_computed_weights(recipe: str) -> None:
@@ -182,16 +174,6 @@ def test_casts_that_inductor_writes(recipe: str, monkeypatch: pytest.MonkeyPatch
             pair.step(noise(2, 128, 96, seed=step))
         pair.assert_fp8()
     assert not any("cast" in kernel.name for kernel in plan.kernels if kernel.ours)
-
-
-@pytest.mark.slow
-def test_sizes_that_only_a_call_knows() -> None:
-    with executed() as plan:
-        pair = pair_of(make(Mlp), dynamic=True)
-        for step, rows in enumerate((48, 33, 17, 2, 64)):
-            pair.step(noise(rows, 128, seed=step))
-        pair.assert_fp8()
-    assert plan.scaled == 4 * 6
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import fp8compile
-from fp8compile import compat
 from fp8compile.devices.gpu import Gpu
 from fp8compile.dryrun.fake_gpu import unavailable
 from tests.support import hooks
@@ -119,70 +118,12 @@ def test_frozen_experts_have_no_wgrad() -> None:
     assert all(record.decision == "fp8" and record.groups == len(SIZES) for record in records)
 
 
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize(("given", "turned"), [({}, False), ({"device": "b200", "recast_weights": True}, True)], ids=str)
-def test_tiles_of_weights(given: dict, turned: bool) -> None:
-    """One scale for 32 x 32 elements, with two copies of a weight and with one."""
-    pair = Pair(made(turned), "mxfp8", weight_tiles=True, policy=ALL_FP8, inductor=given)
-    for number in range(2):
-        train(pair, number, SIZES)
-    pair.assert_fp8()
-
-
-class LowRank(torch.nn.Module):
-    """Experts with frozen weights and a low-rank update of each: beside them, or added to the weights, as PEFT does."""
-
-    def __init__(self, added: bool, rank: int = 16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.experts, self.added = made(count=4), added
-        self.experts.requires_grad_(False)
-        self.a = torch.nn.Parameter(torch.randn(4, rank, 128).to(BF16) * 128**-0.5)
-        self.b = torch.nn.Parameter(torch.randn(4, 256, rank).to(BF16) * 0.1)
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        up, down = self.experts.gate_up_proj, self.experts.down_proj
-        if self.added:
-            gate, value = torch._grouped_mm(x, (up + self.b @ self.a).transpose(-2, -1), offs).chunk(2, -1)
-        else:
-            low = torch._grouped_mm(torch._grouped_mm(x, self.a.transpose(-2, -1), offs), self.b.transpose(-2, -1), offs)
-            gate, value = (torch._grouped_mm(x, up.transpose(-2, -1), offs) + low).chunk(2, -1)
-        return torch._grouped_mm(torch.nn.functional.silu(gate) * value, down.transpose(-2, -1), offs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "added"), [("delayed", False), ("rowwise", True)], ids=["beside", "added"])
-def test_low_rank_updates_of_experts(added: bool, recipe: str) -> None:
-    """Frozen stacks have fprop and dgrad in FP8 and no wgrad; the updates learn."""
-    model, exact = LowRank(added), LowRank(added)
-    rules = [{"where": "n >= 128 and k >= 128", "fp8": "on"}, {"fp8": "off"}]
-    call = torch.compile(model, backend="fp8", options={"recipe": recipe, "policy": {"rules": rules}})
-    for number, sizes in enumerate(([100, 0, 17, 203], [0, 257, 16, 47])):
-        x, dy = batch(number)
-        got = run(model, call, x, ends(sizes), dy, trained=("a", "b"))
-        high = run(exact, exact, x, ends(sizes), dy, trained=("a", "b"))
-        for name in high:
-            assert sqnr(high[name], got[name]) > (18 if name in "ydx" else 15), (number, name)
-    found = {(record.parameter, record.gemm) for record in fp8compile.report(model).matmuls if record.decision == "fp8"}
-    frozen = {("experts.down_proj", "fprop"), ("experts.down_proj", "dgrad")}
-    assert frozen <= found and ("experts.down_proj", "wgrad") not in found
-    assert added or {("experts.gate_up_proj", "fprop"), ("experts.gate_up_proj", "dgrad")} <= found
-
-
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("bad", [[100, 50, 60, 70, 80, 120], [0, 0, 0, 100, 200, TOKENS + 1]], ids=["decreasing", "too many"])
 def test_ends_that_make_no_sense_are_an_error(bad: list[int]) -> None:
     call = torch.compile(made(), backend="fp8", options={"merge_matmuls": False, "policy": ALL_FP8})
     with pytest.raises(Exception, match="have to rise"):
         call(batch(0)[0].requires_grad_(), torch.tensor(bad, dtype=torch.int32))
-
-
-@pytest.mark.slow
-def test_any_number_of_tokens() -> None:
-    """Dynamic shapes: one compilation serves all."""
-    pair = Pair(made(count=4), "tensorwise", policy=ALL_FP8, dynamic=True)
-    for number, sizes in enumerate(([16, 0, 3, 45], [1, 1, 1, 1], [0, 257, 16, 15])):
-        train(pair, number, sizes, sum(sizes))
 
 
 def test_a_slice_of_a_stack_is_a_weight() -> None:
@@ -279,15 +220,6 @@ def test_the_plan_where_the_library_refuses() -> None:
         notes = fp8compile.report().notes
     assert plan.scaled == 0 and plan.launches("fp8_grouped") == 2 * 6
     assert any("no grouped FP8 matmul of 96 x 256 x 128" in note and "a generated kernel" in note for note in notes), notes
-
-
-@pytest.mark.weekly
-@planning
-def test_the_plan_where_no_kernel_can_be_launched(caplog: pytest.LogCaptureFixture) -> None:
-    """Experts are multiplied in bf16, and a warning says so."""
-    with mock.patch.object(compat.triton, "reorders", lambda: True), executed(gpu=B200) as plan:
-        planned("rowwise")
-    assert plan.scaled == plan.launches("fp8_grouped") == 0 and "experts in FP8 are emulated in bf16" in caplog.text
 
 
 @pytest.mark.cases(slow=1)

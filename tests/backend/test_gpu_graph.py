@@ -10,17 +10,13 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn as nn
-import triton
-from triton.compiler import ASTSource
 
 import fp8compile.backend
 from fp8compile.devices import catalog
 from fp8compile.dryrun.fake_gpu import MatmulLaunch, Step, trace, unavailable
 from fp8compile.ir import ops, state_page
-from tests.support.executed import Launched
 from tests.support.gpu_steps import compile_mlp, unallocated
 from tests.support.harness import ALL_FP8
-from tests.support.machine_code import TARGETS
 from tests.support.models import LlamaLayer
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
@@ -106,15 +102,6 @@ def test_bytes_kept_for_backward(recipe):
     assert llama(recipe).kept_for_backward <= 0.75 * llama().kept_for_backward
 
 
-@pytest.mark.slow
-@RECIPES
-def test_bias(recipe):
-    step = mlp_step() if recipe == "delayed" else compile_mlp(64, recipe=recipe)
-    check_matmuls(step)
-    assert sizes(step.matmuls) == Counter([(64, 512, 256), (64, 256, 512)] * 2 + [(512, 256, 64), (256, 512, 64)])
-    assert {m.out.dtype for m in step.matmuls} == {BF16}
-
-
 def test_scales_are_read_from_where_they_are():
     """Four tensors, four slots: each matmul of the forward reads the inverses of its own slots. (In torch 2.11, `as_strided`
     without an offset becomes the first number of the snapshot: pytorch#175325.)"""
@@ -145,32 +132,6 @@ def test_a_weight_is_cast_where_it_is_read(recipe):
     assert "ww" not in what[1:], what
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name", "kernels", "launches"),
-    [
-        ("delayed", "fp8_begin", (1, 1), (1, 1)),
-        ("delayed", "fp8_update", (1, 1), (1, 1)),
-        pytest.param("blockwise", "fp8_gemm", (1, 2), (4, 8), marks=pytest.mark.slow),
-    ],
-)
-def test_kernels_that_are_no_text(recipe, name, kernels, launches):
-    """Inductor copies each kernel into its code with the globals that it reads, once for all launches of one signature. The
-    copy compiles. (In the backward, dgrad and wgrad have different blocks.)"""
-    codes = [graph.code for graph in four_linears(recipe).graphs]
-    copies = [re.findall(rf"= async_compile\.triton\('{name}', '''(.*?)''', device_str='cuda'\)", code, re.S) for code in codes]
-    assert tuple(map(len, copies)) == kernels
-    assert tuple(len(re.findall(rf"{name}_\d+\.run\(", code)) for code in codes) == launches
-    for source in sum(copies, []):
-        assert f"{name}(" in source and "= tl.constexpr(" in source
-        kernel = Launched(name, source, 0)
-        meta, config = kernel.told["triton_meta"], dict(kernel.config)
-        options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
-        assert meta["signature"].get("amaxes") in (None, "*i32")  # read where the kernels wrote them, without a copy
-        constants = {**meta["constants"], **config}
-        copied = ASTSource(fn=kernel.jitted, signature=meta["signature"], constexprs=constants, attrs=meta["configs"][0])
-        assert triton.compile(copied, target=TARGETS["sm_90"], options=options).asm["cubin"][:4] == b"\x7fELF"
-
-
 @pytest.mark.slow
 def test_copies_that_inductor_writes_have_no_gaps():
     """Inductor would pad rows of 1040 bytes to 1152, and ATen's row-wise kernel for sm_89 ignores strides. Inductor writes the
@@ -186,16 +147,6 @@ def test_copies_that_inductor_writes_have_no_gaps():
 
 
 @pytest.mark.slow
-@RECIPES
-def test_fp32_weights_under_autocast(recipe):
-    step = compile_mlp(64, torch.float32, recipe=recipe)
-    check_matmuls(step)
-    assert len(step.matmuls) == 6
-    fprop_and_dgrad = [m.out.dtype for m in step.matmuls if m.out.shape[0] == 64]
-    assert fprop_and_dgrad == [BF16] * 4  # as autocast does; the weights' gradients are cast back to fp32 at the end
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_rows_that_are_no_multiple_of_16(rows):
     """wgrad contracts over the rows: its FP8 operands are padded with zeros to the next multiple of 16."""
@@ -203,29 +154,6 @@ def test_rows_that_are_no_multiple_of_16(rows):
     check_matmuls(step)
     padded = -(-rows // 16) * 16
     assert sizes(step.matmuls) == Counter([(rows, 512, 256), (rows, 256, 512)] * 2 + [(512, 256, padded), (256, 512, padded)])
-
-
-@pytest.mark.slow
-def test_symbolic_rows():
-    step = compile_mlp(40, dynamic=True)
-    check_matmuls(step)
-    assert len(step.matmuls) == 6 and sum(m.a.shape[-1] == 48 for m in step.matmuls) == 2
-
-
-def test_hybrid_gradients():
-    step = mlp_step()
-    dtypes = Counter((m.a.dtype, m.b.dtype) for m in step.matmuls)
-    assert dtypes.pop((torch.float8_e4m3fn, torch.float8_e4m3fn)) == 2  # fprop
-    assert dtypes.total() == 4 and all(torch.float8_e5m2 in pair for pair in dtypes)
-
-
-@pytest.mark.slow
-def test_overridden_matmuls_stay_in_bf16_and_gradients_can_be_e4m3():
-    step = compile_mlp(64, override_linear_precision=(False, False, True), fp8_format="e4m3")
-    flops = 2 * 64 * 256 * 512
-    assert step.flops == {"fp8": 4 * flops, "bfloat16": 2 * flops}
-    scaled = [m for m in step.matmuls if m.op == "_scaled_mm"]
-    assert len(scaled) == 4 and {t.dtype for m in scaled for t in (m.a, m.b)} == {torch.float8_e4m3fn}
 
 
 def test_a_gpu_without_fp8_gets_high_precision(monkeypatch):

@@ -137,20 +137,6 @@ def test_other_recipes(recipe: str) -> None:
     assert gemms(model) == sorted(2 * ["dgrad fp8", "fprop fp8", kept])
 
 
-@pytest.mark.slow
-def test_names() -> None:
-    """A layer keeps its name if its weight is computed."""
-    model = nn.Sequential(parametrizations.weight_norm(linear()), nn.Sequential(pruned()))
-    model[1][0].weight_orig.data = signs(256, 128)
-    model.append(linear(256, 128))
-    with hooks.traced():
-        torch.compile(model[:1], backend="fp8")(ternary(32, 128)).sum().backward()
-        torch.compile(model[1], backend="fp8")(ternary(32, 128)).sum().backward()
-    assert {r.fqn for r in fp8compile.report().matmuls} == {"0"}
-    assert {r.parameter for r in fp8compile.report().matmuls} == {"0.parametrizations.weight.original1", "0.weight_orig"}
-    assert not fp8compile.report(model[2]).graphs
-
-
 def test_the_largest_source_has_the_slots() -> None:
     def build() -> nn.Module:
         parts = {"scale": parameter(1, 128), "small": parameter(128, 128), "large": parameter(256, 128, seed=2)}
@@ -158,40 +144,6 @@ def test_the_largest_source_has_the_slots() -> None:
 
     model = train(build, ternary(32, 128))
     assert {name for name, _, _ in hooks.slots_of(model)} == {"large"}
-
-
-def test_evaluation() -> None:
-    model = spectral()
-    run = torch.compile(model.eval(), backend="fp8")
-    assert sqnr(model(ternary(32, 128)), run(ternary(32, 128))) > 100  # sums may be in another order than in eager mode
-    assert {r.reason for r in fp8compile.report(model).matmuls} == {"eval mode"}
-
-
-def test_autocast() -> None:
-    """A computed weight is quantized from float32, as a parameter is."""
-    model = parametrizations.weight_norm(linear())
-    run = torch.compile(model, backend="fp8")
-    with torch.autocast("cpu", torch.bfloat16):
-        run(ternary(32, 128)).float().sum().backward()
-    assert gemms(model) == ["fprop fp8", "wgrad fp8"]
-
-
-def scaled_by_input(m: nn.Module, x: Tensor) -> Tensor:
-    return F.linear(x, m.w * x.abs().amax())
-
-
-def of_tokens(m: nn.Module, x: Tensor) -> Tensor:
-    return x @ F.embedding(x[0].long().abs(), m.w)
-
-
-@pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize("function", [scaled_by_input, of_tokens])
-def test_what_depends_on_an_input_is_no_weight(function: Callable) -> None:
-    model = Model(function, w=parameter(128, 128))
-    torch.compile(model, backend="fp8")(ternary(32, 128)).sum().backward()
-    assert {r.gemm: r.reason for r in fp8compile.report(model).matmuls} == {
-        "matmul": "not a weight: neither operand is a parameter"
-    }
 
 
 def test_what_is_computed_by_a_matrix_function_is_no_weight() -> None:
@@ -210,6 +162,24 @@ def test_a_mask_of_buffers_is_no_weight() -> None:
     model = Model(lambda m, x: F.linear(x, m.w) @ (m.one * 2), w=parameter(128, 128), one=signs(128, 128))
     torch.compile(model, backend="fp8")(ternary(32, 128)).sum().backward()
     assert {r.fqn for r in fp8compile.report(model).matmuls if r.decision == "fp8"} == {"w"}
+
+
+def scaled_by_input(m: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, m.w * x.abs().amax())
+
+
+def of_tokens(m: nn.Module, x: Tensor) -> Tensor:
+    return x @ F.embedding(x[0].long().abs(), m.w)
+
+
+@pytest.mark.cases(test=1, slow=1)
+@pytest.mark.parametrize("function", [scaled_by_input, of_tokens])
+def test_what_depends_on_an_input_is_no_weight(function: Callable) -> None:
+    model = Model(function, w=parameter(128, 128))
+    torch.compile(model, backend="fp8")(ternary(32, 128)).sum().backward()
+    assert {r.gemm: r.reason for r in fp8compile.report(model).matmuls} == {
+        "matmul": "not a weight: neither operand is a parameter"
+    }
 
 
 def test_experts_in_an_einsum() -> None:
@@ -252,17 +222,6 @@ def test_a_dict_of_plain_tensors() -> None:
     matmuls = [r for graph in fp8compile.report().graphs if graph.name.startswith("function") for r in graph.matmuls]
     assert {(r.fqn, r.decision, r.recipe) for r in matmuls} == {(f"n.{i}", "fp8", "tensorwise") for i in (0, 2)}
     assert len(matmuls) == 5 and not hooks.slots_of(model)
-
-
-@pytest.mark.slow
-def test_an_input_in_a_dict_is_an_input() -> None:
-    model = Two()
-
-    def call(batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["x"]) + batch["x"]
-
-    torch.compile(call, backend="fp8")({"x": ternary(32, 128).requires_grad_()}).sum().backward()
-    assert gemms(model) == sorted(2 * ["fprop fp8", "dgrad fp8", "wgrad fp8"])
 
 
 @pytest.mark.slow

@@ -125,14 +125,6 @@ def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
     assert any({x.content for x in group.outputs} == {"row"} for group in over_rows), "a norm that nobody else reads"
 
 
-@pytest.mark.slow
-def test_recipes_of_one_tensor_that_do_not_go_together() -> None:
-    """One gemm needs scales of rows, another gemm scales of blocks of 128 rows."""
-    rules = [{"gemm": gemm, "recipe": recipe} for gemm, recipe in (("dgrad", "rowwise"), ("wgrad", "blockwise"))]
-    made = compared(Gated, [(2, 20, 128)] * 2, policy={"rules": rules}).names
-    assert any("transpose_scale" in name for name in made)
-
-
 def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast() -> None:
     """Of two linears in each of three layers."""
     assert sum(name.endswith("sum", 0, name.rfind("_")) for name in of("mlps", "delayed").names) == 6
@@ -166,18 +158,6 @@ def test_the_log_says_what_stays_with_inductor_and_why(caplog: pytest.LogCapture
     with caplog.at_level(logging.DEBUG, "fp8compile.passes.fuse"):
         train(lambda: Alone(lambda x: x.cumsum(0)), [(32, 128)])
     assert "cumsum" in caplog.text and "bytes" in caplog.text
-
-
-def thousand(x: Tensor) -> Tensor:
-    for _ in range(500):
-        x = (x * 0.5 + 1.0).abs()
-    return x
-
-
-@pytest.mark.weekly
-def test_a_chain_of_a_thousand_operators() -> None:
-    found = train(lambda: Alone(thousand), [(16, 128)])
-    assert found.made and found.steps[0]["y"].isfinite().all()
 
 
 @pytest.mark.cases(test=2, slow=2)
@@ -233,11 +213,6 @@ def test_a_graph_that_inductor_reorders_gets_no_kernels() -> None:
     """Bucketing of collectives sorts a graph by data dependencies, and a launch has none."""
     with torch._inductor.config.patch(bucket_all_gathers_fx="all"):
         assert not train(lambda: nn.Linear(128, 128), [(40, 128)]).made
-
-
-@pytest.mark.slow
-def test_an_operand_without_strides() -> None:
-    compared(lambda: Alone(lambda x: x[0, 0].expand(32, 128)), [(2, 2)] * 2)
 
 
 def test_a_source_outlives_the_cache_that_it_came_from() -> None:

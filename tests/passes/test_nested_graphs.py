@@ -126,14 +126,6 @@ def test_a_region_with_options_of_its_own_stays() -> None:
     assert "fp8: 2 of 8 matmuls, 25.0% of matmul FLOPs; 6 kept: 6 in a nested graph" in str(report)
 
 
-def test_an_evaluation_keeps_its_regions() -> None:
-    """It stays in high precision, so nothing is gained by compiling each block."""
-    model = Net(regions)
-    with torch.no_grad():
-        torch.compile(model, backend="fp8")(noise(32, 128))
-    assert {record.reason for record in fp8compile.report(model).matmuls} >= {"in a nested graph: invoke_subgraph"}
-
-
 def test_branches() -> None:
     """Of both branches, since nobody knows which one runs. (The backward of the sine computes its input again.)"""
     kept = [record for record in trained(branches).matmuls if record.decision != "fp8"]

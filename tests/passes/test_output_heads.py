@@ -154,17 +154,6 @@ def test_what_is_no_head(models: dict[str, nn.Module], x: Tensor) -> None:
     assert kept(Several(models), x) == {}
 
 
-@pytest.mark.slow
-def test_a_rule_of_the_user_wins() -> None:
-    heads = {name: linear() for name in ("by_name", "by_kind", "with_a_setting", "without_a_rule")}
-    model = Model(lambda m, x: [m.get_submodule(name)(m.body(m.embed(x))) for name in heads],
-                embed=embedding(), body=linear(WIDTH), **heads)  # fmt: skip
-    rules = [{"module": "by_name", "fp8": "on"}, {"kind": "output head", "module": "by_kind", "fp8": "on"}]
-    rules += [{"module": "with_a_setting", "margin": 1}]
-    assert kept(model, TOKENS, policy={"rules": rules}) == {"without_a_rule": LAST}
-    assert kept(model, TOKENS, policy={"extends": "none"}) == {}
-
-
 def reasons(model: nn.Module) -> dict[str, str]:
     return {record.fqn: record.reason for record in fp8compile.report(model).matmuls if record.gemm == "fprop"}
 
@@ -198,26 +187,6 @@ def test_a_model_whose_graph_breaks() -> None:
 
     parts = dict(embed=embedding(), norm=norm(), mlp=Mlp(), q=linear(256), o=linear(WIDTH, 256), fc=linear())
     assert kept(Model(forward, **parts), TOKENS) == {"fc": LAST}
-
-
-TRANSFORMERS = {
-    "RobertaForSequenceClassification": ("RobertaConfig", {"num_labels": 144}, {"classifier.out_proj"}),
-    "BertForMaskedLM": ("BertConfig", {"tie_word_embeddings": False}, {"cls.predictions.decoder"}),
-    "BertModel": ("BertConfig", {}, set()),
-    "LlamaModel": ("LlamaConfig", {"use_cache": False}, set()),
-    "CLIPTextModelWithProjection": ("CLIPTextConfig", {"projection_dim": WIDTH}, {"text_projection"}),
-}
-
-
-@pytest.mark.cases(slow=2)
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers(name: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    config, settings, heads = TRANSFORMERS[name]
-    sizes = dict(hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=4, intermediate_size=256, vocab_size=512)
-    sizes |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    model = getattr(transformers, name)(getattr(transformers, config)(**sizes, **settings))
-    assert kept(model, torch.full((4, 8), 3)) == dict.fromkeys(heads, LAST)
 
 
 @pytest.mark.parametrize("dim, kept", [(1, True), (-1, False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import fp8compile
 from tests.support import hooks
 from tests.support.harness import Pair, compiled, noise
-from tests.support.models import Attention, Block, Branches, Broken, Mlp, Stack, SwiGlu, make
+from tests.support.models import Attention, Block, Broken, Mlp, Stack, SwiGlu, make
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -32,47 +33,29 @@ def decisions(model: nn.Module, rows: int = 32, width: int = 128, **options: Any
     return {(record.fqn, record.gemm): record for record in fp8compile.report(model).matmuls if record.gemm != "matmul"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("default", ["delayed", "tensorwise"])
-def test_recipes_side_by_side(default: str) -> None:
-    """gate and up read one tensor, each with its own recipe; every gradient and every slot equals the reference's."""
-    pair = Pair(
-        make(SwiGlu),
-        default,
-        policy=rules({"module": "gate", **CAREFUL}, {"module": "up", "recipe": "delayed", **SHORT}),
-        overrides={"gate.weight": CAREFUL, "up.weight": {"recipe": "delayed", **SHORT}},
-    )
-    for step in range(6):
-        pair.step(noise(40, 128, seed=step, scale=1.0 + step))
-    pair.finish()
-    assert {key[0] for key in hooks.slots_of(pair.model)} == {"up.weight", *(["down.weight"] if default == "delayed" else [])}
+SIDE_BY_SIDE = {"gate": CAREFUL, "up": {"recipe": "delayed", **SHORT}}  # they read one tensor
+ON_ONE_PAGE = {"down": {"amax_compute_algo": "most_recent", "fp8_format": "e4m3", "margin": 3}}
 
 
-def test_settings_of_slots_that_share_a_page() -> None:
-    pair = Pair(
-        make(Mlp),
-        policy=rules({"module": "down", "amax_compute_algo": "most_recent", "fp8_format": "e4m3", "margin": 3}),
-        overrides={"down.weight": {"amax_compute_algo": "most_recent", "fp8_format": "e4m3", "margin": 3}},
-        amax_history_len=5,
-    )
+@pytest.mark.cases(test=1, slow=2)
+@pytest.mark.parametrize(
+    ("build", "default", "settings"),
+    [(Mlp, "delayed", ON_ONE_PAGE), (SwiGlu, "delayed", SIDE_BY_SIDE), (SwiGlu, "tensorwise", SIDE_BY_SIDE)],
+)
+def test_settings_of_rules(build: type[nn.Module], default: str, settings: dict[str, dict[str, Any]]) -> None:
+    """Every gradient and every slot equals that of the reference with these settings."""
+    given = rules(*({"module": name, **setting} for name, setting in settings.items()))
+    overrides = {f"{name}.weight": setting for name, setting in settings.items()}
+    pair = Pair(make(build), default, policy=given, overrides=overrides, amax_history_len=5)
     for step in range(8):
-        pair.step(noise(16, 128, seed=step, scale=8.0 if step == 2 else 1.0))
+        pair.step(noise(40, 128, seed=step, scale=8.0 if step == 2 else 1.0))
     pair.finish()
 
 
 def test_a_rule_for_one_gemm() -> None:
-    pair = Pair(
-        make(Mlp),
-        policy=rules({"module": "up", "gemm": "wgrad", "fp8": "off", "name": "exact wgrad"}),
-        overrides={"up.weight": {"override_linear_precision": (False, False, True)}},
-    )
-    for step in range(3):
-        pair.step(noise(32, 128, seed=step))
-    pair.finish()
-    for record in fp8compile.report(pair.model).matmuls:
-        kept = (record.fqn, record.gemm) == ("up", "wgrad")
-        assert record.decision == ("high_precision" if kept else "fp8")
-        assert (record.reason, record.rule) == (("exact wgrad", "exact wgrad") if kept else ("", ""))
+    found = decisions(make(Mlp), policy=rules({"module": "up", "gemm": "wgrad", "fp8": "off", "name": "exact wgrad"}))
+    kept = {key: (record.reason, record.rule) for key, record in found.items() if record.decision != "fp8"}
+    assert kept == {("up", "wgrad"): ("exact wgrad", "exact wgrad")}
 
 
 def blocks() -> nn.Module:
@@ -189,72 +172,53 @@ def test_a_function_as_policy() -> None:
         decisions(make(lambda: Stack(Mlp())), policy=lambda module, name: module.nothing)
 
 
-@pytest.mark.slow
-def test_blocks_are_the_outermost() -> None:
-    """A dense layer, then two with experts: the layers are the blocks, not the experts."""
-    model = make(lambda: Stack(Mlp(), *(nn.Sequential(Mlp(), Mlp()) for _ in range(2))))
-    found = decisions(model, policy=rules({"name": "edge", "blocks": "first 1", "fp8": "off"}))
-    assert {module for (module, _), record in found.items() if record.rule == "edge"} == {"inner.0.up", "inner.0.down"}
+def odd() -> nn.Module:
+    return nn.Sequential(OrderedDict(up=nn.Linear(128, 128), odd=nn.Linear(128, 136)))
 
 
-@pytest.mark.slow
-def test_strict_and_what_is_kept_on_purpose() -> None:
-    """With `strict`, a user's rule may keep everything in high precision, and an override is allowed; a model whose sizes leave
-    no matmul in FP8 is an error."""
-    for name in ({}, {"name": "exact"}):
-        decisions(make(Mlp), policy=rules({"module": "*", "fp8": "off", **name}), strict=True)
-    narrow = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128))
-    with pytest.raises(fp8compile.StrictError, match="under 128 wide"):
-        decisions(narrow, strict=True)
-    with pytest.raises(fp8compile.StrictError, match="slower in FP8"):
-        decisions(make(Mlp), rows=16, device="h100", strict=True)
-    wanted = rules({"module": "down", "fp8": "on", "override_linear_precision": [False, False, True]})
-    decisions(make(Mlp), policy=wanted, strict=True)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        rules({"module": "*", "fp8": "off"}),
+        rules({"module": "down", "fp8": "on", "override_linear_precision": [False, False, True]}),
+    ],
+)
+def test_strict_takes_what_is_kept_on_purpose(policy: dict[str, Any]) -> None:
+    decisions(make(Mlp), policy=policy, strict=True)
 
 
-@pytest.mark.slow
-def test_names_without_wrappers_and_a_rule_that_wants_an_output_head() -> None:
-    model = make(blocks)
-    model.layers[1] = checkpoint_wrapper(model.layers[1])
-    policy = rules({"module": "layers.1.mlp.*", "name": "one", "fp8": "off"}, {"module": "head", "name": "two", "fp8": "on"})
-    found = decisions(model, policy=policy, strict=True)
-    assert {module for (module, _), record in found.items() if record.rule == "one"} == {
-        f"layers.1.mlp.{name}" for name in ("gate", "up", "down")
-    }
-    assert (found["head", "fprop"].decision, found["head", "fprop"].rule) == ("fp8", "two")
+@pytest.mark.cases(test=2, slow=2)
+@pytest.mark.parametrize(
+    ("build", "options", "says"),
+    [
+        (odd, {"policy": rules({"module": "odd", "fp8": "on"})}, "odd.*not a multiple of 16"),
+        (Attention, {"policy": rules({"module": "mlp.*", "fp8": "off"})}, "mlp"),
+        (lambda: nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128)), {}, "under 128 wide"),
+        (Mlp, {"rows": 16, "device": "h100"}, "slower in FP8"),
+    ],
+)
+def test_strict_refuses(
+    build: Callable[[], nn.Module], options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a rule wants and cannot have, a rule that matches nothing, and a model without FP8."""
+    with pytest.raises(fp8compile.StrictError, match=says):
+        decisions(make(build), strict=True, **options)
+    torch._dynamo.reset()
+    if build is Attention:  # without `strict` it is a warning
+        decisions(make(build), **options)
+        (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert "mlp.*" in message and "rule 1" in message
 
 
-@pytest.mark.slow
-def test_a_rule_that_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    policy = rules({"module": "mlp.*", "fp8": "off"})
-    decisions(make(Attention), policy=policy)
-    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "mlp.*" in message and "rule 1" in message
-    with pytest.raises(fp8compile.StrictError, match="mlp"):
-        decisions(make(Attention), policy=policy, strict=True)
-
-
-def test_what_a_rule_wants_and_cannot_have() -> None:
-    def odd() -> nn.Module:
-        return make(lambda: nn.Sequential(OrderedDict(up=nn.Linear(128, 128), odd=nn.Linear(128, 136))))
-
-    policy = rules({"module": "odd", "fp8": "on"})
-    assert decisions(odd(), policy=policy)["odd", "fprop"].reason.startswith("not a multiple of 16")
-    with pytest.raises(fp8compile.StrictError, match="odd.*not a multiple of 16"):
-        decisions(odd(), policy=policy, strict=True)
-    decisions(odd(), policy=rules({"module": "odd"}), strict=True)  # "auto" does not insist on FP8
-
-
-@pytest.mark.slow
-def test_the_device_decides() -> None:
-    """On an H100 so small a model would be slower in FP8. A CPU has no cost model, so all becomes FP8, as requested."""
-    found = decisions(make(Mlp), rows=16, device="h100")
-    assert {record.decision for record in found.values()} == {"high_precision"}
-    for record in found.values():
-        assert record.reason.startswith("slower in FP8") and record.bf16_us and record.fp8_us and record.cast_us is not None
-    assert {record.decision for record in decisions(make(Mlp), rows=16).values()} == {"fp8"}
-    on = rules({"module": "*", "fp8": "on"})
-    assert {record.decision for record in decisions(make(Mlp), rows=16, device="h100", policy=on).values()} == {"fp8"}
+def test_edges() -> None:
+    """q, k and v feed the scores, and the scores feed the output projection."""
+    model = make(Attention)
+    decisions(model)
+    (graph,) = fp8compile.report(model).graphs
+    names = [record.fqn for record in graph.matmuls]
+    ends = {(names[i], names[j]) for i, j in graph.edges if names[i] and names[j]}
+    assert ends == {("q", "o"), ("k", "o"), ("v", "o")}
+    assert all(i < j for i, j in graph.edges)
 
 
 @pytest.mark.slow
@@ -279,26 +243,6 @@ def test_evaluation_in_fp8() -> None:
         evaluated = [graph for graph in fp8compile.report(model).graphs if graph.note]
         recipes = {record.recipe for graph in evaluated for record in graph.matmuls}
         assert len(evaluated) == 2 and recipes == ({""} if close else {"tensorwise"})
-
-
-@pytest.mark.slow
-def test_edges() -> None:
-    """q, k and v feed the scores, and the scores feed the output projection."""
-    model = make(Attention)
-    decisions(model)
-    (graph,) = fp8compile.report(model).graphs
-    names = [record.fqn for record in graph.matmuls]
-    ends = {(names[i], names[j]) for i, j in graph.edges if names[i] and names[j]}
-    assert ends == {("q", "o"), ("k", "o"), ("v", "o")}
-    assert all(i < j for i, j in graph.edges)
-
-
-def test_branches_keep_their_own_edges() -> None:
-    model = make(Branches)
-    decisions(model)
-    (graph,) = fp8compile.report(model).graphs
-    names = [record.fqn for record in graph.matmuls]
-    assert graph.edges and not any(names[i] == names[j] for i, j in graph.edges)
 
 
 def test_operands_of_two_dtypes_are_an_error_as_everywhere() -> None:

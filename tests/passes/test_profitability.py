@@ -6,9 +6,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -306,35 +304,6 @@ def test_traffic_of_a_gradient_that_is_put_together() -> None:
     dy = of(found, "qkv", "dgrad", "gradient")
     assert dy.scattered and not dy.fused
     assert not of(found, "qkv", "fprop", "input").fused  # it is an input of the graph
-
-
-@pytest.mark.slow
-def test_a_gradient_that_is_put_together_is_read_once() -> None:
-    """By one of our kernels; by Inductor's once for each copy and for the amax. Tensorwise scaling takes Inductor's."""
-
-    def casts(recipe: str, apart: bool) -> float:
-        torch._dynamo.reset()
-        with torch._inductor.config.patch({"bucket_all_gathers_fx": "all"} if apart else {}):
-            found = step(lambda: Fused(4096), 2, 4096, 4096, recipe=recipe).records
-        return found["qkv", "dgrad"].cast_us + found["qkv", "wgrad"].cast_us
-
-    elements = 2 * 4096 * 3 * 4096
-    more = 1e6 * (2 * 2 * elements / 4.2e12) + 2 * 2
-    assert casts("delayed", True) - casts("delayed", False) == pytest.approx(more, rel=1e-3)
-    assert casts("tensorwise", True) == casts("tensorwise", False)
-
-
-def test_a_float32_residual_is_written_beside_the_copy_for_bf16() -> None:
-    """Under autocast, the gradient that a residual passes on is float32, and the matmuls read a bf16 copy of it. In FP8 they do
-    not, so the write of that copy is saved, and the float32 tensor is written either way."""
-    dy = of(made("mlp", 512, 1024, autocast=True), "down", "dgrad", "gradient")
-    base = replace(dy, fused=True, shared=True, itemsize=4)
-    gemm = mock.Mock(dtype=torch.bfloat16)
-    cost = profitability.Base(base, weight=False, outside=False)
-    cost.casts.append(profitability.CastCost(cost, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))]))
-    high, fp8 = (1e6 * cost.seconds(H200, chosen) for chosen in (set(), {gemm}))
-    byte = 1e6 * base.elements / H200.bandwidth
-    assert high == pytest.approx((4 + 2) * byte) and fp8 == pytest.approx(4 * byte + (4 + 2) * byte + 2)
 
 
 def test_float32_weights_under_autocast() -> None:

@@ -61,17 +61,6 @@ def test_mxfp8_is_emulated_but_on_blackwell():
     traced(model, x, recipe="mxfp8", policy=ALL_FP8, strict=True, device="b200")
 
 
-@pytest.mark.slow
-def test_emulation_does_not_pay():
-    """The cost model keeps mxfp8 in bf16 on a GPU without tensor cores for it."""
-    model = make(lambda: Mlp(1024, 4096), dtype=torch.bfloat16)
-    x = noise(8192, 1024, dtype=torch.bfloat16)
-    report = fp8compile.explain(model, x, options={"recipe": "mxfp8"}, device="h100")
-    assert {record.decision for record in report.matmuls} == {"high_precision"}
-    report = fp8compile.explain(model, x, options={"recipe": "mxfp8"}, device="b200")
-    assert any(record.decision == "fp8" for record in report.matmuls)
-
-
 # -- in the graph --------------------------------------------------------------------------------------------------------
 
 
@@ -116,30 +105,6 @@ def test_nothing_more_is_kept_for_backward(recipe):
         ("torch.float8_e4m3fn", (256, 512)),
         ("torch.float8_e4m3fn", (512, 256)),
     ]
-
-
-class Two(nn.Module):
-    """Two layers read the graph's input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(128, 128), nn.Linear(128, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) + self.b(x)
-
-
-@pytest.mark.cases(slow=2)
-@pytest.mark.parametrize(
-    ("first", "rule"),
-    [("a", {"recipe": "rowwise"}), ("b", {"recipe": "blockwise"}), ("b", {"current_scaling": [True, False, False]})],
-)
-def test_an_input_of_the_graph_that_is_scaled_in_two_ways(rule, first):
-    model, x = make(Two), noise(2, 16, 128).requires_grad_()
-    step(model, x, policy={"rules": [{"module": first, **rule}]})
-    expected = x.detach().clone().requires_grad_()
-    make(Two)(expected).sum().backward()
-    assert (x.grad - expected.grad).norm() < 0.1 * expected.grad.norm()
 
 
 @pytest.mark.slow

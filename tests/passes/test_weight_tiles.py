@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile.config.recipe import Block, Recipe
 from fp8compile.ir import grouped, ops
 from tests.passes.test_recipes import count, graphs
 from tests.support import hooks
@@ -46,22 +44,6 @@ def tokens(seed: int = 0) -> Tensor:
 
 
 # -- the recipe -----------------------------------------------------------------------------------------------------------
-
-
-def test_blocks_of_a_weight():
-    tiles = Recipe("mxfp8", weight_tiles=True)
-    for gemm in ("fprop", "dgrad"):
-        assert tiles.scaling("weight", gemm).block == Block(32, 32) and tiles.scaling("weight", gemm).recipe == "mxfp8"
-    for role in ("input", "gradient"):
-        assert tiles.scaling(role, "wgrad") == Recipe("mxfp8").scaling(role, "wgrad")
-    for name in ("delayed", "tensorwise", "blockwise"):  # it means nothing to them
-        assert Recipe(name, weight_tiles=True).scaling("weight", "fprop") == Recipe(name).scaling("weight", "fprop")
-    for name in ("rowwise", "rowwise_with_gw_hp"):  # one tile
-        for gemm in ("fprop", "dgrad"):
-            assert Recipe(name, weight_tiles=True).scaling("weight", gemm).block == Block(0, 0)
-        assert Recipe(name, weight_tiles=True).scaling("input", "fprop") == Recipe(name).scaling("input", "fprop")
-    with pytest.raises(fp8compile.OptionError, match="weight_tiles.*True or False"):
-        Recipe("mxfp8", weight_tiles="32x32")
 
 
 # -- a linear -------------------------------------------------------------------------------------------------------------
@@ -165,19 +147,6 @@ def test_cached_copies_of_experts_take_half_the_memory():
     parameters = sum(p.numel() for p in model.parameters())
     scales = 4 * parameters // 1024  # float32; for one layout, of which the other is a view
     assert cached == [parameters + scales, 2 * parameters + scales]
-
-
-def test_checkpointed_experts():
-    expected, _ = of_experts(recast_weights=False)
-    model, x = Experts4(), tokens()
-    torch._dynamo.reset()
-
-    def run(x: Tensor) -> Tensor:
-        return checkpoint(model, x, use_reentrant=False)
-
-    torch.compile(run, backend="fp8", options={**TILES, "device": "b200"})(x).sum().backward()
-    got = {**grads_of(model), "dx": x.grad}
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_sides_that_are_no_multiples_of_32_stay_in_high_precision():
