@@ -30,7 +30,8 @@ def larger_conditions(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return joined | st.builds("not {}".format, inner)
 
 
-NUMBERS = st.recursive(st.sampled_from(["m", "n", "k", "0", "128"]) | st.integers(0, 2**40).map(str), larger_numbers, max_leaves=4)
+LEAVES = st.sampled_from(["m", "n", "k", "0", "128"]) | st.integers(0, 2**40).map(str)
+NUMBERS = st.recursive(LEAVES, larger_numbers, max_leaves=4)
 CONDITIONS = st.recursive(
     st.one_of(
         st.builds("{} {} {}".format, NUMBERS, COMPARISONS, NUMBERS),
