@@ -66,11 +66,7 @@ def test_the_first_rule_that_matches_decides():
     choice = policy.choose(site("lm_head", kind="output head: by its name"))
     assert (choice.fp8, choice.rule, choice.label) == ("auto", 2, "rule 3")  # before the rules of the default policy
     assert policy.own == 3 and len(policy.rules) == 3 + len(load("default").rules)
-
-
-def test_no_rule():
-    policy = load({"extends": "none", "defaults": {"margin": 3}})
-    choice = policy.choose(site())
+    choice = load({"extends": "none", "defaults": {"margin": 3}}).choose(site())
     assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("auto", None, "", Recipe(margin=3))
 
 

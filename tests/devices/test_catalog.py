@@ -100,11 +100,11 @@ def test_other_chips_are_derived(name):
     assert catalog.unmeasured(properties(f"NVIDIA {name}")).origin == "derived"
 
 
-@pytest.mark.parametrize("name", ["h202", "", "cpu", 3])
-def test_an_unknown_name_lists_what_there_is(name):
-    with pytest.raises(OptionError, match="'device' must be one of h200, .*mi300x") as error:
-        catalog.find(name)
-    assert name != "h202" or "'h200'" in str(error.value).partition("Did you mean")[2]
+def test_an_unknown_name_lists_what_there_is():
+    for name in ("cpu", 3, "h202"):
+        with pytest.raises(OptionError, match="'device' must be one of h200, .*mi300x") as error:
+            catalog.find(name)
+    assert "'h200'" in str(error.value).partition("Did you mean")[2]
 
 
 def test_an_amd_device_without_a_telling_name():
@@ -297,12 +297,9 @@ def test_measured_with_a_clock_that_is_known():
     assert len(clock.calls) == 1 + 5 * 3 + 1 + 2 * calibrate.PAIRS
 
 
-def test_a_device_without_fp8_is_not_asked_for_it():
+def test_a_device_without_fp8_and_a_library_that_refuses_it(monkeypatch, caplog):
     made = calibrate.measured(catalog.find("a100"), Clock(), torch.device("cpu"), sizes=((16, 16, 16),), copy_bytes=1 << 12)
     assert made.flops.fp8 == 0.0 and not made.has_fp8
-
-
-def test_a_library_that_refuses_fp8(monkeypatch, caplog):
     monkeypatch.setattr(torch, "_scaled_mm", mock.Mock(side_effect=RuntimeError("only supported on ...")))
     assert calibrate.matmul_rate(Clock(), torch.device("cpu"), "fp8", ((16, 16, 16),)) == 0.0
     assert "no FP8 matmul here" in caplog.text
