@@ -50,7 +50,7 @@ ZERO = 0.0  # the gradient; None: no backward
     [
         ({}, [(1.0, 1.0), (1.9, 1.0), (15.2, 1.9)]),  # twice the range of the scale is not yet an overflow
         ({}, [(1.0, 1.0), (2.1, 1.0), (16.8, 16.8)]),
-        ({}, [(1.0, 1.0), (2.0, 1.0), (100.0, 2.0, None), (900.0, 900.0, None), (100.0, 100.0), (1000.0, 900.0)]),
+        ({}, [(1.0, 1.0), (2.0, 1.0), (100.0, 2.0, None), (900.0, 900.0, None), (100.0, 96.43), (1000.0, 900.0)]),
         # after 20 calls with zero gradients the host no longer looks for cold slots, but it still looks for overflows
         ({}, [*[(1.0, 1.0, ZERO)] * 20, (100.0, 1.0, ZERO), (300.0, 300.0, ZERO), (400.0, 300.0, ZERO)]),
         # a gradient that has only been zero makes calls cold: nothing saturates in them
