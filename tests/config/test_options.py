@@ -18,7 +18,7 @@ from fp8compile.config.options import Options, parse
 from fp8compile.config.policy import load
 from fp8compile.config.recipe import Recipe
 from fp8compile.devices import formats
-from fp8compile.errors import Fp8CompileError, OptionError, StrictError, near
+from fp8compile.errors import OptionError
 from tests.support.reference_settings import RECIPES
 
 
@@ -32,11 +32,9 @@ def error_of(given, mode=None) -> str:
 # --- defaults and values --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [None, {}])
-@pytest.mark.parametrize("mode", [None, "default"])
-def test_defaults(given, mode):
-    parsed = parse(given, mode)
-    assert parsed == Options(load("default"), False, {})
+def test_defaults():
+    parsed = parse()
+    assert parsed == parse({}, "default") == Options(load("default"), False, {})
     assert parsed.recipe == Recipe("delayed", "hybrid", None, 16, "max", 1, (False, False, False), False)
     assert parsed.recipe.delayed
 
@@ -96,26 +94,13 @@ def test_a_recipe_made_in_python():
     assert "'margin' is given twice" in error_of({"recipe": made, "margin": 2})
 
 
-@pytest.mark.parametrize("given", [3, [3], [""], {"lm_head": True}])
-def test_what_cannot_be_excluded(given):
-    assert "'exclude' must be a list of names of modules" in error_of({"exclude": given})
+def test_what_cannot_be_excluded():
+    for given in (3, [3], [""], {"lm_head": True}):
+        assert "'exclude' must be a list of names of modules" in error_of({"exclude": given})
 
 
-def test_recipe_is_frozen_and_hashable():
-    gemms = [True, False, False]
-    assert hash(Recipe(override_linear_precision=gemms)) == hash(Recipe(override_linear_precision=tuple(gemms)))
-    assert not Recipe("tensorwise").delayed
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Recipe().margin = 1
-
-
-@pytest.mark.parametrize("spelling", ["HYBRID", "Hybrid", "hybrid"])
-def test_format_in_any_case(spelling):
-    assert parse({"fp8_format": spelling}).recipe.fp8_format == "hybrid"
-
-
-def test_dashes_are_underscores():
-    parsed = parse({"fp8-format": "e4m3", "max-autotune": True})
+def test_dashes_are_underscores_and_a_format_has_any_case():
+    parsed = parse({"fp8-format": "E4M3", "max-autotune": True})
     assert parsed.recipe.fp8_format == "e4m3" and parsed.inductor == {"max_autotune": True}
     assert "'fp8_format' is given twice" in error_of({"fp8-format": "e4m3", "fp8_format": "e4m3"})
 
@@ -126,42 +111,30 @@ def test_dashes_are_underscores():
 @pytest.mark.parametrize(
     "key, value, allowed",
     [
-        ("recipe", "columnwise", "'delayed', 'tensorwise'"),
-        ("recipe", "Delayed", "'delayed', 'tensorwise'"),
+        ("recipe", "Delayed", "Did you mean 'delayed'?"),
         ("recipe", "auto", f"one of {', '.join(map(repr, RECIPES))}"),
         ("recipe", None, "'delayed', 'tensorwise'"),
-        ("recipe", ["delayed"], "'delayed', 'tensorwise'"),
         ("fp8_format", "E5M2", "'hybrid', 'e4m3'"),
-        ("fp8_format", 4, "'hybrid', 'e4m3'"),
         ("margin", -1, "integer >= 0"),
         ("margin", 1.0, "integer >= 0"),
         ("margin", True, "integer >= 0"),
-        ("margin", "0", "integer >= 0"),
+        ("margin", (1, 2), "three: for inputs, weights and gradients"),
         ("amax_history_len", 0, "integer >= 1"),
-        ("amax_history_len", True, "integer >= 1"),
-        ("amax_compute_algo", "mean", "'max', 'most_recent'"),
         ("amax_compute_algo", max, "'max', 'most_recent'"),
-        ("interval", 0, "integer >= 1"),
         ("interval", False, "integer >= 1"),
         ("override_linear_precision", True, "fprop, dgrad, wgrad"),
-        ("override_linear_precision", (True, False), "fprop, dgrad, wgrad"),
         ("override_linear_precision", (1, 0, 0), "fprop, dgrad, wgrad"),
-        ("override_linear_precision", "tff", "fprop, dgrad, wgrad"),
         ("reduce_amax", 1, "a torch.distributed process group"),
         ("amax_group", True, "False, a torch.distributed process group"),
         ("amax_group", (), "a dimension of a DeviceMesh"),
-        ("margin", (1, 2), "three: for inputs, weights and gradients"),
         ("current_scaling", "input", "inputs, weights, gradients"),
         ("on_overflow", "clip", "'current', 'saturate'"),
         ("power_of_2_scale", True, "False with recipe 'delayed'"),
-        ("power_of_2_scale", 1, "True or False"),
         ("fp8_encoding", "e4m3fnuz", "'auto', 'ocp', 'fnuz'"),
         ("recast_weights", None, "True, False or 'auto'"),
-        ("recast_weights", 1, "True, False or 'auto'"),
         ("merge_matmuls", "yes", "True, False or 'auto'"),
         ("cache_weights", "auto", "True or False"),
         ("fp8_all_to_all", 1, "True or False"),
-        ("strict", "yes", "True or False"),
         ("strict", None, "True or False"),
     ],
 )
@@ -182,23 +155,15 @@ def test_long_values_are_cut():
     assert "cannot be shown (int)" in error_of({"recipe": 10**5000})  # Python refuses to write so many digits
 
 
-def test_recipe_suggests_the_case():
-    assert "Did you mean 'delayed'?" in error_of({"recipe": "DELAYED"})
-
-
 @pytest.mark.parametrize(
     "key, meant",
     [
         ("recpie", "recipe"),
         ("format", "fp8_format"),
         ("FP8_FORMAT", "fp8_format"),
-        ("amax_history_length", "amax_history_len"),
         ("amax_histroy_len", "amax_history_len"),
-        ("stric", "strict"),
-        ("override_precision", "override_linear_precision"),
         ("max_autotun", "max_autotune"),
         ("cudagraphs", "triton.cudagraphs"),
-        ("triton.cudagraph", "triton.cudagraphs"),
     ],
 )
 def test_unknown_key_lists_near_matches(key, meant):
@@ -217,6 +182,7 @@ def test_near_misses_are_ours_before_inductors(key):
 
 
 def test_unknown_key_without_a_near_match():
+    assert not set(options.OURS) & set(torch._inductor.config.get_config_copy())
     message = error_of({"qqqqqq": 1})
     assert "Did you mean" not in message and "torch._inductor.config" in message
     assert all(name in message for name in options.OURS)
@@ -236,7 +202,6 @@ class Name(enum.Enum):
     "theirs, ours",
     [
         ("Float8CurrentScaling", "tensorwise"),
-        ("current", "tensorwise"),
         ("dynamic", "tensorwise"),
         ("MXFP8BlockScaling", "mxfp8"),
         ("Float8BlockScaling", "blockwise"),
@@ -253,10 +218,6 @@ def test_recipes_by_the_names_of_other_libraries(theirs, ours):
         assert f"must be {ours!r}, " in error_of({"policy": {"rules": [{"module": "*", "recipe": theirs}]}})
 
 
-def test_there_is_no_nvfp4():
-    assert "there is no NVFP4 here" in error_of({"recipe": "NVFP4BlockScaling"})
-
-
 def test_options_by_the_names_of_other_libraries():
     """What a hint names exists: an option, or a function of the package."""
     for theirs in peers._OPTIONS:
@@ -267,6 +228,7 @@ def test_options_by_the_names_of_other_libraries():
     assert "fp8compile.distributed.fp8_all_gather(model)" in error_of({"enable_fsdp_float8_all_gather": True})
     assert callable(fp8compile.distributed.fp8_all_gather)
     assert "'policy'" in error_of({"module_filter_fn": lambda module, name: True})
+    assert "there is no NVFP4 here" in error_of({"recipe": "NVFP4BlockScaling"})
 
 
 def test_keys_are_strings_and_options_a_mapping():
@@ -274,30 +236,15 @@ def test_keys_are_strings_and_options_a_mapping():
     assert "a mapping" in error_of(["delayed"])
 
 
-def test_near_is_ordered_and_bounded():
-    names = ["alpha_beta", "alpha_bets", "zeta", "a.alpha_beta", "alpha_betas"]
-    assert near("Alpha-Betb", names, count=2) == ["alpha_bets", "alpha_beta"]
-    assert near("alpha_beta", names)[0] == "alpha_beta" and near("beta", ["a.beta"]) == ["a.beta"]
-    assert near("q", names) == near("q", []) == near(3, names) == []
-
-
 # --- Inductor's -----------------------------------------------------------------------------------
 
 
-def test_inductor_options_pass_through():
+def test_inductor_options_pass_through_and_their_type_is_checked():
     given = {"max_autotune": True, "triton.cudagraphs": False, "epilogue_fusion": False, "margin": 1}
     parsed = parse(given)
     assert parsed.inductor == {key: given[key] for key in given if key != "margin"} and parsed.recipe.margin == 1
-
-
-@pytest.mark.parametrize("value", [1, "True", None])
-def test_inductor_type_is_checked(value):
-    message = error_of({"max_autotune": value})
-    assert "'max_autotune'" in message and repr(value) in message and "bool" in message
-
-
-def test_ours_are_not_inductors():
-    assert not set(options.OURS) & set(torch._inductor.config.get_config_copy())
+    message = error_of({"max_autotune": "True"})
+    assert "'max_autotune'" in message and "'True'" in message and "bool" in message
 
 
 @pytest.mark.parametrize("key", ["use_joint_graph_passes", "use_post_grad_passes"])
@@ -306,13 +253,8 @@ def test_the_passes_that_we_live_in_cannot_be_switched_off(key):
     assert parse({key: True}).inductor == {key: True}
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
-def test_modes_are_inductors(mode):
-    expected = torch._inductor.list_mode_options(mode)
-    assert expected and parse(None, mode).inductor == expected
-
-
 def test_options_override_the_mode():
+    assert parse(None, "reduce-overhead").inductor == torch._inductor.list_mode_options("reduce-overhead") != {}
     patches = parse({"triton.cudagraphs": False}, "max-autotune").inductor
     assert patches["triton.cudagraphs"] is False and patches["max_autotune"] is True
     assert torch._inductor.list_mode_options("max-autotune")["triton.cudagraphs"] is True  # not changed in place
@@ -328,10 +270,8 @@ def test_bad_modes():
     ("options", "unused"),
     [
         ({"recipe": "tensorwise", "interval": 2, "amax_history_len": 4}, "'interval', 'amax_history_len'"),
-        ({"recipe": "rowwise", "on_overflow": "saturate"}, "'on_overflow'"),
         ({"recipe": "blockwise", "current_scaling": (True, True, False)}, "'current_scaling'"),
         ({"recipe": "rowwise", "merge_matmuls": True, "fp8_all_to_all": True}, "'merge_matmuls', 'fp8_all_to_all'"),
-        ({"recipe": "blockwise", "weight_tiles": True}, "'weight_tiles'"),
         ({"recipe": "delayed", "current_scaling": (True, True, True), "interval": 2}, "'interval'"),
         ({"interval": 2, "on_overflow": "saturate", "current_scaling": (True, False, False), "merge_matmuls": True}, ""),
         ({"recipe": "rowwise", "merge_matmuls": "auto", "fp8_all_to_all": False, "weight_tiles": False}, ""),
@@ -429,9 +369,9 @@ def test_scaling_of_roles():
     assert not Recipe(current_scaling=(True, True, True)).delayed
 
 
-@pytest.mark.parametrize("fmt", [formats.E4M3, formats.E5M2, formats.E4M3_FNUZ, formats.E5M2_FNUZ])
-def test_maximum_is_the_dtypes(fmt):
-    assert fmt.max == torch.finfo(fmt.dtype).max and isinstance(fmt.max, float)
+def test_maximum_is_the_dtypes():
+    for fmt in (formats.E4M3, formats.E5M2, formats.E4M3_FNUZ, formats.E5M2_FNUZ):
+        assert fmt.max == torch.finfo(fmt.dtype).max and isinstance(fmt.max, float)
 
 
 @pytest.mark.parametrize("arch, expected", [("gfx942:sramecc+", True), ("gfx950", False), ("gfx1201", False)])
@@ -441,15 +381,6 @@ def test_fnuz_follows_the_architecture(monkeypatch, arch, expected):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: type("P", (), {"gcnArchName": arch}))
     assert formats.fnuz() is expected
-
-
-def test_fnuz_touches_no_device_without_rocm(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: pytest.fail("asked a device"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for CUDA"))
     assert formats.fnuz() is False
-
-
-def test_error_classes():
-    assert issubclass(OptionError, ValueError) and issubclass(StrictError, RuntimeError)
-    assert all(issubclass(error, Fp8CompileError) for error in (OptionError, StrictError))

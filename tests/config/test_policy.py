@@ -14,7 +14,6 @@ from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rul
 from fp8compile.config.policy.policy_files import shipped
 from fp8compile.config.policy.policy_tables import SETTINGS, PolicyFile
 from fp8compile.config.recipe import Recipe
-from fp8compile.devices.toml import tomllib
 from fp8compile.errors import OptionError
 from tests.support.policies import UP, fp8, refusal, site
 
@@ -27,7 +26,6 @@ from tests.support.policies import UP, fp8, refusal, site
         ({"module": "*.up_proj"}, {}, {"module": "model.layers.1.mlp.down_proj"}),
         ({"module": "model.*.up_proj"}, {}, {"module": "up_proj"}),  # "*" also matches dots
         ({"module": "model.layers.[0-1].mlp.up_pro?"}, {}, {"module": "model.layers.2.mlp.up_proj"}),
-        ({"module": ["*.gate_proj", "*.up_proj"]}, {}, {"module": "x.down_proj"}),
         ({"module": r"re:model\.layers\.(1|3)\..*"}, {}, {"module": "model.layers.2.mlp.up_proj"}),
         ({"module": "re:layers"}, {"module": "layers"}, {"module": "model.layers"}),  # it must match the whole name
         ({"module": "*.UP_proj"}, {"module": "x.UP_proj"}, {}),  # case matters
@@ -35,8 +33,6 @@ from tests.support.policies import UP, fp8, refusal, site
         ({"module_class": "Linear"}, {}, {"classes": ("Conv1D", "GPT2MLP")}),
         ({"module_class": ["*MLP"]}, {}, {"classes": ("Linear", "LlamaAttention")}),  # classes of the surrounding modules
         ({"op": "mm"}, {}, {"op": "bmm"}),
-        ({"op": ["mm", "addmm"]}, {"op": "addmm"}, {"op": "baddbmm"}),
-        ({"gemm": "wgrad"}, {"gemm": "wgrad"}, {"gemm": "dgrad"}),
         ({"gemm": ["fprop", "dgrad"]}, {"gemm": "dgrad"}, {"gemm": "wgrad"}),
         ({"where": "m < 512"}, {"m": 511}, {"m": 512}),
         ({"blocks": "first 2"}, {"block": (1, 4)}, {"block": (2, 4)}),
@@ -70,11 +66,7 @@ def test_the_first_rule_that_matches_decides():
     choice = policy.choose(site("lm_head", kind="output head: by its name"))
     assert (choice.fp8, choice.rule, choice.label) == ("auto", 2, "rule 3")  # before the rules of the default policy
     assert policy.own == 3 and len(policy.rules) == 3 + len(load("default").rules)
-
-
-def test_no_rule():
-    policy = load({"extends": "none", "defaults": {"margin": 3}})
-    choice = policy.choose(site())
+    choice = load({"extends": "none", "defaults": {"margin": 3}}).choose(site())
     assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("auto", None, "", Recipe(margin=3))
 
 
@@ -108,11 +100,6 @@ def test_a_setting_is_looked_up_in_the_rule_the_recipe_the_options_the_defaults(
     assert beside.recipe == Recipe("delayed", "e4m3", 0, 1, "max", 9)
     assert beside.key != policy.key and policy.with_defaults() == policy
     assert policy.with_defaults(recipe="outer").recipe == Recipe("delayed", "e4m3", 3, 7, "most_recent", 5)
-
-
-def test_what_is_possible():
-    last = load({"extends": "none", "rules": [{"module": "a", "recipe": "tensorwise"}, {"recipe": "tensorwise", "margin": 1}]})
-    assert last.possible == (Recipe("tensorwise"), Recipe("tensorwise", margin=1))  # unused
 
 
 def test_every_field_of_a_recipe_is_a_key():
@@ -210,11 +197,8 @@ def test_in_python():
         policy.with_defaults(margn=1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.rules[0].fp8 = "on"
-    assert copy.deepcopy(policy) == policy == dataclasses.replace(policy) and "margin=2" in repr(policy)
-
-
-def test_tables_in_dicts_may_be_made_in_python():
     assert load({"rules": [Rule(module="a")], "schedule": Schedule()}) == load({"rules": [{"module": "a"}], "schedule": {}})
+    assert copy.deepcopy(policy) == policy == dataclasses.replace(policy) and "margin=2" in repr(policy)
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
@@ -282,49 +266,13 @@ def test_schema():
     assert set(made["properties"]) == {field.name for field in dataclasses.fields(PolicyFile)}
     assert set(SETTINGS) < set(made["$defs"]["Rule"]["properties"])
     assert '"null"' not in json.dumps(made)
+
+
+def test_shipped_policies_are_a_start_for_ones_own(write):
     for name in BUILTIN:
-        assert follows(tomllib.loads(shipped(name)), made, made)
-    for wrong in (
-        {"rules": [{"role": 3}]},
-        {"rules": [{"fp8": "onn"}]},
-        {"rules": {}},
-        {"defaults": {"margin": "1"}},
-        {"eval": 1},
-    ):
-        assert not follows(wrong, made, made)
-
-
-def follows(value, schema: dict, root: dict) -> bool:
-    """Whether `value` is valid. Implements the part of JSON Schema that our schema uses."""
-    if "$ref" in schema:
-        schema = {**root["$defs"][schema["$ref"].rpartition("/")[2]], **{k: v for k, v in schema.items() if k != "$ref"}}
-    kinds = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}
-    known = {"anyOf", "type", "enum", "properties", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"}
-    assert set(schema) <= known | {"$schema", "$defs", "title", "description", "default"}, set(schema)
-    kind = kinds[schema["type"]] if "type" in schema else object
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)) or value not in schema.get("enum", [value]):
-        return False
-    if "anyOf" in schema and not any(follows(value, part, root) for part in schema["anyOf"]):
-        return False
-    if isinstance(value, list):
-        parts = schema.get("prefixItems") or [schema.get("items", {})] * len(value)
-        fits = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
-        return fits and all(follows(one, part, root) for one, part in zip(value, parts, strict=True))
-    if isinstance(value, dict):
-        others = schema.get("additionalProperties", {})
-        parts = {key: schema.get("properties", {}).get(key, others) for key in value}
-        return all(part is not False and follows(value[key], part, root) for key, part in parts.items())
-    return True
-
-
-@pytest.mark.parametrize("name", BUILTIN)
-def test_shipped_policies_are_a_start_for_ones_own(name, write):
-    policy, copy = load(name), load(write(shipped(name)))
-    assert policy == copy and policy.key == copy.key and policy.labels == copy.labels
-    assert all(rule.name for rule in policy.rules) and shipped(name).startswith("# ")
-
-
-def test_shipped_policies_are_all_listed():
+        policy, copy = load(name), load(write(shipped(name)))
+        assert policy == copy and policy.key == copy.key and policy.labels == copy.labels
+        assert all(rule.name for rule in policy.rules) and shipped(name).startswith("# ")
     folder = resources.files("fp8compile.config") / "policies"
     assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.toml" for name in BUILTIN)
 

@@ -6,7 +6,6 @@ import pytest
 
 from fp8compile.config import policy
 from fp8compile.config.policy import load
-from fp8compile.config.recipe import RECIPES
 from tests.support.policies import fp8, refusal, site
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -39,72 +38,29 @@ margin = 2
     "was, becomes, says",
     [
         ("margin = 1", "margin = true", "line 4, [defaults]: 'margin' must be an integer >= 0; got True (bool)"),
-        (
-            "margin = 1",
-            "recipe = 'min'",
-            f"line 4, [defaults]: 'recipe' must be one of {', '.join(map(repr, RECIPES))}, 'mine'; got 'min'",
-        ),
+        ("margin = 1", "recipe = 'min'", "line 4, [defaults]: 'recipe' must be one of 'delayed', "),
         ('base = "delayed"', 'base = "mine"', "line 7, [recipes.mine]: recipes go in a circle: 'mine' -> 'mine'"),
         ('base = "delayed"', 'recipe = "delayed"', "line 7, [recipes.mine]: unknown key 'recipe'"),
         ("recipes.mine", "recipes.delayed", "line 6, [recipes.delayed]: a recipe called 'delayed' is built in"),
-        (
-            'module = "a"',
-            'role = "dgrad"',
-            "line 12, rule 1 ('first'): unknown key 'role' (value 'dgrad' (str)). Did you mean 'gemm'?",
-        ),
-        (
-            'module = "a"',
-            'modul = "x"',
-            "line 12, rule 1 ('first'): unknown key 'modul' (value 'x' (str)). Did you mean 'module'",
-        ),
+        ('module = "a"', 'role = "x"', "line 12, rule 1 ('first'): unknown key 'role' (value 'x' (str)). Did you mean 'gemm'?"),
         ('module = "b"', "module = 3", "line 15, rule 2: 'module' must be a glob, or a list of globs; got 3 (int)"),
         ('module = "b"', "gemm = 'fpro'", "line 15, rule 2: 'gemm' must be one of 'fprop', 'dgrad', 'wgrad'; got 'fpro'"),
-        (
-            'module = "b"',
-            "fp8 = 'of'",
-            "line 15, rule 2: 'fp8' must be one of 'on', 'off', 'auto'; got 'of' (str). Did you mean 'off'",
-        ),
-        ('module = "b"', "fp8 = 1", "line 15, rule 2: 'fp8' must be one of 'on', 'off', 'auto'; got 1 (int)"),
+        ('module = "b"', "fp8 = 'of'", "'fp8' must be one of 'on', 'off', 'auto'; got 'of' (str). Did you mean 'off'"),
         ('module = "b"', "kind = 'head'", "'kind' must be one of 'output head', 'router gate'"),
         ('module = "b"', "blocks = 'First'", "line 15, rule 2: 'blocks' must be 'first N' or 'last N'"),
         ('module = "b"', "layers = 'last1'", "Did you mean 'last 1'"),
         ('module = "b"', "recipe = 'tensorwize'", "line 15, rule 2: 'recipe' must be one of"),
-        (
-            "or k < 3",
-            "or K < 3",
-            "line 16, rule 2: 'where': 'n < 3 or K < 3' names 'K', which is none of the sizes m, n and k. Did you",
-        ),
-        ("margin = 2", "margin = '2'", "line 20, rule 2: 'margin' must be an integer >= 0; got '2' (str)"),
-        (
-            "margin = 2",
-            "amax_history_len = 2.0",
-            "line 20, rule 2: 'amax_history_len' must be an integer >= 1; got 2.0 (float)",
-        ),
-        (
-            "margin = 2",
-            "override_linear_precision = [true]",
-            "line 20, rule 2: 'override_linear_precision' must be three bools",
-        ),
+        ("or k < 3", "or K < 3", "line 16, rule 2: 'where': 'n < 3 or K < 3' names 'K', which is none of the sizes m, n and k"),
+        ("margin = 2", "override_linear_precision = [true]", "rule 2: 'override_linear_precision' must be three bools"),
         ("margin = 2", "margin = 2020-01-01", "line 20, rule 2: 'margin' must be an integer >= 0; got datetime.date(2020"),
         ("margin = 2", "margin = 99999999999999999999999", "line 20, rule 2: 'margin' must be an integer <= 64; got 9999"),
         ('extends = "default"', "extend = 'none'", "line 1: unknown key 'extend' (value 'none' (str)). Did you mean 'extends'"),
         ('extends = "default"', "margin = 3", "line 1: unknown key 'margin' (value 3 (int)). 'margin' goes into [defaults]"),
-        ('extends = "default"', "eval = 'bf16'", "line 1: 'eval' must be one of 'high_precision', 'fp8'; got 'bf16'"),
         ("margin = 2", "eval = 'fp8'", "line 20, rule 2: unknown key 'eval' (value 'fp8' (str)). 'eval' goes to the top of"),
         ("margin = 1", "fp8 = true", "line 4, [defaults]: unknown key 'fp8' (value True (bool)). 'fp8' goes into [[rules]]."),
-        ("margin = 1", "warmup_steps = 1", "'warmup_steps' goes into [schedule]."),
         ("[defaults]", "[default]", "line 3: unknown key 'default' (value {'margin': 1} (dict)). Did you mean 'defaults'"),
         ("[[rules]]\nname", "[[rule]]\nname", "unknown key 'rule'"),
-        (
-            "[defaults]",
-            "[schedule]\nwarmup = 3\n[defaults]",
-            "line 4, [schedule]: unknown key 'warmup' (value 3 (int)). Did you mean 'warmup_steps'",
-        ),
-        (
-            "[defaults]",
-            "[schedule]\nwarmup_steps = -1\n[defaults]",
-            "line 4, [schedule]: 'warmup_steps' must be an integer >= 0",
-        ),
+        ("[defaults]", "[schedule]\nwarmup = 3\n[defaults]", "line 4, [schedule]: unknown key 'warmup' (value 3 (int))."),
         (
             "[defaults]",
             "[schedule]\nwarmup_steps = 5\ncooldown_at = 5\n[defaults]",
@@ -112,7 +68,6 @@ margin = 2
         ),
         ("margin = 1", "margin = ", "not valid TOML: Invalid value (at line 4, column 10)"),
         ("margin = 1", "margin = 1\nmargin = 1", "not valid TOML: Cannot overwrite a value (at line 5, column 11)"),
-        ('module = "b"', 'module = "a"\nwhere = "n < 3"', "not valid TOML: Cannot overwrite a value"),
     ],
 )
 def test_errors_name_the_place(write, was, becomes, says):
@@ -124,16 +79,11 @@ def test_errors_name_the_place(write, was, becomes, says):
 
 def test_several_errors_are_all_shown(write):
     message = refusal(write(LINES.replace("margin = 1", "margin = -1").replace('"a"', '"a..b"').replace("margin = 2", "x = 2")))
-    lines = message.splitlines()
-    assert lines[0].endswith("3 errors:") and [line.split(",")[0] for line in lines[1:]] == [
-        "  line 4",
-        "  line 12",
-        "  line 20",
-    ]
+    first, *lines = message.splitlines()
+    assert first.endswith("3 errors:") and [line.split(",")[0] for line in lines] == ["  line 4", "  line 12", "  line 20"]
     assert "and 7 more" in refusal({"rules": [{"x": 1}] * 12})
 
 
-@pytest.mark.parametrize("key", ["module", "parameter"])
 @pytest.mark.parametrize(
     "glob, says",
     [
@@ -143,18 +93,16 @@ def test_several_errors_are_all_shown(write):
         ("layers/0/mlp", "Did you mean 'layers.0.mlp'"),
         ("layers 0", "names have no ' '"),
         ("layers.[0", "a bracket has no partner"),
-        ("layers.0]", "a bracket has no partner"),
         ("layers.[9-0].x", "the wrong way round"),
         ("layers.(0|1)", "names have no '('. 're:' begins a regular expression"),
         (r"layers\.0", "names have no '\\\\'"),
-        ("{a,b}", "names have no '{'"),
         ("", "it is empty"),
         ("re:(", "is not a regular expression: missing ), unterminated subpattern at position 0"),
-        ("re:*", "is not a regular expression: nothing to repeat"),
     ],
 )
-def test_globs_that_can_never_match(key, glob, says):
-    assert says in refusal({"rules": [{key: ["fine", glob]}]})
+def test_globs_that_can_never_match(glob, says):
+    for key in ("module", "parameter"):
+        assert says in refusal({"rules": [{key: ["fine", glob]}]})
 
 
 def test_globs_that_can():
@@ -170,15 +118,6 @@ def test_rules_that_are_never_reached():
     same = [{"module": "a", "fp8": "on"}, {"where": "n<3"}, {"module": ["a"], "fp8": "off"}]
     assert "rule 3: this rule is never reached: rule 1, before it, has the same conditions" in refusal({"rules": same})
     assert fp8(load({"rules": [everything]}), "lm_head", kind="output head") == "on"  # it may hide the extended rules
-
-
-def test_dicts_may_hold_what_a_file_cannot():
-    assert load({"rules": [{"module": ("a", "b"), "override_linear_precision": (True, False, False)}]}).own == 1
-    for odd in (b"a", {"a"}, object(), 1j, float("nan"), "\ud800", {1: 2}, lambda: 0):
-        assert refusal({"rules": [{"module": odd}]}) and refusal({"defaults": {"margin": odd}})
-    circle: dict = {"rules": []}
-    circle["rules"].append(circle)
-    assert "unknown key 'rules'" in refusal(circle)
 
 
 # --- rules that match nothing -----------------------------------------------------------------------------------------
@@ -207,16 +146,10 @@ def test_rules_that_match_something_are_not_mentioned():
 @pytest.mark.parametrize(
     "rule, says",
     [
-        (
-            {"module": "model.layers.*.mlp.down"},
-            "no module of the model has a name like 'model.layers.*.mlp.down'. Near: 'model.layers.*.mlp.down_proj'",
-        ),
+        ({"module": "model.layers.*.mlp.down"}, "no module of the model has a name like 'model.layers.*.mlp.down'. Near: "),
         ({"module": "*.mlp.downproj"}, "Near: '*.mlp.down_proj'"),
         ({"module": "model.layer.0.mlp.up_proj"}, "Near: 'model.layers.*.mlp.up_proj'"),
-        (
-            {"parameter": "*.up_proj.weigth"},
-            "no parameter of the model has a name like '*.up_proj.weigth'. Near: '*.up_proj.weight'",
-        ),
+        ({"parameter": "*.up_proj.weigth"}, "no parameter of the model has a name like '*.up_proj.weigth'. Near: "),
         ({"module_class": "LlamaMlp"}, "no class of the model has a name like 'LlamaMlp'. Near: 'LlamaMLP'"),
     ],
 )
@@ -229,10 +162,8 @@ def test_names_that_do_not_exist(rule, says):
 
 def test_conditions_that_hold_nowhere():
     (message,) = unmatched({"name": "odd", "module": "*.up_proj", "where": "n < 9"})
-    assert (
-        "rule 1 ('odd')" in message
-        and "where = 'n < 9' holds for none of the 12 gemms that its other conditions leave" in message
-    )
+    assert "rule 1 ('odd')" in message
+    assert "where = 'n < 9' holds for none of the 12 gemms that its other conditions leave" in message
     (message,) = unmatched({"module": "model.layers.2.mlp"})
     assert "write 'model.layers.2.mlp.*'" in message
     assert "holds for none of the 24 gemms" in unmatched({"kind": "output head"})[0]

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,25 +19,6 @@ H100, H200, B300, NVL = (catalog.find(key) for key in ("h100", "h200", "b300", "
 # torchao's tables were measured on Meta's H100 with HBM2e; copies reach 2.2 TB/s (torchao/testing/training/roofline_utils.py)
 TORCHAO_H100 = dataclasses.replace(H100, sustained=dataclasses.replace(H100.sustained, bandwidth=2.2e12))
 CELLS = Path(__file__).parent / "data" / "torchao_h100.csv"
-
-# Cells of the rowwise table where the sign differs, (m, k, n): published speedup. docs/cost-model.md explains them.
-LOSES_BUT_GAINS = {
-    (4096, 16384, 4096): 0.92,
-    (4096, 32768, 4096): 0.93,
-    (8192, 32768, 2048): 0.82,
-    (16384, 8192, 2048): 0.87,
-    (16384, 16384, 2048): 0.83,
-    (16384, 32768, 2048): 0.85,
-    (32768, 8192, 2048): 0.87,
-    (32768, 16384, 2048): 0.83,
-    (32768, 32768, 2048): 0.93,
-}
-GAINS_BUT_LOSES = {
-    (4096, 4096, 8192): 1.01,
-    (8192, 2048, 8192): 1.01,
-    (8192, 2048, 16384): 1.03,
-}
-
 
 def cells(recipe: str) -> dict[tuple[int, int, int], float]:
     with open(CELLS, encoding="utf-8") as file:
@@ -83,29 +65,18 @@ def estimated(recipe: str) -> dict[tuple[int, int, int], float]:
 # -- published figures -------------------------------------------------------------------------------------------------
 
 
-def test_signs_of_torchaos_rowwise_table():
+def test_torchaos_rowwise_table():
+    """The signs agree, and the order of the cells (Spearman's rank correlation)."""
     published, ours = cells("rowwise"), estimated("rowwise")
     assert len(published) == 216
-    differ = {cell: published[cell] for cell in published if (published[cell] >= 1) != (ours[cell] >= 1)}
+    differ = [cell for cell in published if (published[cell] >= 1) != (ours[cell] >= 1)]
     assert 1 - len(differ) / len(published) >= 0.94
-    assert {cell: x for cell, x in differ.items() if x < 1} == LOSES_BUT_GAINS
-    assert {cell: x for cell, x in differ.items() if x >= 1} == GAINS_BUT_LOSES
     assert all(abs(ours[cell] / published[cell] - 1) < 0.33 for cell in differ)
     # cells in which FP8 never gained for torchao may gain only a little here
     never = [cell for cell in published if cell[0] <= 2048 or cell[2] <= 2048]
     assert all(published[cell] < 1 for cell in never) and max(ours[cell] for cell in never) < 1.12
-
-
-def test_sizes_of_torchaos_rowwise_table():
-    """Not only the signs agree, but also the order of the cells (Spearman's rank correlation)."""
-    published, ours = cells("rowwise"), estimated("rowwise")
-
-    def ranks(values):
-        order = sorted(values, key=values.__getitem__)
-        return {cell: i for i, cell in enumerate(order)}
-
-    a, b, n = ranks(published), ranks(ours), len(published)
-    assert 1 - 6 * sum((a[cell] - b[cell]) ** 2 for cell in a) / (n * (n * n - 1)) > 0.95
+    ranks = [torch.tensor([values[cell] for cell in published]).argsort().argsort().double() for values in (published, ours)]
+    assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.95
 
 
 def test_signs_of_torchaos_square_linears():
@@ -138,19 +109,6 @@ def test_transformer_engines_twelve_gemms(device, recipe, published):
     assert speedup == pytest.approx(published, rel=0.10)
     if device is NVL:
         assert 1e3 * sum(x.bf16 for x in layers) == pytest.approx(32.0, rel=0.10)
-        assert 1e3 * sum(x.fp8 + x.casts for x in layers) == pytest.approx(
-            {"delayed": 18.98, "tensorwise": 20.29, "blockwise": 22.9}[recipe], rel=0.10
-        )
-
-
-def test_transformer_engines_small_loss_is_an_exception():
-    """15872 x 4096 x 4096, forward only, current scaling, B300: .317 ms against .307. Our FP8 time is right. bf16 runs faster
-    here (1735 TFLOP/s) than the average of the twelve gemms from which its rate was taken."""
-    fp8 = cost.gemm(B300, TOKENS, 4096, 4096, "fp8") + sum(
-        cost.casts(B300, CastInput(elements), COSTS["tensorwise"]) for elements in (TOKENS * 4096, 4096 * 4096)
-    )
-    assert 1e3 * fp8 == pytest.approx(0.317, rel=0.05)
-    assert 1e3 * cost.gemm(B300, TOKENS, 4096, 4096) > 0.317
 
 
 @pytest.mark.parametrize(
@@ -168,13 +126,10 @@ def test_square_gemms(size, bf16_us, fp8_us):
 # -- gemms -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_large_gemm_runs_at_the_sustained_rate():
+def test_what_is_bound_by_the_tensor_cores_and_by_memory():
     for dtype, rate in (("bf16", 790e12), ("fp8", 1500e12), ("fp8_precise", 1360e12)):
         size = 132 * 256  # whole waves
         assert 2 * size**3 / cost.gemm(H200, size, size, size, dtype) == pytest.approx(rate, rel=0.02)
-
-
-def test_what_is_bound_by_memory():
     m, n, k = 16, 8192, 8192
     assert cost.gemm(H200, m, n, k) == pytest.approx(2 * (m * k + n * k + m * n) / 4.2e12 + 2e-6)
     assert cost.gemm(H200, m, n, k, out_bytes=4) > cost.gemm(H200, m, n, k)
@@ -231,37 +186,19 @@ def test_bytes_of_casts(given, moved):
     assert casts(UNIT, 100, **given) == pytest.approx(moved)
 
 
-def test_launches_of_casts():
+@pytest.mark.parametrize(
+    "given, launches",
+    [
+        (dict(), 1),
+        (dict(fused=True), 0),
+        (dict(again=True), 2),
+        (dict(recipe="tensorwise"), 2),  # amax, and cast with scale and inverse
+        (dict(recipe="tensorwise", fused=True), 1),
+    ],
+)
+def test_launches_of_casts(given, launches):
     idle = dataclasses.replace(H200, sustained=dataclasses.replace(H200.sustained, bandwidth=1e30), launch=1.0)
-    kernels = [
-        (1, dict()),
-        (0, dict(fused=True)),
-        (2, dict(again=True)),
-        (2, dict(recipe="tensorwise")),  # amax, and cast with scale and inverse
-        (1, dict(recipe="tensorwise", fused=True)),
-    ]
-    for count, changed in kernels:
-        assert casts(idle, 1, **changed) == pytest.approx(count)
-
-
-def test_a_fused_producer_that_nobody_reads_in_bf16_casts_for_nothing():
-    """GELU writes two FP8 copies instead of one bf16 tensor: equally many bytes. Only the weight's cast costs time."""
-    layer = linear(UNIT, 128, 256, 512, "delayed")
-    assert layer.casts == pytest.approx((2 + 2) * 256 * 512)
-    under_autocast = linear(UNIT, 128, 256, 512, "delayed", weight_bytes=4)
-    assert under_autocast.casts == pytest.approx((4 + 2) * 256 * 512 - (4 + 2) * 256 * 512)  # bf16 pays for a cast, too
-
-
-@settings(max_examples=60, deadline=None)
-@given(elements=st.integers(1, 1 << 30), recipe=st.sampled_from(["delayed", "tensorwise", "rowwise"]), fused=st.booleans())
-def test_more_is_never_cheaper(elements, recipe, fused):
-    def price(**changed):
-        usual = dict(elements=elements, recipe=recipe, fused=fused, producer_bytes=4 * elements, layouts=1)
-        return casts(H200, **{**usual, **changed})
-
-    assert price() > 0
-    assert price(layouts=2) >= price() and price(high_bytes=2) >= price() and price(elements=2 * elements) >= price()
-    assert price(recipe="tensorwise") >= price(recipe="delayed")
+    assert casts(idle, 1, **given) == pytest.approx(launches)
 
 
 # -- break-even --------------------------------------------------------------------------------------------------------

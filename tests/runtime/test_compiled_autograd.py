@@ -51,15 +51,6 @@ def test_backward_inside_of_the_compiled_step(recipe: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.compiled
-def test_it_as_compiled() -> None:
-    expected = nn.Linear(128, 128)
-    model = copy.deepcopy(expected)
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        train(torch.compile(lambda x: small_loss(model(x)).backward(), backend="fp8"), expected, model)
-
-
-@pytest.mark.slow
 def test_a_whole_train_step() -> None:
     """Forward, backward and optimizer in one compiled function: the parameters are those of the eager step."""
     expected = make(Mlp)
@@ -108,30 +99,3 @@ def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
             small_loss(run(torch.randn(16, 128))).backward()
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_without_state_it_is_taken() -> None:
-    expected = make(Mlp)
-    model = copy.deepcopy(expected)
-    run = torch.compile(model, backend="fp8", options={"recipe": "tensorwise"})
-    small_loss(run(torch.randn(16, 128))).backward()
-
-    def step(x: torch.Tensor) -> None:
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="fp8")):
-            small_loss(run(x)).backward()
-
-    train(step, expected, model)
-
-
-@pytest.mark.slow
-def test_eval_in_fp8_leaves_its_graph_alone() -> None:
-    """The copied backward reads parameters and needs no gradients, but it is not an evaluation."""
-    expected = make(Mlp)
-    model = copy.deepcopy(expected)
-    policy = {"eval": "fp8", "rules": [{"gemm": "dgrad", "fp8": "off"}]}
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        step = torch.compile(lambda x: small_loss(model(x)).backward(), backend="fp8", options={"policy": policy})
-        train(step, expected, model)
-    dgrads = [r for r in fp8compile.report(model).matmuls if r.gemm == "dgrad"]
-    assert dgrads and {r.decision for r in dgrads} == {"high_precision"}

@@ -48,16 +48,6 @@ def test_a_file_of_0_2_0(kind: str, called: bool) -> None:
     assert all(torch.equal(row, moved[name]) is (name == "fp8compile.version") for name, row in loaded.items())
 
 
-def test_a_state_is_what_0_2_0_would_have_written() -> None:
-    model, saved = linears(), torch.load(SAVED)
-    fp8compile.ScalingState(model).load_state_dict(saved["one"])
-    every, own = fp8compile.ScalingState(model).state_dict(), fp8compile.ScalingState(model, all_ranks=False).state_dict()
-    assert own.keys() == saved["one"].keys() and every.keys() == saved["all"].keys() == {"ranks"}
-    other = linears()
-    fp8compile.ScalingState(other).load_state_dict(every)
-    assert all(torch.equal(row, own[name]) for name, row in scaling_tensors(other).items())
-
-
 @pytest.mark.feature("schedule", "weight_cache", "frozen")
 def test_old_names_warn_and_name_the_new_one() -> None:
     for name, new in RENAMED.items():

@@ -6,7 +6,6 @@ has rounded.
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import weakref
@@ -31,15 +30,7 @@ from tests.support.harness import (
     scaling_tensors,
 )
 from tests.support.hooks import slots_of
-from tests.support.models import (
-    Attention,
-    Branches,
-    Mlp,
-    Parallel,
-    Stack,
-    linear,
-    make,
-)
+from tests.support.models import Branches, Mlp, Parallel, Stack, linear, make
 from tests.support.reference_casts import scale_of
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs, pytest.mark.compat]
@@ -65,14 +56,6 @@ def call(run, value: float = 1.0, grad: float | None = 1.0, rows: int = 16) -> T
     if grad is not None:
         y.backward(torch.full_like(y, grad))
     return y
-
-
-@functools.cache
-def scaling_state() -> dict[str, Tensor]:
-    """That of a linear after one call."""
-    model = linear()
-    call(compiled(model))
-    return scaling_tensors(model)
 
 
 def padded(values: list[float], length: int = 16) -> list[float]:
@@ -150,21 +133,6 @@ def test_a_slot_that_saw_only_zeros_is_cold(zeros: int) -> None:
                 with torch.no_grad():
                     side.down.weight.detach().copy_(noise(128, 256, seed=9) * 1e-4)
         pair.step(noise(16, 128, seed=step))
-
-
-def test_forwards_without_backward() -> None:
-    """For example a metric in training mode: forward slots move; gradient slots do not, and are still cold when needed."""
-    model = linear()
-    run = compiled(model)
-    for value in range(1, 21):
-        call(run, float(value), None)
-    state = slots_of(model)
-    assert state[INPUT].history() == [float(value) for value in range(20, 4, -1)]
-    assert GRADIENT not in state or state[GRADIENT].history() == padded([])
-    x = constant(1.0).requires_grad_()
-    run(x).backward(constant(1e-9))
-    torch.testing.assert_close(x.grad, constant(0.5 * 128e-9), rtol=1e-5, atol=0)
-    assert slots_of(model)[GRADIENT].history() == padded([torch.tensor(1e-9).item()])
 
 
 # calls that move the state, and calls that do not
@@ -245,18 +213,6 @@ def test_a_checkpoint_with_hooks_of_the_user_inside() -> None:
             checkpoint(block, x, use_reentrant=False).sum().backward()
         assert len(pages) == 2
         assert slots_of(model)[INPUT].history() == padded([float(i) for i in range(step, 0, -1)])
-
-
-@pytest.mark.usefixtures("apart")  # a backward may run twice only if its first run was asked to retain the graph
-def test_gradients_taken_twice() -> None:
-    """With retain_graph, two backwards of one forward move the gradient slots twice."""
-    model = linear()
-    run = compiled(model)
-    y = call(run, 1.0, None)
-    y.backward(constant(8.0), retain_graph=True)
-    y.backward(constant(16.0))
-    assert slots_of(model)[GRADIENT].history() == padded([16.0, 8.0])
-    assert slots_of(model)[INPUT].history() == padded([1.0])
 
 
 @pytest.mark.cases(test=1, slow=1)
@@ -372,15 +328,6 @@ def test_two_layers_never_share() -> None:
     assert state["inner.1.weight", "input", 0].history()[0] == pytest.approx(64.0, rel=1e-6)
 
 
-def test_readers_of_one_tensor_share_its_slot() -> None:
-    model = make(Attention)
-    run = compiled(model)
-    run(leaf(noise(2, 16, 128))).sum().backward()
-    state = slots_of(model)
-    assert [name for name, role, _ in state if role == "input"] == ["q.weight", "o.weight"]
-    assert sum(role == "gradient" for _, role, _ in state) == 4
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 def test_more_instances_than_the_recompile_limit() -> None:
@@ -393,21 +340,6 @@ def test_more_instances_than_the_recompile_limit() -> None:
         for step, factor in enumerate(MOVING[:3]):
             pair.step(noise(16, 128, seed=step, scale=factor))
     assert len(histories(model)) == 3 * len(pair.reference.names)
-
-
-def test_two_instances_forwards_before_backwards() -> None:
-    """Two layers share one piece of code: each forward and each backward finds the slots of its own layer."""
-    first, second = linear(0.5), linear(0.25)
-    runs = compiled(first), compiled(second)
-    for x, grads in ((1.0, (1.0, 2.0)), (2.0, (4.0, 8.0))):
-        a, b = call(runs[0], x, None), call(runs[1], 8 * x, None)
-        a.backward(constant(grads[0]))
-        b.backward(constant(grads[1]))
-    assert slots_of(first)[INPUT].history() == padded([2.0, 1.0])
-    assert slots_of(second)[INPUT].history() == padded([16.0, 8.0])
-    assert slots_of(first)[WEIGHT].scale() == 896.0 and slots_of(second)[WEIGHT].scale() == 1792.0
-    assert slots_of(first)[GRADIENT].history() == padded([4.0, 1.0])
-    assert slots_of(second)[GRADIENT].history() == padded([8.0, 2.0])
 
 
 def test_a_deleted_model_frees_its_state() -> None:
@@ -424,11 +356,13 @@ def test_a_deleted_model_frees_its_state() -> None:
 
 
 def test_a_parameter_with_the_id_of_another_one_begins_anew() -> None:
-    ids = set()
+    model = linear()
+    call(compiled(model))
+    state, ids = scaling_tensors(model), set()
     for _ in range(100):
         layer = nn.Linear(1, 1, bias=False)
         assert not slots_of(layer)
-        load_scaling(layer, scaling_state())
+        load_scaling(layer, state)
         assert slots_of(layer)
         ids.add(id(layer.weight))
     assert len(ids) < 100

@@ -65,23 +65,6 @@ def test_a_warm_step_waits_for_nothing(case: str) -> None:
     assert (gpu.copied > 0) == watched, "the watch has sent what it saw"
 
 
-@pytest.mark.slow
-def test_what_arrives_late_is_not_waited_for() -> None:
-    """Of an overflow the host hears when the copy has come; until then it neither waits nor starts another copy."""
-    with hooks.on_a_gpu() as gpu, hooks.bodies(), hooks.cold_calls() as cold:
-        training = Training(make(Mlp))
-        for number in range(2):
-            training.step(number)
-        gpu.arrives = False
-        with hooks.refusing_waits(gpu):
-            training.step(2, factor=1000.0)
-            training.step(3, factor=1000.0)
-        assert not any(cold[2:]) and gpu.copied <= 1
-        gpu.arrives = True
-        training.step(4, factor=1000.0)
-    assert any(cold[-2:])
-
-
 def reads() -> dict[str, Callable[[torch.Tensor], Any]]:
     index = torch.zeros(3, dtype=torch.bool)
     return {
@@ -92,8 +75,6 @@ def reads() -> dict[str, Callable[[torch.Tensor], Any]]:
         "bool": lambda x: bool((x == 0).all()),
         "to": lambda x: x.to("cpu"),
         "nonzero": lambda x: torch.nonzero(x),
-        "masked": lambda x: x[0].masked_select(x[0] > 0),
-        "unique": lambda x: x.unique(),
         "of the host": lambda x: x.add(torch.tensor([1.0])),
         "mask": lambda x: x[:3, 0][index],
     }
