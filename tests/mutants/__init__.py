@@ -56,15 +56,12 @@ class Mutant:
 
 def mutants(*ids: str) -> list[Mutant]:
     """All mutants, or those with these ids; ValueError for an id of none."""
-    found = [Mutant(**{**given, "tests": tuple(given["tests"])}) for name in LISTS for given in _read(HERE / name)]
+    lists = [tomllib.loads((HERE / name).read_text())["mutants"] for name in LISTS]
+    found = [Mutant(**{**given, "tests": tuple(given["tests"])}) for each in lists for given in each]
     unknown = sorted(set(ids) - {mutant.id for mutant in found})
     if unknown:
         raise ValueError(f"no mutant {', '.join(unknown)}")
     return [mutant for mutant in found if not ids or mutant.id in ids]
-
-
-def _read(path: Path) -> list[dict]:
-    return tomllib.loads(path.read_text())["mutants"]
 
 
 @functools.cache
