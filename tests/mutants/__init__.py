@@ -1,6 +1,5 @@
 """Faults that the tests must find: a list of mutants, each one changed place of the package.
 
-    python -m tests.mutants list           the mutants, and what found each of them last
     python -m tests.mutants check          is each place there, exactly once? (a fast test does the same)
     python -m tests.mutants run [ID ...]   plant each in a copy of the tree, and say which tier finds it, and by which test
 

@@ -8,7 +8,7 @@ import sys
 import time
 
 from . import HERE, ROOT, Mutant, mutants, problems
-from .table import Row, read, summary, write
+from .table import read, summary, write
 
 TABLE = HERE / "results.txt"
 
@@ -17,11 +17,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Plant faults, and see which tests find them.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="is each place there, exactly once?")
-    for command in (
-        commands.add_parser("list", help="the mutants, and what found each of them last"),
-        run := commands.add_parser("run", help="plant each mutant in a copy of the tree, and look for a test that finds it"),
-    ):
-        command.add_argument("ids", nargs="*", metavar="ID", help="all, if none is given")
+    run = commands.add_parser("run", help="plant each mutant in a copy of the tree, and look for a test that finds it")
+    run.add_argument("ids", nargs="*", metavar="ID", help="all, if none is given")
     far = "how far to look: the test of last time, those that are named, the room, make test, and make slow (all)"
     run.add_argument("--to", choices=("killer", "named", "room", "tier", "all"), default="room", help=far)
     run.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for one test; a longer one hangs")
@@ -35,15 +32,7 @@ def main() -> int:
         chosen = mutants(*given.ids)
     except ValueError as error:
         parser.error(str(error))
-    return plant(given, chosen) if given.command == "run" else show(chosen)
-
-
-def show(chosen: list[Mutant]) -> int:
-    rows = read(TABLE)
-    for mutant in chosen:
-        row = rows.get(mutant.id, Row(mutant.id, "not run"))
-        print(f"{mutant.id:3}  {mutant.area:12} {mutant.fault}\n     {mutant.file}; {row.tier}  {row.test}")
-    return 0
+    return plant(given, chosen)
 
 
 def plant(given: argparse.Namespace, chosen: list[Mutant]) -> int:
