@@ -1,6 +1,5 @@
 """Faults that the tests must find: a list of mutants, each one changed place of the package.
 
-    python -m tests.mutants list           the mutants, and what found each of them last
     python -m tests.mutants check          is each place there, exactly once? (a fast test does the same)
     python -m tests.mutants run [ID ...]   plant each in a copy of the tree, and say which tier finds it, and by which test
 
@@ -56,15 +55,12 @@ class Mutant:
 
 def mutants(*ids: str) -> list[Mutant]:
     """All mutants, or those with these ids; ValueError for an id of none."""
-    found = [Mutant(**{**given, "tests": tuple(given["tests"])}) for name in LISTS for given in _read(HERE / name)]
+    lists = [tomllib.loads((HERE / name).read_text())["mutants"] for name in LISTS]
+    found = [Mutant(**{**given, "tests": tuple(given["tests"])}) for each in lists for given in each]
     unknown = sorted(set(ids) - {mutant.id for mutant in found})
     if unknown:
         raise ValueError(f"no mutant {', '.join(unknown)}")
     return [mutant for mutant in found if not ids or mutant.id in ids]
-
-
-def _read(path: Path) -> list[dict]:
-    return tomllib.loads(path.read_text())["mutants"]
 
 
 @functools.cache

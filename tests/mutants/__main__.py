@@ -6,29 +6,22 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
-from . import HERE, ROOT, mutants, problems
-from .table import Row, read, summary, write
+from . import HERE, ROOT, Mutant, mutants, problems
+from .table import read, summary, write
+
+TABLE = HERE / "results.txt"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Plant faults, and see which tests find them.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="is each place there, exactly once?")
-    for command in (
-        commands.add_parser("list", help="the mutants, and what found each of them last"),
-        run := commands.add_parser("run", help="plant each mutant in a copy of the tree, and look for a test that finds it"),
-    ):
-        command.add_argument("ids", nargs="*", metavar="ID", help="all, if none is given")
-        command.add_argument("--table", type=Path, default=HERE / "results.txt", help="the table of results")
-    run.add_argument("--root", type=Path, default=ROOT, help="the tree that is copied")
+    run = commands.add_parser("run", help="plant each mutant in a copy of the tree, and look for a test that finds it")
+    run.add_argument("ids", nargs="*", metavar="ID", help="all, if none is given")
     far = "how far to look: the test of last time, those that are named, the room, make test, and make slow (all)"
     run.add_argument("--to", choices=("killer", "named", "room", "tier", "all"), default="room", help=far)
-    run.add_argument("--tier", choices=("check", "test", "slow"), default="slow", help="the slowest tests that count")
     run.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for one test; a longer one hangs")
-    run.add_argument("--missing", action="store_true", help="leave out what the table has")
-    run.add_argument("--unproved", action="store_true", help="do not ask whether a test passes without the fault")
     run.add_argument("--show", action="store_true", help="print what pytest printed")
     given = parser.parse_args()
     if given.command == "check":
@@ -39,37 +32,24 @@ def main() -> int:
         chosen = mutants(*given.ids)
     except ValueError as error:
         parser.error(str(error))
-    return plant(given, chosen) if given.command == "run" else show(given, chosen)
+    return plant(given, chosen)
 
 
-def show(given: argparse.Namespace, chosen: list) -> int:
-    rows = read(given.table)
-    for mutant in chosen:
-        row = rows.get(mutant.id, Row(mutant.id, "not run"))
-        print(f"{mutant.id:3}  {mutant.area:12} {mutant.fault}\n     {mutant.file}; {row.tier}  {row.test}")
-    return 0
-
-
-def plant(given: argparse.Namespace, chosen: list) -> int:
+def plant(given: argparse.Namespace, chosen: list[Mutant]) -> int:
     """The exit status is 1 if a mutant survives."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     from .search import Search
     from .tree import Tree
 
-    if given.missing:
-        chosen = [mutant for mutant in chosen if mutant.id not in read(given.table)]
-    tree = Tree(given.root.resolve(), given.limit, given.show)
+    tree = Tree(ROOT, given.limit, given.show)
     done = []
     try:
-        search = Search(tree, given.to, given.tier, not given.unproved)
+        search = Search(tree, given.to)
         for mutant in chosen:
-            if mutant.places(tree.folder) != 1:
-                print(f"{mutant.id:3} its line is not in {given.root}", flush=True)
-                continue
-            start = time.monotonic()
-            row = search(mutant, read(given.table).get(mutant.id))
+            start, rows = time.monotonic(), read(TABLE)
+            row = search(mutant, rows[mutant.id].test if mutant.id in rows else "")
             done.append(row)
-            write(given.table, {**read(given.table), row.id: row}, mutants())
+            write(TABLE, {**read(TABLE), row.id: row}, mutants())
             print(f"{row.id:3} {row.tier:5} {time.monotonic() - start:5.0f} s  {row.test or mutant.fault}", flush=True)
         for test in search.broken:
             print(f"fails without any fault, and was left out: {test}")

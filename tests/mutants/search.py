@@ -1,15 +1,13 @@
 """Which tier finds a mutant, and by which test. Likely tests come first, so that most mutants cost one test.
 
-1. the test that found it last time, if a quick tier has it
-2. the tests that its entry names, of the quick tiers
-3. the test that found it last time, if the slow tier has it
-4. the files of the same room, those with similar names first, of the quick tiers
-5. the tests that its entry names, of the slow tier
-6. the whole of `make test`
-7. if asked for, the whole of `make slow`
+killer    the test that found it last time
+named     the tests that its entry names
+room      the files of the same room, those with similar names first
+tier      the whole of `make test`
+all       the whole of `make slow`
 
-A test that was renamed is looked for as one with other parameters; then the search goes on with the next step. A test that has
-not found this mutant before must pass without it: else it proves nothing, and is left out from then on.
+In the first three, tests of the quick tiers run before those of the slow one. A test that was renamed is looked for as one with
+other parameters. A test that has not found this mutant before must pass without it: else it proves nothing, and is left out.
 """
 
 from __future__ import annotations
@@ -30,19 +28,19 @@ PROCESSES = ("all_gather", "gathered_scales", "compression", "wire", "checkpoint
 
 
 class Search:
-    """`to`: how far to look. `tier`: the slowest tier whose tests count, "check", "test" or "slow". `prove`: a new
-    killer has to pass without the fault."""
+    """`to`: how far to look, one of STEPS."""
 
-    def __init__(self, tree: Tree, to: str = "tier", tier: str = "slow", prove: bool = True):
-        self.tree, self.to, self.tier, self.prove = tree, to, tier, prove
+    def __init__(self, tree: Tree, to: str):
+        self.tree, self.steps = tree, STEPS[: STEPS.index(to) + 1]
         self.broken: list[str] = []  # tests that fail without any fault
         self.proved: set[str] = set()  # tests that pass without one
-        self.check = files_of_check(tree.folder)
         self.tiers = {test: name for name, marks in MARKS.items() for test in tree.collected(marks)}
+        makefile = (tree.folder / "Makefile").read_text().replace("\\\n", " ")
+        files = [f"tests/{name}" for name in re.findall(r"^FAST *:= *(.*)$", makefile, re.M)[0].split()]
+        self.tiers |= dict.fromkeys(tree.collected(f"{MARKS['test']} and not compiled", *files), "check")
 
-    def __call__(self, mutant: Mutant, known: Row | None = None) -> Row:
-        killer = known.test if known is not None else ""
-        for arguments in self._steps(mutant, known):
+    def __call__(self, mutant: Mutant, killer: str) -> Row:
+        for arguments in self._runs(mutant, killer):
             while True:
                 with self.tree.planted(mutant):
                     run = self.tree.run([*arguments, *(part for test in self.broken for part in ("--deselect", test))])
@@ -50,42 +48,29 @@ class Search:
                 if not found:
                     break
                 test = found.removeprefix("tests/")
-                if not self.prove or test == killer or self._passes(found):
-                    return Row(mutant.id, self._tier(found, run), test, run.seconds)
+                if test == killer or self._passes(found):
+                    return Row(mutant.id, self.tiers.get(found, "test"), test, run.seconds)
                 if found not in run.failed:
                     break  # a whole file that cannot be imported, with or without the fault
         return Row(mutant.id, "none")
 
-    def _steps(self, mutant: Mutant, known: Row | None) -> Iterator[list[str]]:
+    def _runs(self, mutant: Mutant, killer: str) -> Iterator[list[str]]:
         """Arguments of pytest, one run after the other."""
-        steps = STEPS[: STEPS.index(self.to) + 1]
-        slow, quick = self.tier == "slow", [*FAST]
-        if self.tier == "check":
-            quick = ["-m", f"{MARKS['test']} and not compiled", *self.check]
-        last = list(self._again(known.test)) if known is not None and known.test else []
-        now = self.tiers.get(last[0][0], known.tier) if last else ""  # it may have gone to another tier
-        if now in ("check", "test"):
-            yield from last
-        named = [self._named(test) for test in mutant.tests if (self.tree.folder / "tests" / test.split(" -k ")[0]).exists()]
-        if "named" in steps and self.tier != "check":
-            yield from ([*quick, *test] for test in named)
-        if now == "slow" and slow:
-            yield from last
-        room = self._room(mutant)
-        if "room" in steps and self.tier != "check" and room:
-            yield [*quick, *room]
-        if "named" in steps and slow:
-            yield from ([*SLOW, *test] for test in named)
-        if "tier" in steps:
-            yield quick if self.tier == "check" else [*quick, "tests"]
-        if "all" in steps and slow:
+        again = [[f"tests/{name}"] for name in dict.fromkeys((killer, killer.partition("[")[0])) if name]
+        named = [self._named(test) for test in mutant.tests] if "named" in self.steps else []
+        quick = self.tiers.get(f"tests/{killer}", "test") in ("check", "test")
+        if quick:
+            yield from again
+        yield from ([*FAST, *test] for test in named)
+        if not quick:
+            yield from again
+        if "room" in self.steps and (room := self._room(mutant)):
+            yield [*FAST, *room]
+        yield from ([*SLOW, *test] for test in named)
+        if "tier" in self.steps:
+            yield [*FAST, "tests"]
+        if "all" in self.steps:
             yield [*SLOW, "tests"]
-
-    def _again(self, test: str) -> Iterator[list[str]]:
-        """The test, and if it has other parameters now, all of its name."""
-        yield [f"tests/{test}"]
-        if "[" in test:
-            yield [f"tests/{test.partition('[')[0]}"]
 
     @staticmethod
     def _named(test: str) -> list[str]:
@@ -105,34 +90,14 @@ class Search:
                 files[file.relative_to(self.tree.folder).as_posix()] = (-alike, file.parent.name not in rooms)
         return sorted(files, key=lambda name: files[name])
 
-    def _found(self, run: Run, arguments: list[str]) -> str:
+    @staticmethod
+    def _found(run: Run, arguments: list[str]) -> str:
         """The test that the fault fails, "" if none does."""
-        if run.failed:
-            return run.failed
-        if run.code == NOT_FOUND and "while loading conftest" in run.output:
-            return next(part for part in arguments if part.startswith("tests"))
-        return "" if run.code != TIMEOUT else next(part for part in arguments if part.startswith("tests"))
+        unknown = run.code == TIMEOUT or run.code == NOT_FOUND and "while loading conftest" in run.output
+        return run.failed or (next(part for part in arguments if part.startswith("tests")) if unknown else "")
 
     def _passes(self, test: str) -> bool:
         """Does the test pass without any fault?"""
-        if test not in self.proved:
-            if test in self.broken or self.tree.run([test]).code:
-                self.broken.append(test)
-                return False
-            self.proved.add(test)
-        return True
-
-    def _tier(self, test: str, run: Run) -> str:
-        tier = self.tiers.get(test, "test")  # a file that cannot be imported is in each
-        if tier != "test":
-            return tier
-        file = test.partition("::")[0]
-        inside = any(file == part or file.startswith(part.rstrip("/") + "/") for part in self.check)
-        return "check" if inside and "compiled" not in run.marks else "test"
-
-
-def files_of_check(root: Path) -> list[str]:
-    """The files and folders that `make check` tests, from the Makefile's FAST."""
-    text = (root / "Makefile").read_text().replace("\\\n", " ")
-    found = re.search(r"^FAST *:?= *(.*)$", text, re.M)
-    return [f"tests/{name}" for name in found[1].split()] if found else []
+        if test not in self.proved and test not in self.broken:
+            (self.broken.append if self.tree.run([test]).code else self.proved.add)(test)
+        return test in self.proved

@@ -25,17 +25,16 @@ from . import Mutant
 
 PREPARED = ("torch", "torch._inductor.compile_fx", "transformers", "hypothesis", "pytest")
 LEFT_OUT = (".git", ".venv*", "out", "build", ".hypothesis", ".*_cache", "*.egg-info")
-NOT_FOUND, NOTHING = 4, 5  # exit codes of pytest: no such test, or nothing was selected
+NOT_FOUND = 4  # exit code of pytest: no such test
 TIMEOUT = -1
 
 
 @dataclass(frozen=True)
 class Run:
-    """`code`: of pytest, or TIMEOUT. `failed`: the first test that failed, or that hung. `marks`: those of this test."""
+    """`code`: of pytest, or TIMEOUT. `failed`: the first test that failed, or that hung."""
 
     code: int
     failed: str
-    marks: tuple[str, ...]
     seconds: float
     output: str
 
@@ -45,14 +44,10 @@ class Watcher:
 
     def __init__(self, path: Path):
         self.file = path.open("w")
-        self.marks: dict[str, list[str]] = {}
 
     def tell(self, what: str, test: str) -> None:
-        self.file.write(json.dumps([what, test, self.marks.get(test, [])]) + "\n")
+        self.file.write(json.dumps([what, test]) + "\n")
         self.file.flush()
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        self.marks = {item.nodeid: [mark.name for mark in item.iter_markers()] for item in items}
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -61,9 +56,7 @@ class Watcher:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.tell("began", nodeid)
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.tell("failed", report.nodeid)
+    pytest_runtest_logreport = pytest_collectreport
 
 
 class Tree:
@@ -96,9 +89,9 @@ class Tree:
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
             _forget(path)
 
-    def collected(self, marks: str) -> list[str]:
-        """The node ids of the tests with these marks."""
-        output = self.run(["-m", marks, "--collect-only", "tests"]).output
+    def collected(self, marks: str, *files: str) -> list[str]:
+        """The node ids of the tests with these marks, of all files or of these."""
+        output = self.run(["-m", marks, "--collect-only", *(files or ["tests"])]).output
         return [line for line in output.splitlines() if line.startswith("tests/") and "::" in line]
 
     def run(self, arguments: Sequence[str]) -> Run:
@@ -109,14 +102,12 @@ class Tree:
         child = os.fork()
         if not child:
             _become(self.folder, arguments, told, output)
-        done, usage = 0, None
+        done, killed = 0, False
         while not done:
             done, status, usage = os.wait4(child, os.WNOHANG)
-            late = time.time() - told.stat().st_mtime > self.limit  # since a test began
-            if not done and late:
+            if not done and time.time() - told.stat().st_mtime > self.limit:  # since a test began
+                killed = True
                 os.killpg(child, signal.SIGKILL)
-                done, status, usage = os.wait4(child, 0)
-                status = -1
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):  # what a test has left behind
             os.killpg(child, signal.SIGKILL)
@@ -125,11 +116,10 @@ class Tree:
             print(" ".join(arguments), text, sep="\n")
         lines = [json.loads(line) for line in told.read_text().splitlines()]
         failed = next((line for line in lines if line[0] == "failed"), None)
-        code = TIMEOUT if status == -1 else os.waitstatus_to_exitcode(status)
-        if code == TIMEOUT or code < 0:  # it hung, or the process crashed
+        code = os.waitstatus_to_exitcode(status)
+        if killed or code < 0:  # it hung, or the process crashed
             code, failed = TIMEOUT, failed or (lines[-1] if lines else None)
-        _, test, marks = failed or ("", "", ())
-        return Run(code, test, tuple(marks), usage.ru_utime + usage.ru_stime, text)
+        return Run(code, failed[1] if failed else "", usage.ru_utime + usage.ru_stime, text)
 
 
 def _forget(path: Path) -> None:

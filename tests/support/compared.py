@@ -1,4 +1,4 @@
-"""Nine healthy models for `fp8compile.compare`, each with a batch and a loss."""
+"""Healthy models for `fp8compile.compare`, each with a batch and a loss."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support import models
+from tests.support.harness import noise
 
 WIDTH, TIME, TOKENS = 128, 16, 160
 
@@ -41,79 +42,21 @@ class LanguageModel(nn.Module):
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), "logits": logits}
 
 
-class Classifier(nn.Module):
-    """Patches by a convolution, then blocks and a head (a ViT), or a head on the flattened patches."""
-
-    def __init__(self, *layers: nn.Module, norm: bool = False) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 8, 8)
-        self.norm = nn.BatchNorm2d(WIDTH) if norm else nn.Identity()
-        self.layers = nn.Sequential(*layers)
-        self.classifier = nn.Linear(WIDTH, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.norm(self.patches(images)).flatten(2).transpose(1, 2)
-        return self.classifier(self.layers(x).mean(1))
-
-
-class Normed(nn.Module):
-    """A norm before and after each matmul, and on the gates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
-        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, linear in zip(self.norms, self.linears, strict=True):
-            x = x + F.rms_norm(linear(norm(x)), (WIDTH,))
-        return x
-
-
 def _to_one(y: Tensor) -> Tensor:
     return (y - 1).square().mean()
-
-
-def _labels(y: Tensor) -> Tensor:
-    return F.cross_entropy(y, torch.arange(y.shape[0]) % 10)
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
 def _tokens() -> Tensor:
     return torch.randint(0, TOKENS, (4, TIME), generator=torch.Generator().manual_seed(1))
 
 
-def _gpt(causal: bool = True) -> nn.Module:
-    return models.GptLayer(WIDTH, 4, causal)
-
-
-def _llama() -> nn.Module:
-    return models.LlamaLayer(WIDTH, 4, 2, 256)
-
-
-def _frozen() -> nn.Module:
-    """A frozen stack below a trained one."""
-    base, top = (models.Stack(models.ResidualMlp(), last()) for last in (models.ResidualMlp, models.Mlp))
-    return models.Stack(base.requires_grad_(False), top)
-
-
 HEALTHY: dict[str, Callable[[], Case]] = {
-    "gpt": lambda: Case(models.make(lambda: LanguageModel(_gpt(), _gpt())), (_tokens(),)),
-    "llama": lambda: Case(models.make(lambda: LanguageModel(_llama(), rms=True)), (_tokens(),)),
-    "vit": lambda: Case(models.make(lambda: Classifier(_gpt(False))), (_noise(8, 3, 32, 32),), _labels),
-    "conv": lambda: Case(
-        models.make(lambda: Classifier(models.Mlp(), nn.ReLU(), norm=True)), (_noise(8, 3, 32, 32),), _labels
-    ),
-    "tied": lambda: Case(models.make(lambda: LanguageModel(_gpt(), tied=True)), (_tokens(),)),
-    "lora": lambda: Case(models.make(lambda: models.Stack(models.Lora(), models.Lora())), (_noise(64, WIDTH),), _to_one),
+    "gpt": lambda: Case(models.make(lambda: LanguageModel(models.GptLayer(WIDTH, 4, True), tied=True)), (_tokens(),)),
+    "llama": lambda: Case(models.make(lambda: LanguageModel(models.LlamaLayer(WIDTH, 4, 2, 256), rms=True)), (_tokens(),)),
+    "lora": lambda: Case(models.make(lambda: models.Stack(models.Lora(), models.Lora())), (noise(64, WIDTH),), _to_one),
     "moe": lambda: Case(
         models.make(lambda: models.Stack(models.ResidualMlp(), models.Moe(), models.ResidualMlp()), torch.bfloat16),
-        (_noise(2, TIME, WIDTH).bfloat16(),),
+        (noise(2, TIME, WIDTH, dtype=torch.bfloat16),),
         _to_one,
     ),
-    "frozen": lambda: Case(models.make(_frozen), (_noise(64, WIDTH),), _to_one),
-    "normed": lambda: Case(models.make(Normed), (_noise(64, WIDTH),), _to_one),
 }

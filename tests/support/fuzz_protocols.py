@@ -4,15 +4,11 @@
     c   one inside an eager checkpoint           o   one whose saved tensors hooks copy, as offloading does
     h   one with hooks on its output and input   d   one of a dry run; its backward comes in half of the cases
     b   the backward of the oldest open forward  r   of the newest
-    t   one backward through all that are open   k   the backward of the oldest, which stays open: its graph is retained
-    l   a backward through the last output only  p   gradients of some parameters only
+    t   one backward through all that are open   l   a backward through the last output only
     x   a forward whose backward never comes, or comes late
     e   an evaluation                            w   hooks on the parameters, in the rest of the protocol
     z   some parameters are frozen or unfrozen   m   weights change, as in a step of an optimizer
-    v   new parameters with the values of the old ones
     s   weights and activations change by a large factor
-    y   the model is copied, and compiled again
-    u   two threads train the model              a   forward and backward in one compiled function, twice
 
 A protocol runs on both sides, in FP8 and eagerly, with the same random numbers. `Side.train` returns what is compared.
 """
@@ -20,9 +16,7 @@ A protocol runs on both sides, in FP8 and eagerly, with the same random numbers.
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,8 +41,6 @@ PROTOCOLS = {
     "two forwards": "ffbb",
     "two forwards in reverse": "ffrr",
     "together": "fft",
-    "retained": "fkb",
-    "partial": "fp",
     "one output": "fl",
     "accumulated": "fbfbfb",
     "forsaken": "xfb",
@@ -60,14 +52,10 @@ PROTOCOLS = {
     "offloaded": "ob",
     "frozen": "zfb",
     "moved": "mfb",
-    "replaced": "vfb",
     "rescale": "sfb",
-    "copied": "yfb",
-    "threaded": "u",
-    "compiled autograd": "a",
 }
 RESCALED = ("plain", "turned", "strided", "half", "stack", "wide", "copied", "times", "masked", "frozen")  # weights of event s
-UNEVEN = set("kplxczvua")  # after these, some histories have moved more often than others
+UNEVEN = set("lxcz")  # after these, some histories have moved more often than others
 
 
 @dataclass
@@ -190,20 +178,14 @@ class Side:
     def gradients(self, outs: list[Tensor]) -> list[Tensor]:
         return [ternary(self.rng, *y.shape).to(y.dtype) * UNIT for y in outs]
 
-    def backward(self, outs: list[Tensor], times: int = 1, **kwargs: Any) -> None:
+    def backward(self, outs: list[Tensor], times: int = 1) -> None:
         pairs = [pair for pair in zip(outs, self.gradients(outs), strict=True) if pair[0].requires_grad]
         if pairs:
             self.backwards += times
-            torch.autograd.backward(*zip(*pairs, strict=True), **kwargs)
+            torch.autograd.backward(*zip(*pairs, strict=True))
 
     def together(self) -> None:
         self.backward([y for outs in self.open for y in outs], len(self.open))
-
-    def partial(self) -> None:
-        (x, outs), some = self.calls[-1], [p for p in self.model.parameters() if p.requires_grad]
-        some = self.rng.sample(some, self.rng.randint(0, min(2, len(some))))
-        gradients = torch.autograd.grad(outs[0], [x, *some], self.gradients(outs[:1]), allow_unused=True)
-        self.seen |= {str(i): g for i, g in enumerate(gradients)}
 
     # between steps
 
@@ -231,12 +213,6 @@ class Side:
                     else:
                         p.copy_(values)
 
-    def replace(self) -> None:
-        for module in self.model.modules():
-            for name, p in list(module._parameters.items()):
-                if p is not None and self.rng.random() < 0.5:
-                    setattr(module, name, nn.Parameter(p.detach().clone(), p.requires_grad))
-
     def rescale(self) -> None:
         """Delayed scales are right again some calls later: these are part of the event."""
         factor = self.rng.choice((0.25, 2.0, 4.0, 64.0))
@@ -256,55 +232,6 @@ class Side:
             self.calls, self.open = [], []
             self.model.zero_grad()
 
-    def copied(self) -> None:
-        self.model = copy.deepcopy(self.model)
-        self.compile()
-
-    def threaded(self) -> None:
-        rngs = [random.Random(self.rng.random()) for _ in "12"]
-        found: dict[int, Any] = {}
-
-        def work(i: int) -> None:
-            try:
-                twin = copy.copy(self)
-                twin.rng = rngs[i]
-                x = twin.x()
-                with torch._dynamo.config.patch(specialize_float=True):  # Dynamo's settings are thread-local
-                    outs = twin.plain(x)
-                some = [x, *(p for p in self.model.parameters() if p.requires_grad)]
-                found[i] = [*outs, *torch.autograd.grad(outs, some, twin.gradients(outs), allow_unused=True)]
-            except BaseException as error:
-                found[i] = error
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
-        for thread in threads:
-            thread.start()
-            if self.case.seed % 2:
-                thread.join()
-        for thread in threads:
-            thread.join()
-        self.forwards += 2
-        for i, values in found.items():
-            if isinstance(values, BaseException):
-                raise values
-            self.seen |= {f"thread {i} {n}": tensor for n, tensor in enumerate(values)}
-
-    def compiled_autograd(self) -> None:
-        x = self.x()
-        with torch.no_grad():
-            gradients = self.gradients(self.plain(x, self.model))
-
-        def step(x: Tensor, *gradients: Tensor) -> None:
-            torch.autograd.backward(self.plain(x, self.model), gradients)
-
-        self.calls.append((x, []))
-        if not self.fp8:
-            return step(x, *gradients)
-        options = {"recipe": self.case.recipe, "policy": ALL_FP8, **self.case.options}
-        with torch._dynamo.config.patch(compiled_autograd=True):
-            torch.compile(step, backend="fp8", options=options)(x, *gradients)
-        torch._dynamo.reset()  # code compiled under compiled autograd cannot be called outside of it
-
 
 EVENTS: dict[str, Callable[[Side], Any]] = {
     "f": Side.forward,
@@ -316,16 +243,10 @@ EVENTS: dict[str, Callable[[Side], Any]] = {
     "b": lambda s: s.backward(s.open.pop(0)),
     "r": lambda s: s.backward(s.open.pop()),
     "t": Side.together,
-    "k": lambda s: s.backward(s.open[0], retain_graph=True),
     "l": lambda s: s.backward(s.open.pop()[-1:]),
-    "p": Side.partial,
     "x": Side.forsaken,
     "e": Side.evaluated,
     "z": Side.freeze,
     "m": Side.move,
-    "v": Side.replace,
     "s": Side.rescale,
-    "y": Side.copied,
-    "u": Side.threaded,
-    "a": Side.compiled_autograd,
 }

@@ -152,11 +152,6 @@ def weight(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
     return *cast.both(w, scale), ops.amax(w)
 
 
-@case(lambda s: (s.full(), s.scale()), "copy transposed")
-def weight_in_two_casts(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
-    return cast.copy(w, scale), cast.transposed(w, scale)
-
-
 @case(lambda s: (s.full(), s.scale()), "alone")
 def weight_transposed(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
     return (cast.transposed(w, scale),)
@@ -165,11 +160,6 @@ def weight_transposed(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
 @case(lambda s: (s.full(), s.scale(), s.scale(0.37)), "copy alone copy")
 def weight_in_two_formats(cast: Cast, w: Tensor, scale: Tensor, other: Tensor) -> tuple:
     return cast.copy(w, scale), Cast("e5m2").transposed(w, other), Cast("e4m3").copy(w, other)
-
-
-@case(lambda s: (s(s.columns, s.rows).t(), s.scale()), "copy transposed amax")
-def weight_column_major(cast: Cast, w: Tensor, scale: Tensor) -> tuple:
-    return *cast.both(w, scale), ops.amax(w)
 
 
 def _gaps(s: Source) -> tuple:
@@ -219,12 +209,6 @@ def attention(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
     """[B, H, T, D] with heads outside: the matrix is a permuted view, and the kernel reads it at its strides."""
     x = x.permute(0, 2, 1, 3).reshape(x.shape[0] * x.shape[2], x.shape[1] * x.shape[3])
     return *cast.both(x, scale), ops.amax(x)
-
-
-@case(lambda s: (s.full(), s.column(), s.scale()), "copy transposed amax", exact=NEVER)
-def gelu_tanh(cast: Cast, x: Tensor, bias: Tensor, scale: Tensor) -> tuple:
-    y = F.gelu(x + bias, approximate="tanh")
-    return *cast.both(y, scale), ops.amax(y)
 
 
 @case(lambda s: (s.full(), s.full(), s.scale()), "copy transposed amax", exact=NEVER)
@@ -299,21 +283,6 @@ def positions(cast: Cast, x: Tensor, position: Tensor, bias: Tensor, gate: Tenso
     y = (x + bias) * gate + position
     matrix = y.view(y.shape[0] * y.shape[1], y.shape[2])
     return y, *cast.both(matrix, scale), ops.amax(matrix)
-
-
-def _rotary(s: Source) -> tuple:
-    width = next(d for d in (4, 5, 1) if s.columns % d == 0)
-    batch = next(b for b in (3, 2, 1) if s.rows % b == 0)
-    shape, angles = (batch, s.rows // batch, s.columns // width, width), (s.rows // batch, width)
-    return s(*shape), s(*shape), s(*angles), s(*angles), s.scale()
-
-
-@case(_rotary, "copy transposed amax")
-def rotary(cast: Cast, x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple:
-    """[B, T, H, D] with [T, 1, D]. `turned` is an input: swapping the halves of a head is not pointwise."""
-    batch, tokens, heads, width = x.shape
-    y = (x * cos[:, None] + turned * sin[:, None]).view(batch * tokens, heads * width)
-    return *cast.both(y, scale), ops.amax(y)
 
 
 @case(lambda s: (s.full(torch.float32), s.full(torch.float16), s.scale()), "copy transposed amax")

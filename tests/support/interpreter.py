@@ -108,22 +108,18 @@ class Memory:
 @contextlib.contextmanager
 def _guarded(memory: Memory):
     """Inside, interpreted kernels may touch only this memory."""
-    load, store, atomic = BUILDER.create_masked_load, BUILDER.create_masked_store, BUILDER.create_atomic_rmw
 
-    def checked_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
-        memory.check(pointers.data, mask.data)
-        return load(self, pointers, mask, *more)
+    def checked(name: str, pointers: int, mask: int) -> Callable[..., Any]:
+        stock = getattr(BUILDER, name)
 
-    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
-        memory.check(pointers.data, mask.data)
-        return store(self, pointers, value, mask, *more)
+        def call(self: Any, *args: Any) -> Any:
+            memory.check(args[pointers].data, args[mask].data)
+            return stock(self, *args)
 
-    def checked_atomic(self: Any, what: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
-        memory.check(pointers.data, mask.data)
-        return atomic(self, what, pointers, value, mask, *more)
+        return call
 
-    checked = {"create_masked_load": checked_load, "create_masked_store": checked_store, "create_atomic_rmw": checked_atomic}
-    with mock.patch.multiple(BUILDER, **checked):
+    places = {"create_masked_load": (0, 1), "create_masked_store": (0, 2), "create_atomic_rmw": (1, 3)}
+    with mock.patch.multiple(BUILDER, **{name: checked(name, *place) for name, place in places.items()}):
         yield
 
 

@@ -3,9 +3,6 @@
     for kernel in traced("llama", "delayed"):
         code = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"])
         resources(code).spills
-
-`python -m tests.support.machine_code sm_90 llama` prints the registers, spills, shared memory and instructions (a thread and
-element) of each kernel of a model in each of its configurations.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import importlib
 import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -218,26 +214,6 @@ def resources(compiled: Any) -> Resources:
     return Resources(counts["REG"], counts["STACK"] + counts["LOCAL"], max(counts["SHARED"], compiled.metadata.shared))
 
 
-def instructions(compiled: Any) -> list[int]:
-    """The instructions in the machine code of a kernel for an NVIDIA GPU: of all of it, then of the body of each loop. Slow
-    paths after its end, such as those of exact divisions, do not count."""
-    text = sass_of(compiled)
-    count, labels, loops = 0, {}, []
-    for line in text.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = count
-        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line):
-            if found[2] == "NOP":
-                continue
-            count += 1
-            if found[2] == "EXIT" and found[1] is None:
-                break
-            target = re.search(r"\.L_x_\d+", found[3])
-            if found[2] == "BRA" and target and target[0] in labels:
-                loops.append(count - labels[target[0]])
-    return [count, *loops]
-
-
 def sass_of(compiled: Any) -> str:
     """The machine code of a kernel for an NVIDIA GPU, as text."""
     return _printed(compiled, "nvdisasm", "-ndf", "-c")
@@ -260,32 +236,3 @@ def _metadata(data: bytes, key: str) -> int:
         return data[at]
     size = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}[data[at]]
     return int.from_bytes(data[at + 1 : at + 1 + size], "big")
-
-
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """`python -m tests.support.machine_code [target] [model ...]`"""
-    target = TARGETS[sys.argv[1] if len(sys.argv) > 1 else "sm_90"]
-    print(f"{'model':18} {'kernel':72} {'config':>12} {'registers':>10} {'spills':>7} {'shared':>7}  instructions")
-    done: set[str] = set()
-    for name in sys.argv[2:] or MODELS:
-        for recipe in RECIPES:
-            for kernel in traced(name, recipe, amd=target.backend == "hip"):
-                if kernel.text in done:
-                    continue
-                done.add(kernel.text)
-                kernel = with_fnuz(kernel) if target.arch == "gfx942" else kernel
-                for config in kernel.configs:
-                    made = compile_kernel(kernel, config, target)
-                    found = resources(made)
-                    numbers = f"{found.registers:10} {found.spills:7} {found.shared:7}"
-                    if "cubin" in made.asm:
-                        a_tile = config[2] * 32 / (config[0] * config[1])  # of all threads, an element of a tile
-                        numbers += "  " + " + ".join(f"{a_tile * count:.1f}" for count in instructions(made))
-                    print(f"{kernel.model:18} {kernel.name:72} {'x'.join(map(str, config)):>12} {numbers}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -76,10 +76,7 @@ class Attention(nn.Module):
     def __init__(self, width: int = 128, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
-        self.q = nn.Linear(width, width, bias=False)
-        self.k = nn.Linear(width, width, bias=False)
-        self.v = nn.Linear(width, width, bias=False)
-        self.o = nn.Linear(width, width, bias=False)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in "qkvo")
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
