@@ -24,6 +24,7 @@ from fp8compile.devices.gpu import Gpu
 from fp8compile.ir import ops
 from tests.support import hooks, interpreter
 from tests.support.interpreter import OLD_INTERPRETER, Interpreted
+from tests.support.kernel_checks import assert_close
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
 from tests.support.operands import (
     B200,
@@ -52,19 +53,6 @@ def cuda() -> Iterator[None]:
     """Makes every version of torch choose as a build with a new CUDA does."""
     with hooks.cuda_version(13, 0):
         yield
-
-
-def symbolic(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor with a symbol for each size."""
-    return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * x.dim()))
-
-
-def assert_product(expected: Tensor, got: Tensor, sizes: Tensor) -> None:
-    """Equal, except for the order of float32 sums and one rounding to the dtype. `sizes`: sums of the terms' magnitudes."""
-    assert (expected.shape, expected.dtype) == (got.shape, got.dtype)
-    error = (expected.to(torch.float64) - got.to(torch.float64)).abs()
-    allowed = 2.0**-20 * sizes + 2 * torch.finfo(expected.dtype).eps * expected.to(torch.float64).abs()
-    assert (error <= allowed).all(), f"off by {(error - allowed).max().item()} beyond what is allowed"
 
 
 def magnitudes(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, a_block: Any, b_block: Any) -> Tensor:
@@ -119,7 +107,8 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sizes_that_only_a_run_knows_are_no_promise() -> None:
     """A dynamic size that was a multiple of 512 during tracing may be 16 in a later call."""
-    x = symbolic(torch.empty(4096, 512), FakeTensorMode(shape_env=ShapeEnv()))
+    dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(4096, 512), symbolic_context=dynamic)
     assert how(H100, LINE, LINE, 4096, 4096, x.shape[0]) == how(H100, LINE, SQUARE, x.shape[0], 4096, 4096) == TRITON
 
 
@@ -169,7 +158,7 @@ def test_kernel(blocks: tuple, sizes: tuple[int, int, int], tile: tuple[int, int
     (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(n, k, blocks[1], seed=1)
     expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, *blocks)
     got = run(a, b, a_inv, b_inv, None, F32, *blocks, tile=tile)
-    assert_product(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks))
+    assert_close(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks), "a product")
     # a wrong scale would show: the product of no block is negligible
     assert not torch.allclose(expected, ops.block_product(a, b, a_inv.flip(0) * 2, b_inv, None, F32, False, *blocks))
 
@@ -186,7 +175,7 @@ def test_kernel_with_bias_and_other_dtypes(fp8: torch.dtype, out: torch.dtype, b
     expected = ops.block_product(a, b, a_inv, b_inv, added, out, False, LINE, SQUARE)
     assert expected.isfinite().all()
     got = run(a, b, a_inv, b_inv, added, out, LINE, SQUARE)
-    assert_product(expected, got, magnitudes(a, b, a_inv, b_inv, LINE, SQUARE))
+    assert_close(expected, got, magnitudes(a, b, a_inv, b_inv, LINE, SQUARE), "a product")
 
 
 def test_kernel_keeps_nan_and_its_place() -> None:
@@ -223,7 +212,7 @@ def test_launch(blocks: tuple, dynamic: bool) -> None:
         given = inputs(m, k)
         a, b, a_inv, b_inv, _ = given
         sizes = magnitudes(a, b, a_inv, b_inv.t(), *blocks)
-        assert_product(call(*given), graph(*given), 2 * sizes)
+        assert_close(call(*given), graph(*given), 2 * sizes, f"{m} rows")
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------
