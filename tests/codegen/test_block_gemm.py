@@ -24,6 +24,7 @@ from fp8compile.devices.gpu import Gpu
 from fp8compile.ir import ops
 from tests.support import hooks, interpreter
 from tests.support.interpreter import OLD_INTERPRETER, Interpreted
+from tests.support.kernel_checks import assert_close
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
 from tests.support.operands import (
     B200,
@@ -54,19 +55,6 @@ def cuda() -> Iterator[None]:
         yield
 
 
-def symbolic(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor with a symbol for each size."""
-    return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * x.dim()))
-
-
-def assert_product(expected: Tensor, got: Tensor, sizes: Tensor) -> None:
-    """Equal, except for the order of float32 sums and one rounding to the dtype. `sizes`: sums of the terms' magnitudes."""
-    assert (expected.shape, expected.dtype) == (got.shape, got.dtype)
-    error = (expected.to(torch.float64) - got.to(torch.float64)).abs()
-    allowed = 2.0**-20 * sizes + 2 * torch.finfo(expected.dtype).eps * expected.to(torch.float64).abs()
-    assert (error <= allowed).all(), f"off by {(error - allowed).max().item()} beyond what is allowed"
-
-
 def magnitudes(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, a_block: Any, b_block: Any) -> Tensor:
     """For each element of the result, the sum of the magnitudes of its terms."""
     absolute = [x.to(F32).abs() for x in (a, b)]
@@ -76,59 +64,52 @@ def magnitudes(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, a_block: Any,
 # -- the choice ---------------------------------------------------------------------------------------------------------
 
 
-def test_rowwise_where_a_scale_is_one_for_a_row() -> None:
-    for pair in ((ROW, ROW), (ROW, WHOLE), (WHOLE, ROW)):
-        assert how(H100, *pair, 64, 64, 64) == how(B200, *pair, 64, 64, 64) == how(MI300X, *pair, 64, 64, 64) == ROWWISE
-    assert how(H100, ROW, ROW, 64, 64, 64, F32) == ROWWISE  # cuBLASLt
-    assert how(MI300X, ROW, ROW, 64, 64, 64, F32) == how(MI300X, ROW, ROW, 64, 64, 64, F16) == AFTER
+BIG = (4096, 4096, 4096)
+CHOICES: list[tuple[str, list[Any], Any, dict[str, Any]]] = [  # the way, GPUs, pairs of blocks, and what is not (64, 64, 64)
+    (ROWWISE, [H100, B200, MI300X], [(ROW, ROW), (ROW, WHOLE), (WHOLE, ROW)], {}),
+    (ROWWISE, [H100], [(ROW, ROW)], {"out_dtype": F32}),  # cuBLASLt
+    (AFTER, [MI300X], [(ROW, ROW)], {"out_dtype": F32}),
+    (AFTER, [MI300X], [(ROW, ROW)], {"out_dtype": F16}),
+    # Hopper with an old CUDA needs fast accumulation
+    (ROWWISE, [H100], [(ROW, ROW)], {"out_dtype": BF16, "fast_accum": True, "cuda": (12, 6)}),
+    (AFTER, [H100], [(ROW, ROW)], {"out_dtype": BF16, "fast_accum": False, "cuda": (12, 6)}),
+    # CUTLASS writes float32 in newer versions of torch
+    (AFTER, [RTX4090, B200], [(ROW, ROW)], {"out_dtype": F32, "torch": "2.14.1"}),
+    (ROWWISE, [RTX4090, B200], [(ROW, ROW)], {"out_dtype": F32, "torch": "2.15.0+cu132"}),
+    (ROWWISE, [RTX4090, B200], [(ROW, ROW)], {"out_dtype": F16, "torch": "2.14.1"}),
+    # blocks are cuBLAS's on Hopper where its sizes fit; it has no pair of squares
+    (BLOCKWISE, [H100], [(LINE, SQUARE), (SQUARE, LINE), (LINE, LINE)], {"sizes": BIG}),
+    (BLOCKWISE, [H100], [(LINE, LINE)], {"sizes": (4096, 4096, 128)}),
+    (TRITON, [H100], [(LINE, SQUARE)], {"sizes": (4096, 4096, 768)}),
+    (TRITON, [H100], [(LINE, SQUARE)], {"sizes": (4097, 4096, 4096)}),
+    (TRITON, [H100], [(LINE, SQUARE), (LINE, LINE)], {"sizes": (4096, 4096, 4112)}),
+    (TRITON, [H100], [(SQUARE, SQUARE)], {"sizes": BIG}),
+    (TRITON, [H100], [(LINE, SQUARE)], {"sizes": BIG, "cuda": (12, 6)}),
+    (TRITON, [RTX4090, B200, RTX5090, MI300X], [(LINE, SQUARE)], {"sizes": BIG}),
+    (MX, [B200, RTX5090], [(MX_BLOCK, MX_BLOCK)], {}),
+    (EMULATED, [H100, RTX4090, MI300X], [(MX_BLOCK, MX_BLOCK)], {}),
+    (EMULATED, [B200], [(MX_BLOCK, MX_BLOCK)], {"cuda": (12, 6)}),
+    (EMULATED, [B200], [(LINE, SQUARE)], {"launches": False}),
+    (BLOCKWISE, [H100], [(LINE, SQUARE)], {"sizes": (512, 512, 512), "launches": False}),
+    (REFERENCE, [CPU], [(LINE, SQUARE), (ROW, ROW)], {}),
+]
 
 
-def test_rowwise_on_hopper_with_an_old_cuda_needs_fast_accumulation() -> None:
-    with hooks.cuda_version(12, 6):
-        assert how(H100, ROW, ROW, 64, 64, 64, BF16, fast_accum=True) == ROWWISE
-        assert how(H100, ROW, ROW, 64, 64, 64, BF16, fast_accum=False) == AFTER
-
-
-@pytest.mark.parametrize(("version", "way"), [("2.11.0+cu130", AFTER), ("2.14.1", AFTER), ("2.15.0+cu132", ROWWISE)])
-def test_cutlass_writes_float32_in_newer_versions_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, way: str) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    assert how(RTX4090, ROW, ROW, 64, 64, 64, F32) == how(B200, ROW, ROW, 64, 64, 64, F32) == way
-    assert how(RTX4090, ROW, ROW, 64, 64, 64, F16) == ROWWISE
-
-
-def test_blockwise_is_cublas_on_hopper_where_its_sizes_fit() -> None:
-    assert how(H100, LINE, SQUARE, 4096, 4096, 4096) == how(H100, SQUARE, LINE, 4096, 4096, 4096) == BLOCKWISE
-    assert how(H100, LINE, LINE, 4096, 4096, 128) == BLOCKWISE
-    for sizes in ((4096, 4096, 768), (4097, 4096, 4096), (4096, 4096, 4112)):
-        assert how(H100, LINE, SQUARE, *sizes) == TRITON
-    assert how(H100, LINE, LINE, 4096, 4096, 4112) == TRITON
-    assert how(H100, SQUARE, SQUARE, 4096, 4096, 4096) == TRITON  # cuBLASLt has no such pair
-    for gpu in (RTX4090, B200, RTX5090, MI300X):
-        assert how(gpu, LINE, SQUARE, 4096, 4096, 4096) == TRITON
-    with hooks.cuda_version(12, 6):
-        assert how(H100, LINE, SQUARE, 4096, 4096, 4096) == TRITON
+def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for way, gpus, pairs, given in CHOICES:
+        given = {**given}
+        sizes, cuda = given.pop("sizes", (64, 64, 64)), given.pop("cuda", (13, 0))
+        monkeypatch.setattr(torch, "__version__", given.pop("torch", "2.13.0"))
+        with hooks.cuda_version(*cuda):
+            for gpu, pair in itertools.product(gpus, pairs):
+                assert how(gpu, *pair, *sizes, **given) == way, (way, gpu, pair, sizes, cuda, given)
 
 
 def test_sizes_that_only_a_run_knows_are_no_promise() -> None:
     """A dynamic size that was a multiple of 512 during tracing may be 16 in a later call."""
-    x = symbolic(torch.empty(4096, 512), FakeTensorMode(shape_env=ShapeEnv()))
+    dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(4096, 512), symbolic_context=dynamic)
     assert how(H100, LINE, LINE, 4096, 4096, x.shape[0]) == how(H100, LINE, SQUARE, x.shape[0], 4096, 4096) == TRITON
-
-
-def test_mxfp8_is_native_on_blackwell_alone() -> None:
-    ways = [how(gpu, MX_BLOCK, MX_BLOCK, 64, 64, 64) for gpu in (B200, RTX5090, H100, RTX4090, MI300X)]
-    assert ways == [MX, MX, EMULATED, EMULATED, EMULATED]
-    with hooks.cuda_version(12, 6):
-        assert how(B200, MX_BLOCK, MX_BLOCK, 64, 64, 64) == EMULATED
-
-
-def test_without_launches_blocks_are_emulated() -> None:
-    assert how(B200, LINE, SQUARE, 64, 64, 64, launches=False) == EMULATED
-    assert how(H100, LINE, SQUARE, 512, 512, 512, launches=False) == BLOCKWISE
-
-
-def test_a_cpu_runs_the_reference() -> None:
-    assert how(CPU, LINE, SQUARE, 64, 64, 64) == how(CPU, ROW, ROW, 64, 64, 64) == REFERENCE
 
 
 # -- our kernel ---------------------------------------------------------------------------------------------
@@ -166,35 +147,35 @@ def constants(sizes: Sequence[int | None], blocks: Sequence[Sequence[int]]) -> d
 
 @pytest.mark.cases(test=12, slow=2)
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
-@pytest.mark.parametrize("sizes", [(33, 48, 272), (1, 16, 16), (70, 48, 128), (130, 80, 400)], ids=str)
-def test_kernel(blocks: tuple, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [((33, 48, 272), (64, 32)), ((1, 16, 16), (64, 32)), ((70, 48, 128), (16, 64)), ((130, 80, 400), (128, 128))],
+    ids=str,
+)
+def test_kernel(blocks: tuple, sizes: tuple[int, int, int], tile: tuple[int, int]) -> None:
     """Odd numbers of rows; K of less than a block, of one block, and of several blocks and a part."""
     m, n, k = sizes
     (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(n, k, blocks[1], seed=1)
     expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, *blocks)
-    got = run(a, b, a_inv, b_inv, None, F32, *blocks)
-    assert_product(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks))
+    got = run(a, b, a_inv, b_inv, None, F32, *blocks, tile=tile)
+    assert_close(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks), "a product")
     # a wrong scale would show: the product of no block is negligible
     assert not torch.allclose(expected, ops.block_product(a, b, a_inv.flip(0) * 2, b_inv, None, F32, False, *blocks))
 
 
-@pytest.mark.parametrize(("out_dtype", "bias_dtype"), [(BF16, BF16), (BF16, F32), (F16, BF16), (F32, F32)])
-def test_kernel_with_bias_and_other_dtypes(out_dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
-    (a, a_inv), (b, b_inv) = operand(40, 192, LINE), operand(48, 192, SQUARE, seed=1)
+@pytest.mark.parametrize(
+    ("fp8", "out", "bias"), [(E4M3, BF16, BF16), (E4M3, BF16, F32), (E4M3, F16, BF16), (E4M3, F32, F32), (FNUZ, BF16, BF16)]
+)
+def test_kernel_with_bias_and_other_dtypes(fp8: torch.dtype, out: torch.dtype, bias: torch.dtype) -> None:
+    if fp8 == FNUZ and OLD_INTERPRETER:
+        pytest.skip("Triton's interpreter has no fnuz dtypes before 3.7")
+    (a, a_inv), (b, b_inv) = operand(40, 192, LINE, fp8), operand(48, 192, SQUARE, fp8, seed=1)
     a_inv, b_inv = a_inv.clamp(max=1.0), b_inv.clamp(max=1.0)  # fp16 ends at 65504
-    bias = torch.randn(48, generator=torch.Generator().manual_seed(2)).mul(100).to(bias_dtype)
-    expected = ops.block_product(a, b, a_inv, b_inv, bias, out_dtype, False, LINE, SQUARE)
+    added = torch.randn(48, generator=torch.Generator().manual_seed(2)).mul(100).to(bias)
+    expected = ops.block_product(a, b, a_inv, b_inv, added, out, False, LINE, SQUARE)
     assert expected.isfinite().all()
-    assert_product(
-        expected, run(a, b, a_inv, b_inv, bias, out_dtype, LINE, SQUARE), magnitudes(a, b, a_inv, b_inv, LINE, SQUARE)
-    )
-
-
-@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no fnuz dtypes before 3.7")
-def test_kernel_with_fnuz() -> None:
-    (a, a_inv), (b, b_inv) = operand(40, 144, LINE, FNUZ), operand(48, 144, LINE, FNUZ, seed=1)
-    expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, LINE, LINE)
-    assert_product(expected, run(a, b, a_inv, b_inv, None, F32, LINE, LINE), magnitudes(a, b, a_inv, b_inv, LINE, LINE))
+    got = run(a, b, a_inv, b_inv, added, out, LINE, SQUARE)
+    assert_close(expected, got, magnitudes(a, b, a_inv, b_inv, LINE, SQUARE), "a product")
 
 
 def test_kernel_keeps_nan_and_its_place() -> None:
@@ -202,17 +183,6 @@ def test_kernel_keeps_nan_and_its_place() -> None:
     a.view(torch.uint8)[7, 130] = 0x7F  # NaN
     got = run(a, b, a_inv, b_inv, None, F32, LINE, LINE)
     assert got[7].isnan().all() and got.isnan().sum() == 48
-
-
-@pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize("blocks", PAIRS, ids=str)
-def test_tiles_change_nothing_but_order(blocks: tuple) -> None:
-    """Operands are signs times powers of two, whose sums are exact in any order: a BLAS library orders a tile's sum."""
-    (a, a_inv), (b, b_inv) = operand(70, 144, blocks[0]), operand(80, 144, blocks[1], seed=1)
-    a, b = (x.float().sign().to(x.dtype) for x in (a, b))
-    a_inv, b_inv = (torch.exp2(x.log2().round().clamp(-3, 3)) for x in (a_inv, b_inv))
-    one, *others = (run(a, b, a_inv, b_inv, None, F32, *blocks, tile=tile) for tile in ((64, 32), (128, 128), (16, 64)))
-    assert one.any() and all(torch.equal(one, other) for other in others)
 
 
 def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
@@ -242,7 +212,7 @@ def test_launch(blocks: tuple, dynamic: bool) -> None:
         given = inputs(m, k)
         a, b, a_inv, b_inv, _ = given
         sizes = magnitudes(a, b, a_inv, b_inv.t(), *blocks)
-        assert_product(call(*given), graph(*given), 2 * sizes)
+        assert_close(call(*given), graph(*given), 2 * sizes, f"{m} rows")
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------
@@ -275,6 +245,20 @@ def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
 CASES = [((8192, 4096, 4096), (LINE, SQUARE)), ((None, 4096, None), (LINE, LINE)), ((None, 4096, 1040), (SQUARE, LINE))]
 
 
+def assert_machine_code(made: Any, target: str, where: object, mx: bool = False) -> None:
+    """FP8 tensor cores (for MX those that there are), 16-byte loads, shared memory that fits, and no spills."""
+    took, amd = resources(made), target.startswith("gfx")
+    assert took.shared <= SHARED[target] and took.spills == 0, (target, where, took)
+    text = made.asm["amdgcn" if amd else "ptx"]
+    if mx:
+        scaled = {"sm_100": "kind::mxf8f6f4", "sm_120": "kind::mxf8f6f4.block_scale"}
+        assert scaled.get(target, "v_mfma" if amd else "bf16") in text
+    else:
+        assert INSTRUCTION.get(target, "mma.sync.aligned.m16n8k32") in text
+        assert "e4m3" in text or "fp8" in text or "f8f6f4" in text
+    assert amd or "cp.async.cg.shared.global" in text
+
+
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(
     ("target", "cases"),
@@ -282,22 +266,8 @@ CASES = [((8192, 4096, 4096), (LINE, SQUARE)), ((None, 4096, None), (LINE, LINE)
     ids=lambda x: x if isinstance(x, str) else len(x),
 )
 def test_machine_code(target: str, cases: list[tuple]) -> None:
-    """On each GPU the kernel uses FP8 tensor cores and 16-byte loads, fits shared memory, and does not spill by default."""
+    """At the default tile; for sm_90 at each one."""
     for sizes, blocks in cases:
-        tile = block_gemm.configurations(gpu(target), SHARED[target], blocks[1])[0]
-        made = compiled(target, tile, sizes, blocks)
-        took = resources(made)
-        assert took.shared <= SHARED[target] and took.spills == 0, (blocks, tile, took)
-        text = made.asm["amdgcn" if target.startswith("gfx") else "ptx"]
-        assert INSTRUCTION.get(target, "mma.sync.aligned.m16n8k32") in text
-        assert "e4m3" in text or "fp8" in text or "f8f6f4" in text
-        if not target.startswith("gfx"):
-            assert "cp.async.cg.shared.global" in text  # 16 bytes each
-
-
-@pytest.mark.slow
-def test_no_tile_spills_on_hopper() -> None:
-    for sizes, blocks in CASES[:2]:
-        for tile in block_gemm.configurations(gpu("sm_90"), SHARED["sm_90"], blocks[1]):
-            took = resources(compiled("sm_90", tile, sizes, blocks))
-            assert took.spills == 0, (sizes, blocks, tile, took)
+        tiles = block_gemm.configurations(gpu(target), SHARED[target], blocks[1])
+        for tile in tiles if target == "sm_90" and len(cases) > 1 else tiles[:1]:
+            assert_machine_code(compiled(target, tile, sizes, blocks), target, (sizes, blocks, tile))

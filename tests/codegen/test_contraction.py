@@ -4,8 +4,6 @@ matmuls are contracted. Read in the code that Inductor writes, and in PTX.
 
 from __future__ import annotations
 
-import importlib
-import pathlib
 import re
 from collections import Counter
 from typing import Any
@@ -16,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from fp8compile.codegen import triton_kernels
 from tests.support.executed import executed, planning
 from tests.support.harness import ALL_FP8, noise
-from tests.support.machine_code import TARGETS, compile_function
+from tests.support.machine_code import TARGETS, compile_source
 from tests.support.models import Mlp
 from tests.support.operands import H100, RTX4090
 from tests.support.regenerate import EXPECTED
@@ -66,18 +63,7 @@ def test_inductor_is_told_for_each_kernel(recipe: str, gpu: Any, build: Any) -> 
     assert recipe != "delayed" or {"fp8_begin", "fp8_update"} < set(told)
 
 
-def compiled(name: str, **options: Any) -> tuple[str, str]:
-    """The source and the PTX for sm_90 of an expected kernel, in a tile of 32 x 128."""
-    (module,) = [importlib.import_module(f"tests.codegen.expected.{name}")]
-    (function,) = [x for x in vars(module).values() if isinstance(x, triton.JITFunction)]
-    source = pathlib.Path(EXPECTED / f"{name}.py").read_text()
-    dtypes = {"bfloat16": "*bf16", "float32": "*fp32", "float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5"}
-    types = {key: dtypes[kind] for key, kind in re.findall(r"# ([xy]\d+): (?:\w+ )?(\w+)", source) if kind in dtypes}
-    for parameter in function.arg_names:
-        if parameter.startswith(("s", "amax")):
-            types[parameter] = "*i32" if parameter.startswith("amax") else "*fp32"
-    constants = {"BLOCK_R": 32, "BLOCK_C": 128}
-    return source, compile_function(function, types, constants, TARGETS["sm_90"], num_warps=4, **options).asm["ptx"]
+BY_DEFAULT = {"enable_fp_fusion": True}
 
 
 def operations(ptx: str) -> Counter[str]:
@@ -89,24 +75,11 @@ def operations(ptx: str) -> Counter[str]:
 @pytest.mark.parametrize(("name", "more"), [("swiglu_backward", True), ("gelu", False), ("weight_both_layouts", False)])
 def test_it_acts(name: str, more: bool) -> None:
     """An element has the contractions of the source, and no other; by Triton's default (up to 3.9) it has more."""
-    source, ptx = compiled(name)
+    source = (EXPECTED / f"{name}.py").read_text()
+    ptx, contracted = (compile_source(source, (32, 128, 4), TARGETS["sm_90"], **x).asm["ptx"] for x in ({}, BY_DEFAULT))
     elements, casts = 32 * 128 // 128, source.count(".to(tl.float8")
     asked = (len(re.findall(r"\btl\.fma\(", source)) - casts) * elements
     asked += 2 * ptx.count("cvt.rn.satfinite")  # one a cast; Triton 3.6 casts once for each layout
     assert casts and operations(ptx)["fma"] == asked >= casts * elements
-    _, contracted = compiled(name, enable_fp_fusion=True)
     assert (operations(contracted)["fma"] > operations(ptx)["fma"]) is more
     assert (operations(contracted)["mul"] < operations(ptx)["mul"]) is more
-
-
-def test_matmuls_are_contracted() -> None:
-    """The sum of 128 products, times its scales, is added to the accumulator: one instruction for each element."""
-    types = {"a": "*fp8e4nv", "b": "*fp8e4nv", "a_inv": "*fp32", "b_inv": "*fp32", "y": "*bf16"}
-    sizes = {"M": 256, "N": 256, "K": 512, "A_SQUARE": False, "B_SQUARE": True, "BLOCK_R": 64, "BLOCK_C": 128}
-    constants = {**sizes, "bias": None, "m": None, "n": None, "k16": None}
-    made = [
-        compile_function(triton_kernels.fp8_gemm, types, constants, TARGETS["sm_90"], num_warps=4, num_stages=3, **given)
-        for given in ({}, {"enable_fp_fusion": False})
-    ]
-    here, apart = (operations(x.asm["ptx"]) for x in made)
-    assert here["fma"] >= 64 * 128 // 128 and apart["fma"] == 0

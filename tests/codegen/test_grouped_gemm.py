@@ -19,10 +19,10 @@ from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.scaled_mm_kind import EMULATED, GROUPED, LINE, MX_BLOCK, MX_TILE, REFERENCE, SQUARE, TRITON, how_grouped
 from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.ir import grouped
-from tests.codegen.test_block_gemm import INSTRUCTION, gpu
+from tests.codegen.test_block_gemm import assert_machine_code, gpu
 from tests.support import hooks, interpreter
 from tests.support.interpreter import OLD_INTERPRETER
-from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
+from tests.support.machine_code import SHARED, TARGETS, compile_function
 from tests.support.operands import B200, BF16, E4M3, F32, FNUZ, H100, MI300X, RTX4090, RTX5090, ends
 
 SIZES = [0, 70, 0, 129, 1, 16, 15, 17, 0]
@@ -129,57 +129,36 @@ def _call(*given: Tensor, rest: tuple[Any, ...]) -> Tensor:
 @pytest.mark.cases(test=3, slow=2)
 @pytest.mark.parametrize("kinds", OF_ROWS, ids=str)
 def test_rows(kinds: tuple) -> None:
-    for n, k in ((48, 144), ((80, 256), (32, 16))[OF_ROWS.index(kinds) % 2]):
+    for (n, k), tile in (((48, 144), (64, 32)), (((80, 256), (32, 16))[OF_ROWS.index(kinds) % 2], (16, 128))):
         n, k = n + (n % 32 if kinds[1] == MX_TILE else 0), k + (k % 32 if kinds[0] == MX_BLOCK else 0)
-        assert_kernel(operands(SIZES, n, k, *kinds, beyond=5), rows=sum(SIZES))
+        assert_kernel(operands(SIZES, n, k, *kinds, beyond=5), rows=sum(SIZES), tile=(*tile, 4, 1))
 
 
 @pytest.mark.cases(test=5, slow=2)
 @pytest.mark.parametrize("kinds", OF_COLUMNS, ids=str)
-@pytest.mark.parametrize("rc", [(48, 80), (16, 32)], ids=str)
-def test_columns(kinds: tuple, rc: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("rc", "tile"), [((48, 80), (64, 32)), ((16, 32), (16, 128))], ids=str)
+def test_columns(kinds: tuple, rc: tuple[int, int], tile: tuple) -> None:
     """An empty group's result is zeros; numbers after the last group are NaN."""
     arguments = columns(SIZES, *rc, *kinds)
-    assert_kernel(arguments)
+    assert_kernel(arguments, tile=(*tile, 4, 1))
     empty = grouped.grouped_mm(*arguments)[SIZES.index(0)]
     assert not empty.any()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no `dot_scaled` before 3.7")
-def test_native_mx() -> None:
-    assert_kernel(operands(SIZES, 48, 160, MX_BLOCK, MX_BLOCK, beyond=5), rows=sum(SIZES), gpu=B200)
-    assert_kernel(operands(SIZES, 96, 160, MX_BLOCK, MX_TILE, beyond=5), rows=sum(SIZES), gpu=B200)
-    assert_kernel(columns(SIZES, 48, 80, MX_BLOCK, MX_BLOCK), gpu=B200)
-
-
-@pytest.mark.slow
-@settings(max_examples=8, deadline=None, derandomize=True, database=None)
-@given(
-    sizes=st.lists(st.integers(0, 70) | st.sampled_from([0, 15, 16, 17, 64, 65, 128]), min_size=1, max_size=8),
-    nk=st.tuples(st.integers(1, 5), st.integers(1, 20)), which=st.sampled_from(OF_ROWS + [(*x, None) for x in OF_COLUMNS]),
-    tile=st.sampled_from([(16, 32), (64, 32), (128, 128)]), beyond=st.integers(0, 20), seed=st.integers(0, 9),
+@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has neither `dot_scaled` nor fnuz dtypes before 3.7")
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "kinds"),
+    [
+        (B200, E4M3, (MX_BLOCK, MX_BLOCK)), (B200, E4M3, (MX_BLOCK, MX_TILE)),
+        (MI300X, FNUZ, (WHOLE, WHOLE)), (MI300X, FNUZ, (MX_BLOCK, MX_BLOCK)),
+    ],
+    ids=str,
 )  # fmt: skip
-def test_any_groups(sizes: list[int], nk: tuple[int, int], which: tuple, tile: tuple, beyond: int, seed: int) -> None:
-    n, k = 16 * nk[0], 16 * nk[1]
-    a_block, b_block, matrices = which
-    if sum(sizes) + beyond == 0:
-        return
-    if matrices is None:
-        return assert_kernel(columns(sizes, n, k, a_block, b_block, seed=seed), tile=(*tile, 4, 1))
-    k += 16 if a_block == MX_BLOCK and k % 32 else 0
-    n += 16 if b_block == MX_TILE and n % 32 else 0
-    arguments = operands(sizes, n, k, a_block, b_block, matrices, beyond=beyond, seed=seed)
-    assert_kernel(arguments, sum(sizes), tile=(*tile, 4, 1))
-
-
-@pytest.mark.slow
-def test_ends_with_gaps() -> None:
-    a, b, a_inv, b_inv, offs, *rest = operands(SIZES, 48, 144, ROW, ROW)
-    wide = offs.repeat_interleave(2)
-    call = lambda a, b, a_inv, b_inv, wide: grouped.grouped_mm(a, b, a_inv, b_inv, wide[::2], *rest)  # noqa: E731
-    given = (a, b, a_inv, b_inv, wide)
-    assert torch.equal(grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest), launched(call, given)(*given))
+def test_native_mx_and_fnuz(gpu: Any, dtype: torch.dtype, kinds: tuple) -> None:
+    assert_kernel(operands(SIZES, 96, 160, *kinds, dtype=dtype, beyond=5), sum(SIZES), gpu=gpu)
+    if kinds[1] != MX_TILE:
+        assert_kernel(columns(SIZES, 48, 80, *kinds, dtype=dtype), gpu=gpu)
 
 
 @pytest.mark.cases(test=1, slow=2)
@@ -208,14 +187,6 @@ def test_dtypes_and_fast_accumulation(out: torch.dtype, fast: bool) -> None:
     assert_kernel((*given, out, fast, a_block, b_block))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has no fnuz dtypes before 3.7")
-@pytest.mark.parametrize("kinds", [(WHOLE, WHOLE), (MX_BLOCK, MX_BLOCK)], ids=str)
-def test_fnuz(kinds: tuple) -> None:
-    assert_kernel(operands(SIZES, 48, 160, *kinds, dtype=FNUZ, beyond=5), sum(SIZES), gpu=MI300X)
-    assert_kernel(columns(SIZES, 48, 80, *kinds, dtype=FNUZ), gpu=MI300X)
-
-
 @pytest.mark.cases(test=1, slow=2)
 @pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7")
 @pytest.mark.parametrize(
@@ -235,35 +206,29 @@ def test_numbers_of_tokens_that_only_a_run_knows(make: Any, blocks: tuple) -> No
         assert torch.equal(grouped.grouped_mm(*arguments), graph(*arguments[:5]))
 
 
-@pytest.mark.cases(test=1, slow=2)
+@pytest.mark.cases(test=1, slow=3)
 @pytest.mark.parametrize(
-    ("nk", "tile", "native"),
-    [((96, 160), (64, 32), False), ((32, 288), (16, 128), False), ((160, 32), (64, 32), True), ((96, 160), (16, 128), True)],
+    ("blocks", "dims", "tile", "gpu"),
+    [
+        # the one copy of a stack with scales of tiles lies as [E, K, N], its scales as [E, K / 32, N / 32]
+        ((MX_BLOCK, MX_TILE), (1, 2), (64, 32), RTX4090), ((MX_BLOCK, MX_TILE), (1, 2), (16, 128), B200),
+        # the transposed copy of a stack lies as [N, E * K], and its scales, too
+        ((MX_BLOCK, MX_TILE), (0, 1), (64, 32), RTX4090), ((ROW, ROW), (0, 1), (64, 32), RTX4090),
+        ((LINE, SQUARE), (0, 1), (64, 32), RTX4090), ((MX_BLOCK, MX_BLOCK), (0, 1), (64, 32), RTX4090),
+    ],
     ids=str,
-)
-def test_one_copy_along_either_dimension(nk: tuple[int, int], tile: tuple, native: bool) -> None:
-    """The copy of a stack that lies as [E, K, N], and its scales [E, K / 32, N / 32], read as [E, N, K]."""
-    if native and OLD_INTERPRETER:
+)  # fmt: skip
+def test_stacks_in_another_order(blocks: tuple, dims: tuple[int, int], tile: tuple, gpu: Any) -> None:
+    if gpu is B200 and OLD_INTERPRETER:
         pytest.skip("Triton's interpreter has no `dot_scaled` before 3.7")
-    a, b, a_inv, b_inv, offs, *rest = operands(SIZES, *nk, MX_BLOCK, MX_TILE, beyond=5)
-    expected = grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest)
-    given = (a, b.transpose(1, 2).contiguous(), a_inv, b_inv.transpose(1, 2).contiguous(), offs)
-    call = lambda a, b, a_inv, b_inv, offs: grouped.grouped_mm(a, b.transpose(1, 2), a_inv, b_inv.transpose(1, 2), offs, *rest)  # noqa: E731
-    got = launched(call, given, gpu=B200 if native else RTX4090, tile=(*tile, 4, 1))(*given)
-    assert expected.any() and torch.equal(expected[: sum(SIZES)], got[: sum(SIZES)])
-
-
-@pytest.mark.cases(slow=2)
-@pytest.mark.parametrize("blocks", [(ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK), (MX_BLOCK, MX_TILE)], ids=str)
-def test_stacks_in_another_order(blocks: tuple) -> None:
-    """The transposed copy of a stack, [N, E * K] in memory, and its scales, which are a permuted view."""
     a, b, a_inv, b_inv, offs, *rest = operands(SIZES, 96, 160, *blocks)
-    turned = b.transpose(0, 1).contiguous().transpose(0, 1)
-    scales = b_inv.transpose(0, 1).contiguous().transpose(0, 1)
     expected = grouped.grouped_mm(a, b, a_inv, b_inv, offs, *rest)
-    call = lambda a, b, a_inv, b_inv, offs: grouped.grouped_mm(a, b.transpose(0, 1), a_inv, b_inv.transpose(0, 1), offs, *rest)  # noqa: E731
-    given = (a, turned.transpose(0, 1), a_inv, scales.transpose(0, 1), offs)
-    assert torch.equal(expected, launched(call, given)(*given))
+
+    def call(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, offs: Tensor) -> Tensor:
+        return grouped.grouped_mm(a, b.transpose(*dims), a_inv, b_inv.transpose(*dims), offs, *rest)
+
+    given = (a, b.transpose(*dims).contiguous(), a_inv, b_inv.transpose(*dims).contiguous(), offs)
+    assert expected.any() and torch.equal(expected, launched(call, given, gpu, (*tile, 4, 1))(*given))
 
 
 def test_scales_for_atens_matmul_are_spread_over_rows_and_columns() -> None:
@@ -306,14 +271,14 @@ def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
 
 
 @functools.cache
-def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tuple, turned: bool = False) -> Any:
+def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tuple) -> Any:
     """The kernel with a bf16 result for a Qwen3-30B-A3B layer, compiled as by Inductor: pointers are multiples of 16."""
     fp8 = "*fp8e4b8" if target == "gfx942" else "*fp8e4nv"
     types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "offs": "*i32", "y": "*bf16"}
     rows, wide, warps, stages = tile
     codes = {WHOLE: 0, ROW: 2, LINE: 3, SQUARE: 4, MX_BLOCK: 5, MX_TILE: 7}
     fixed: dict[str, Any] = {"N": 1536, "E": 128, "LANES": 128, "OF_ROWS": of_rows, "B_MATRIX": 1536 * 2048 if of_rows else 0}
-    fixed |= {"B_ROW": 1 if turned else 2048 if of_rows else 0, "B_COLUMN": 1536 if turned else 1}
+    fixed |= {"B_ROW": 2048 if of_rows else 0, "B_COLUMN": 1}
     fixed |= {"A_KIND": codes[kinds[0]], "B_KIND": codes[kinds[1]], "FAST": kinds[0] == WHOLE}
     fixed |= {"NATIVE_MX": target in ("sm_100", "sm_120"), "EVEN": of_rows or kinds[0] == LINE}
     fixed |= {"M": m if of_rows else 2048, "K": 2048 if of_rows else m, "BLOCK_R": rows, "BLOCK_C": wide}
@@ -330,6 +295,7 @@ CASES = [
     (True, 65536, (ROW, ROW)),
     (True, None, (LINE, SQUARE)),
     (True, 65536, (MX_BLOCK, MX_BLOCK)),
+    (True, 65536, (MX_BLOCK, MX_TILE)),
     (False, 67456, (WHOLE, WHOLE)),
     (False, None, (ROW, ROW)),
     (False, 67456, (LINE, LINE)),
@@ -340,43 +306,9 @@ CASES = [
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("target", ["sm_90", *(target for target in TARGETS if target != "sm_90")])
 def test_machine_code(target: str) -> None:
-    """On each GPU: FP8 tensor cores (bf16 ones for MX where there are none), shared memory that fits, and no spills."""
-    for of_rows, m, kinds in CASES if target == "sm_90" else [CASES[i] for i in (0, 2, 3, 5, 7)]:
-        tile = grouped_gemm.configurations(gpu(target), SHARED[target], kinds[1])[0]
-        made = compiled(target, tile, of_rows, m, kinds)
-        took = resources(made)
-        assert took.shared <= SHARED[target] and took.spills == 0, (of_rows, kinds, tile, took)
-        text = made.asm["amdgcn" if target.startswith("gfx") else "ptx"]
-        if kinds[0] == MX_BLOCK:
-            scaled = {"sm_100": "kind::mxf8f6f4", "sm_120": "kind::mxf8f6f4.block_scale"}
-            assert scaled.get(target, "v_mfma" if target.startswith("gfx") else "bf16") in text
-        else:
-            assert INSTRUCTION.get(target, "mma.sync.aligned.m16n8k32") in text
-            assert "e4m3" in text or "fp8" in text or "f8f6f4" in text
-        if not target.startswith("gfx"):
-            assert "cp.async.cg.shared.global" in text  # 16 bytes each
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "turned"), [("sm_100", False), ("sm_100", True), ("sm_120", False)])
-def test_machine_code_of_tiles(target: str, turned: bool) -> None:
-    """The instructions are those for 1 x 32 blocks. So they are on sm_100 if the weight's copy is read along its other
-    dimension; on sm_120 it would be read byte by byte, and has two copies (`either_major`)."""
-    assert gpu(target).architecture.either_major is (target == "sm_100")
-    tile = grouped_gemm.configurations(gpu(target), SHARED[target], MX_TILE)[0]
-    texts, took = [], []
-    for kinds, other in (((MX_BLOCK, MX_TILE), turned), ((MX_BLOCK, MX_BLOCK), False)):
-        made = compiled(target, tile, True, 65536, kinds, other)
-        took.append(resources(made))
-        counted = ("kind::mxf8f6f4", "cp.async.cg.shared.global", "ld.shared", "st.shared")
-        texts.append([made.asm["ptx"].count(x) for x in counted])
-    assert took[0].spills == 0 and took[0].shared == took[1].shared and took[0].registers <= took[1].registers
-    assert texts[0] == texts[1] and all(texts[0][:2])
-
-
-@pytest.mark.slow
-def test_no_tile_spills_on_hopper() -> None:
-    for of_rows, m, kinds in CASES:
-        for tile in grouped_gemm.configurations(gpu("sm_90"), SHARED["sm_90"], kinds[1]):
-            took = resources(compiled("sm_90", tile, of_rows, m, kinds))
-            assert took.spills == 0 and took.shared <= SHARED["sm_90"], (of_rows, kinds, tile, took)
+    """At the default tile; for sm_90 all cases at each one."""
+    for of_rows, m, kinds in CASES if target == "sm_90" else [CASES[i] for i in (0, 2, 4, 6, 8)]:
+        tiles = grouped_gemm.configurations(gpu(target), SHARED[target], kinds[1])
+        for tile in tiles if target == "sm_90" else tiles[:1]:
+            made = compiled(target, tile, of_rows, m, kinds)
+            assert_machine_code(made, target, (of_rows, kinds, tile), mx=kinds[0] == MX_BLOCK)

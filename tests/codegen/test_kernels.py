@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from tests.support.groups import (
     Source,
     fused,
     made,
-    numbers,
     trace,
     traced,
     unfused,
@@ -37,11 +35,6 @@ from tests.support.kernel_checks import assert_bits, check
 
 aten = torch.ops.aten
 SHAPES = ((1, 128), (15, 17), (17, 1000), (128, 128), (1000, 15), (3, 4097), (4097, 17), (17, 1), (1, 1))
-MEDIUM, TALL_OR_WIDE, THIN = SHAPES[2:5], SHAPES[5:7], (SHAPES[0], *SHAPES[7:])
-# of these, whose tensors are plain matrices of one size, other cases have all that depends on sizes
-PLAIN = """weight_transposed weight_in_two_formats swiglu residual dropout casts swiglu_backward relu_squared_backward
-strangers""".split()
-LARGEST = (128, 256, 8)  # of all configurations, in either direction
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -57,28 +50,9 @@ def assert_kinds(case: Case, made: Made, shape: tuple[int, int]) -> None:
     assert Counter(map(shown, made.kinds)) == Counter(map(shown, case.kernels))
 
 
-# -- tests -------------------------------------------------------------------------------------------------------------
-
-
-def in_turn(name: str, shape: tuple[int, int]) -> bool:
-    """Whether `make test` runs this case with this shape: one of each kind of shapes, where they matter."""
-    number, sums = list(CASES).index(name), {"row", "sum"} & set(CASES[name].roles)
-    if shape in TALL_OR_WIDE:
-        return bool(sums) and shape == TALL_OR_WIDE["sum" in sums]
-    if shape in THIN:
-        return number % 2 == 0 and shape == THIN[number // 2 % 3]
-    return shape == (15, 17) or shape == MEDIUM[number % 3]
-
-
-@pytest.mark.cases(test=38, slow=20)
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        pytest.param(name, shape, id=f"{shape[0]}x{shape[1]}-{name}", marks=() if in_turn(name, shape) else pytest.mark.slow)
-        for name in CASES
-        for shape in SHAPES
-    ],
-)
+@pytest.mark.cases(test=40, slow=20)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_against_the_reference(name: str, shape: tuple[int, int]) -> None:
     """Dtypes, formats and data take turns: each case runs with all of them."""
     case = CASES[name]
@@ -137,22 +111,8 @@ def test_other_tiles(case: Case) -> None:
     assert widths == ({8} if case.kernels else set())
 
 
-@pytest.mark.cases(slow=2)
-@pytest.mark.parametrize("name", ["weight", "residual", "rms_norm", "gelu_backward"])
-def test_no_tile_reaches_beyond_its_matrix(name: str) -> None:
-    """Of sizes that all smaller tiles divide. A tile without a mask would touch memory beside the matrix."""
-    case, (rows, columns, _) = CASES[name], LARGEST
-    tables = (launch.TILES, launch.TALL_TILES, launch.HEAVY_TILES, launch.HEAVY_TALL_TILES, launch.SPANS)
-    tables += (launch.ROW_BLOCKS, launch.TALL_ROW_BLOCKS, launch.TRANSPOSED_ROW_BLOCKS)
-    assert (rows, columns) == tuple(max(config[d] for table in tables for config in table) for d in (0, 1))
-    for shape in ((rows // 2, columns), (rows, columns // 2)):
-        graph, inputs = made(case, Source(*shape, torch.bfloat16), "e4m3", LARGEST)
-        assert any(f"{size}_inside" in source for source in graph.sources for size in ("row", "col"))
-        check(case, graph, inputs, "normal")
-
-
 @pytest.mark.cases(test=6, slow=2)
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in PLAIN else x for x in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_sizes_as_arguments(name: str) -> None:
     """One kernel, traced for 27 rows of 40 columns, serves any numbers of rows and columns."""
     case = CASES[name]
@@ -164,10 +124,8 @@ def test_sizes_as_arguments(name: str) -> None:
     check(case, graph, case.inputs(Source(*shape, torch.bfloat16, data)), data)
 
 
-WITHOUT_ROWS = ("weight", "weight_transposed", "current_scaling", "delayed_scaling", "rms_norm", "positions", "gelu_backward")
-
-
-@pytest.mark.parametrize("name", [x if x in WITHOUT_ROWS else pytest.param(x, marks=pytest.mark.slow) for x in CASES])
+@pytest.mark.cases(test=7, slow=7)
+@pytest.mark.parametrize("name", CASES)
 def test_no_rows(name: str) -> None:
     """An expert without a token: nothing is read, the transposed copy is only padding, the amax is 0."""
     graph, inputs = made(CASES[name], Source(0, 40, torch.bfloat16), "e4m3")
@@ -177,36 +135,14 @@ def test_no_rows(name: str) -> None:
 def test_equal_sizes_as_arguments() -> None:
     """Sizes that were equal during tracing become one symbol, and the number of rows is its square."""
     case = CASES["positions"]
-    sizes = (5, 5, 24)
 
     def inputs(batch: int, tokens: int, columns: int) -> tuple:
-        source = Source(batch * tokens, columns, torch.bfloat16)
-        return (
-            source(batch, tokens, columns),
-            source(tokens, columns),
-            source.column(),
-            source(batch, tokens, 1),
-            source.scale(),
-        )
+        s = Source(batch * tokens, columns, torch.bfloat16)
+        return s(batch, tokens, columns), s(tokens, columns), s.column(), s(batch, tokens, 1), s.scale()
 
-    graph = fused(trace(lambda *x: case.call(Cast(), *x), inputs(*sizes), "symbolic"))
+    graph = fused(trace(lambda *x: case.call(Cast(), *x), inputs(5, 5, 24), "symbolic"))
     assert_kinds(case, graph, (25, 24))
     check(case, graph, inputs(7, 7, 40), "normal")
-
-
-def test_beyond_2_to_the_31(tmp_path: Path) -> None:
-    """Rows that are 2**30 elements apart, in a sparse file."""
-    stride, rows, columns = 2**30 + 8, 4, 40
-    size = stride * (rows - 1) + columns
-    assert size > 2**31
-    storage = torch.from_file(str(tmp_path / "numbers"), shared=True, size=size, dtype=torch.bfloat16)
-    x = storage.as_strided((rows, columns), (stride, 1))
-    x.copy_(numbers((rows, columns), torch.bfloat16, "normal", seed=1))
-    case, inputs = CASES["weight_with_gaps"], (x, torch.ones(1), stride)
-    for mode in ("fake", "symbolic"):
-        graph = fused(trace(lambda *args: case.call(Cast(), *args), inputs, mode))
-        assert_kinds(case, graph, (rows, columns))
-        check(case, graph, inputs, "normal")
 
 
 @pytest.mark.parametrize(("hip", "most"), [(None, 32), ("7.0", 16)])

@@ -1,13 +1,11 @@
-"""Matmuls of operands with several scales by ATen: layouts of scales, the emulation, and the code that Inductor generates.
+"""Matmuls of operands with several scales by ATen: layouts of scales, and the emulation.
 
-The matmuls are traced with fake CUDA tensors, so ATen checks their layouts, and compiled by Inductor for described devices.
+The matmuls are traced with fake CUDA tensors, so ATen checks their layouts.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -23,13 +21,10 @@ from fp8compile.codegen import lowerings, scaled_mm, scaled_mm_kind
 from fp8compile.codegen.inline import Inliner
 from fp8compile.codegen.scaled_mm_kind import AFTER, EMULATED, TRITON
 from fp8compile.config.recipe import ROW, WHOLE
-from fp8compile.devices import catalog
 from fp8compile.devices.formats import fnuz
 from fp8compile.devices.gpu import Gpu, gpu_of
-from fp8compile.dryrun.fake_gpu import unavailable
 from fp8compile.ir import ops
 from tests.support import hooks
-from tests.support.gpu_steps import compile_mlp
 from tests.support.operands import B200, BF16, E4M3, F16, F32, FNUZ, H100, LINE, MI300X, MX_BLOCK, MX_TILE, SQUARE, operand
 
 
@@ -135,14 +130,6 @@ def layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(x.shape), tuple(x.stride())
 
 
-@pytest.mark.parametrize("pair", [(ROW, ROW), (ROW, WHOLE), (WHOLE, ROW)], ids=str)
-def test_rowwise_graph(pair: tuple) -> None:
-    a, b, a_scale, b_scale, bias, _, out_dtype = product_of(graph_of((40, 64, 48), pair, BF16, BF16, H100).graph)
-    assert layout(a) == ((40, 48), (48, 1)) and layout(b) == ((48, 64), (1, 48))
-    assert layout(a_scale) == ((40, 1), (1, 1)) and layout(b_scale) == ((1, 64), (64, 1))
-    assert bias.dtype == out_dtype == BF16
-
-
 def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
     """`as_strided` counts from the beginning of the storage, so a view of one of many scales is copied first."""
     inverses = torch.tensor([8.0, 0.5, 2.0])
@@ -152,70 +139,71 @@ def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
     assert [x.item() for x in scales] == [0.5, 2.0]
 
 
+ROWS = [((40, 1), (1, 1)), ((1, 64), (64, 1))]
+BLOCKS = {"sizes": (256, 192, 512), "bias": None}
+GRAPHS: dict[str, tuple[tuple[Any, Any], dict[str, Any], list[Any]]] = {  # operands, what else is given, layouts of the scales
+    "rows": ((ROW, ROW), {}, ROWS),
+    "rows and one": ((ROW, WHOLE), {}, ROWS),
+    "one and rows": ((WHOLE, ROW), {}, ROWS),
+    "rows, scaled after": ((ROW, WHOLE), {"bias": None, "out": F16, "gpu": MI300X, "dtype": FNUZ}, [((1, 1), (1, 1))] * 2),
+    # scales of 1 x 128 blocks are contiguous along the rows, scales of 128 x 128 blocks along K
+    "lines and squares": ((LINE, SQUARE), BLOCKS, [((256, 4), (1, 256)), ((4, 2), (1, 4))]),
+    "squares and lines": ((SQUARE, LINE), BLOCKS, [((2, 4), (4, 1)), ((4, 192), (192, 1))]),
+    "lines": ((LINE, LINE), {"sizes": (256, 192, 384), "bias": None, "out": F32}, [((256, 3), (1, 256)), ((3, 192), (192, 1))]),
+    # tensor cores take a tile as 32 blocks with one scale
+    **{
+        f"mx {k} {i}": (pair, {"sizes": (200, 144, k), "gpu": B200}, [((2 * 128 * 4,), (1,))] * 2)
+        for k in (64, 48)
+        for i, pair in enumerate(itertools.product((MX_BLOCK, MX_TILE), repeat=2))
+    },
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_layout_of_scales(name: str) -> None:
+    """ATen's matmul gets the layouts that it needs; K is padded as cuBLASLt needs it for MX."""
+    pair, given, scales = GRAPHS[name]
+    given = {"sizes": (40, 64, 48), "bias": BF16, "out": BF16, "gpu": H100, **given}
+    (m, n, k), out = given["sizes"], given.pop("out")
+    a, b, *rest = product_of(graph_of(blocks=pair, out_dtype=out, **given).graph)
+    k = -(-k // 32) * 32 if name.startswith("mx") else k
+    assert layout(a) == ((m, k), (k, 1)) and layout(b) == ((k, n), (1, k))
+    assert [layout(x) for x in rest[:2]] == scales
+    assert {x.dtype for x in rest[:2]} == {torch.float8_e8m0fnu if name.startswith("mx") else F32}
+    assert rest[4] == (F32 if "after" in name else out)
+
+
 def test_a_bias_of_another_dtype_is_added_after() -> None:
     for bias, out_dtype in ((F32, BF16), (F32, F32), (BF16, F16)):
         args = product_of(graph_of((40, 64, 48), (ROW, ROW), bias, out_dtype, H100).graph)
         assert args[4] is None and args[6] == F32
 
 
-def test_rowwise_after_graph() -> None:
-    args = product_of(graph_of((40, 64, 48), (ROW, WHOLE), None, F16, MI300X, dtype=FNUZ).graph)
-    assert [layout(x) for x in args[2:4]] == [((1, 1), (1, 1))] * 2 and args[6] == F32
+@pytest.mark.parametrize(("bias", "out", "overload"), [(None, BF16, "default"), (BF16, F16, "dtype")])
+def test_emulated_graph(bias: torch.dtype | None, out: torch.dtype, overload: str) -> None:
+    graph = graph_of((40, 64, 48), (MX_BLOCK, MX_BLOCK), bias, out, H100).graph
+    (mm,) = graph.find_nodes(op="call_function", target=getattr(torch.ops.aten.mm, overload))
+    assert {x.meta["val"].dtype for x in mm.args[:2]} == {BF16} and mm.meta["val"].dtype == (F32 if bias else BF16)
 
 
-def test_blockwise_graph() -> None:
-    """Scales of 1 x 128 blocks are contiguous along the rows, scales of 128 x 128 blocks along K."""
-    m, n, k = 256, 192, 512
-    args = product_of(graph_of((m, n, k), (LINE, SQUARE), None, BF16, H100).graph)
-    assert [layout(x) for x in args[2:4]] == [((m, 4), (1, m)), ((4, 2), (1, 4))]
-    args = product_of(graph_of((m, n, k), (SQUARE, LINE), None, BF16, H100).graph)
-    assert [layout(x) for x in args[2:4]] == [((2, 4), (4, 1)), ((4, n), (n, 1))]
-    args = product_of(graph_of((m, n, 384), (LINE, LINE), None, F32, H100).graph)
-    assert [layout(x) for x in args[2:4]] == [((m, 3), (1, m)), ((3, n), (n, 1))]
-    assert len(args) == 7  # no fast accumulation
+FORMS = {
+    "swizzled": lambda inverse: lowerings.swizzled(inverse, inverse.shape[0], 1),
+    "swizzled tiles": lambda inverse: lowerings.swizzled(inverse, 32 * inverse.shape[0], 32),
+    "columns first": lowerings.columns_first,
+    "rows first": lowerings.rows_first,
+}
 
 
-@pytest.mark.parametrize("k", [64, 48])
-def test_mx_graph(k: int) -> None:
-    """The scales have the layout that ATen needs; K is padded as cuBLASLt needs it."""
-    a, b, a_scale, b_scale, *_ = product_of(graph_of((200, 144, k), (MX_BLOCK, MX_BLOCK), BF16, BF16, B200).graph)
-    assert a.shape == (200, 64) and b.shape == (64, 144) and b.stride() == (1, 64)
-    assert a_scale.shape == (2 * 128 * 4,) and a_scale.dtype == b_scale.dtype == torch.float8_e8m0fnu
-
-
-@pytest.mark.parametrize("pair", [(MX_BLOCK, MX_TILE), (MX_TILE, MX_BLOCK), (MX_TILE, MX_TILE)], ids=str)
-def test_mx_graph_of_tiles(pair: tuple) -> None:
-    """To the tensor cores a tile is 32 blocks with one scale: ATen gets what it gets for 1 x 32 blocks."""
-    args, same = (product_of(graph_of((200, 144, 96), x, None, BF16, B200).graph) for x in (pair, (MX_BLOCK, MX_BLOCK)))
-    assert [layout(x) for x in args[:4]] == [layout(x) for x in same[:4]] and args[2].dtype == torch.float8_e8m0fnu
-
-
-def test_emulated_graph() -> None:
-    graph = graph_of((40, 64, 48), (MX_BLOCK, MX_BLOCK), None, BF16, H100).graph
-    (mm,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    assert {x.meta["val"].dtype for x in mm.args} == {BF16}
-    graph = graph_of((40, 64, 48), (MX_BLOCK, MX_BLOCK), BF16, F16, H100).graph
-    (mm,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.dtype)
-    assert mm.meta["val"].dtype == F32
-
-
-def swizzled(inverse: Tensor) -> Tensor:
-    return lowerings.swizzled(inverse, inverse.shape[0], 1)
-
-
-def swizzled_tiles(inverse: Tensor) -> Tensor:
-    return lowerings.swizzled(inverse, 32 * inverse.shape[0], 32)
-
-
-@pytest.mark.cases(test=4, slow=2)
-@pytest.mark.parametrize("form", [swizzled, swizzled_tiles, lowerings.columns_first, lowerings.rows_first])
-@pytest.mark.parametrize("flipped", [False, True])
-def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None:
+@pytest.mark.parametrize(
+    ("form", "flipped"),
+    [("swizzled", True), ("swizzled tiles", False), ("swizzled tiles", True), ("columns first", True), ("rows first", False)],
+)
+def test_scales_of_sizes_that_are_symbols(form: str, flipped: bool) -> None:
     """Traced with a K of one block, the graph is right for any number of blocks: tracing does not specialise on one."""
 
     def call(x: Tensor) -> Tensor:
         amax = ops.amax_blocks(x, False, list(LINE))
-        return form(amax.t() if flipped else amax)
+        return FORMS[form](amax.t() if flipped else amax)
 
     graph = make_fx(call, tracing_mode="symbolic")(torch.ones(40, 48))
     for shape in ((40, 48), (33, 272), (130, 1040)):
@@ -223,33 +211,6 @@ def test_scales_of_sizes_that_are_symbols(form: Callable, flipped: bool) -> None
         expected, got = call(x), graph(x)
         assert expected.shape == got.shape and got.is_contiguous()
         assert torch.equal(expected.to(F32), got.to(F32))
-
-
-# -- as Inductor compiles it -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.cases(slow=1)
-@pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-@pytest.mark.parametrize(
-    ("gpu", "recipe", "dynamic", "expected"),
-    [
-        pytest.param("h200", "rowwise", False, {"_scaled_mm": 6}, marks=pytest.mark.slow),
-        ("h200", "blockwise", False, {"_scaled_mm": 4, "fp8_gemm": 2}),
-        pytest.param("b200", "blockwise", True, {"fp8_gemm": 6}, marks=pytest.mark.slow),
-        pytest.param("b200", "mxfp8", True, {"_scaled_mm": 6}, marks=pytest.mark.slow),
-        ("b200", "mxfp8 tiles", False, {"_scaled_mm": 6}),
-        pytest.param("h200", "mxfp8", False, {"mm": 6}, marks=pytest.mark.slow),
-    ],
-)
-def test_training_step(gpu: str, recipe: str, dynamic: bool, expected: dict[str, int]) -> None:
-    """Linear 256 -> 512, GELU, linear 512 -> 256 on 128 tokens, for a described device."""
-    name, *tiles = recipe.split()
-    step = compile_mlp(128, dynamic=dynamic, gpu=catalog.find(gpu).gpu, recipe=name, weight_tiles=bool(tiles))
-    calls = re.findall(r"extern_kernels\.(\w+?)(?:_dtype)?\(|(fp8_gemm)\w+\.run\(", step.code)
-    assert Counter(name or launch for name, launch in calls) == expected
-    assert f"ops.{ops.NAMESPACE}" not in step.code
-    for scale in re.findall(r"reinterpret_tensor\(\w+, \(128, \d\), \((\d+), (\d+)\), 0\)", step.code):
-        assert scale == ("1", "128")  # cuBLASLt's layout: column by column
 
 
 # -- on a device -------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_raised_amaxes(tensors, count, known):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [x if x == "sm_90" else pytest.param(x, marks=pytest.mark.slow) for x in TARGETS])
+@pytest.mark.parametrize("target", TARGETS)
 def test_they_compile_to_machine_code(target):
     """Nothing spills."""
     rows = {f"rows{i}": "*fp32" for i in range(3)} | {f"amax{i}": "*i32" for i in range(3)} | {"n": "i32"}

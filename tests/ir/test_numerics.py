@@ -1,9 +1,7 @@
-"""FP8 against high precision on normal data, and the cast at the edges of its formats.
+"""Small and large gradients, infinities, NaN and zeros, and the cast at the edges of its formats.
 
-The floors in dB are this project's, for the hybrid format: E4M3 keeps 3 mantissa bits (a relative error of about 2.6%, 31.5 dB)
-for activations and weights, E5M2 2 bits (25.5 dB) for gradients. The errors of a matmul's operands add: 28.5 dB for an output,
-24.5 dB for a gradient. Through several layers they add up further: test_reference.py has the oracle's floors, and
-test_agreement.py shows that the package computes what the oracle does.
+test_reference.py has the oracle's floors in dB on normal data, and test_agreement.py shows that the package computes what the
+oracle does.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8compile.ir import ops
 from fp8compile.ir.scale import inverse_of, scale_of
-from tests.support.harness import assert_close, assert_fp8, compiled, grads_of, histories, leaf, noise, sqnr
+from tests.support.harness import assert_close, compiled, grads_of, histories, leaf, noise
 from tests.support.models import make
 from tests.support.reference_casts import FLT_MAX, FNUZ, FORMATS, cast
 from tests.support.reference_settings import RECIPES as EVERY
@@ -25,12 +23,11 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 RECIPES = ("delayed", "tensorwise")  # one scale a tensor, E5M2 for gradients; others of EVERY: many, E4M3
 E4M3, E5M2 = FORMATS["hybrid"]
-FP32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROWS = 16
 
 
-def linear(dtype: torch.dtype = FP32) -> nn.Linear:
-    return make(lambda: nn.Linear(128, 128), dtype)  # type: ignore[return-value]
+def linear() -> nn.Linear:
+    return make(lambda: nn.Linear(128, 128))  # type: ignore[return-value]
 
 
 def stepped(model: nn.Module, call, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -40,33 +37,6 @@ def stepped(model: nn.Module, call, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     y = call(x)
     y.backward(dy)
     return {"y": y.detach(), **grads_of(model, [x])}
-
-
-@pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize(
-    ("recipe", "dtype", "options"),
-    [
-        *((recipe, FP32, {}) for recipe in EVERY),
-        ("delayed", F16, {"fp8_encoding": "fnuz"}),
-        ("tensorwise", BF16, {"fp8_format": "e4m3"}),
-        ("rowwise", BF16, {"fp8_encoding": "fnuz"}),
-        ("blockwise", F16, {}),
-    ],
-    ids=str,
-)
-def test_linear(recipe: str, dtype: torch.dtype, options: dict) -> None:
-    model = linear(dtype)
-    run = compiled(model, recipe, dynamic=False, **options)
-    for step in range(3):
-        x, dy = (noise(ROWS, 128, seed=seed, dtype=dtype) for seed in (step, 100 + step))
-        high, got = stepped(model, model, x, dy), stepped(model, run, x, dy)
-        assert sqnr(high["y"], got["y"]) < 40.0  # it ran in FP8
-        # the bias gradient is a sum of the unquantized gradient (in bf16: in float32 or rounded once)
-        assert sqnr(high.pop("bias"), got.pop("bias")) > (100.0 if dtype == FP32 else 45.0)
-        assert_close({"y": high.pop("y")}, {"y": got.pop("y")}, 28.0, f"output {step}")
-        coarse = recipe in RECIPES and options.get("fp8_format") != "e4m3"
-        assert_close(high, got, 24.0 if coarse else 28.0, f"gradients {step}")
-    assert_fp8(model)
 
 
 @pytest.mark.parametrize("recipe", EVERY)
@@ -83,8 +53,8 @@ def test_first_step_of_small_and_large_gradients(recipe: str) -> None:
 # so with an amax of 1.75 * 2**n every scale is a power of two, no product rounds, and output and input gradient are FP8 values.
 
 
-def identity(device: str = "cpu") -> nn.Linear:
-    linear = nn.Linear(128, 128, bias=False, device=device)
+def identity() -> nn.Linear:
+    linear = nn.Linear(128, 128, bias=False)
     with torch.no_grad():
         linear.weight.copy_(1.75 * torch.eye(128))
     return linear
@@ -109,27 +79,15 @@ def through(run, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     return y.detach() / 1.75, x.grad / 1.75
 
 
-def check_edges(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cast_of_every_value_tie_and_subnormal(recipe: str) -> None:
+    """Equal bit by bit in any order of summation, as each sum has only one product that is not 0."""
     x, dy = edges(*E4M3), edges(*E5M2)
     run = compiled(identity(), recipe, dynamic=False, margin=0)  # scales of 1, for gradients, too
     for _ in range(2):  # delayed: cold, then with the scale of the first call, which is the same
         got, got_grad = through(run, x, dy)
         torch.testing.assert_close(got, cast(x, 1.0, *E4M3).float(), rtol=0, atol=0)
         torch.testing.assert_close(got_grad, cast(dy, 1.0, *E5M2).float(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_cast_of_every_value_tie_and_subnormal(recipe: str) -> None:
-    """Equal bit by bit in any order of summation, as each sum has only one product that is not 0."""
-    check_edges(recipe)
-
-
-@pytest.mark.slow
-@pytest.mark.compiled
-def test_cast_of_every_value_tie_and_subnormal_inductor() -> None:
-    torch._dynamo.reset()  # not the graph that the test above has interpreted
-    check_edges("delayed")
-    torch._dynamo.reset()
 
 
 def test_values_over_the_scale_saturate() -> None:
@@ -176,41 +134,26 @@ def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
 # fnuz, AMD's encodings on MI300: no infinities, no negative zero (its code is NaN), exponents one lower.
 
 
-def decoded(code: int, mantissa_bits: int, bias: int) -> float:
-    """The value of a byte, from its bits."""
-    if code == 0x80:
-        return math.nan
-    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
-    size = (mantissa + (1 << mantissa_bits if exponent else 0)) * 2.0 ** (max(exponent, 1) - bias - mantissa_bits)
-    return -size if code & 0x80 else size
-
-
-@pytest.mark.parametrize(("form", "mantissa_bits", "bias"), [(FNUZ[0], 3, 8), (FNUZ[1], 2, 16)], ids=["e4m3", "e5m2"])
-def test_fnuz_cast(form: tuple[torch.dtype, float], mantissa_bits: int, bias: int) -> None:
-    """All 256 values, and numbers near the middle of two values: bytes equal the definition's and torch's own conversion's."""
-    dtype, fp8_max = form
-    values = torch.tensor([decoded(code, mantissa_bits, bias) for code in range(256)])
-    assert values[0x7F] == fp8_max == torch.finfo(dtype).max
+@pytest.mark.parametrize(("dtype", "fp8_max"), FNUZ, ids=["e4m3", "e5m2"])
+def test_fnuz_cast(dtype: torch.dtype, fp8_max: float) -> None:
+    """Both layouts have torch's bytes of each value, of ties and both sides of them, saturated; and the edges by hand."""
     codes = torch.arange(256).to(torch.uint8)
-    assert torch.equal(codes.view(dtype).float().nan_to_num(-1e9), values.nan_to_num(-1e9))
+    values = codes.view(dtype).float()
+    assert values[0x7F] == fp8_max and values.isnan().tolist() == [code == 0x80 for code in range(256)]
 
     def bytes_of(x: Tensor) -> Tensor:
         made = ops.quantize(x.reshape(1, -1), torch.ones(1), dtype, fp8_max, False).view(torch.uint8)
         across = ops.quantize(x.reshape(-1, 1), torch.ones(1), dtype, fp8_max, True).view(torch.uint8)[0, : x.numel()]
-        assert torch.equal(made[0], across) and torch.equal(made, cast(x.reshape(1, -1), 1.0, *form).view(torch.uint8))
+        assert torch.equal(made[0], across) and torch.equal(made, cast(x.reshape(1, -1), 1.0, dtype, fp8_max).view(torch.uint8))
         return across
 
     assert torch.equal(bytes_of(values), codes)
-    positive = values[:0x80].double()
-    low, high = positive[:-1], positive[1:]
+    low, high = values[:0x7F], values[1:0x80]
     middle, step = (low + high) / 2, (high - low) / 1024
     even = torch.arange(0x7F) + torch.arange(0x7F) % 2  # the even byte of two neighbours
     for x, expected in ((middle, even), (middle - step, torch.arange(0x7F)), (middle + step, torch.arange(1, 0x80))):
-        assert torch.equal(x.float().double(), x)
-        assert torch.equal(bytes_of(x.float()).long(), expected)
-        assert torch.equal(x.float().to(dtype).view(torch.uint8).long(), expected)
-        negative = torch.where(expected > 0, expected + 0x80, 0)  # zero has no sign: 0x80 would be NaN
-        assert torch.equal(bytes_of(-x.float()).long(), negative)
+        assert torch.equal(bytes_of(x).long(), expected)
+        assert torch.equal(bytes_of(-x).long(), torch.where(expected > 0, expected + 0x80, 0))  # zero has no sign: 0x80 is NaN
     edges = torch.tensor([0.0, -0.0, -1e-30, 1.01 * fp8_max, -3e38, math.inf, -math.inf, math.nan])
     assert bytes_of(edges).tolist() == [0x00, 0x00, 0x00, 0x7F, 0xFF, 0x80, 0x80, 0x80]
 

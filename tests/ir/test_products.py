@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -21,13 +22,6 @@ aten = torch.ops.aten
 ENCODINGS = tuple(dtype for dtype, _ in (*OCP, *FNUZ))
 ROW, WHOLE = (1, 0), (0, 0)
 PAIRS = [(WHOLE, WHOLE), (ROW, ROW), (ROW, WHOLE), (LINE, SQUARE), (LINE, LINE), (MX_BLOCK, MX_TILE), (ROW, SQUARE)]
-
-
-@pytest.mark.parametrize("dtype", ENCODINGS, ids=str)
-def test_bf16_holds_every_value(dtype: torch.dtype) -> None:
-    values = torch.arange(256).to(torch.uint8).view(dtype)
-    assert torch.equal(values.to(BF16).double().nan_to_num(-1.0), values.double().nan_to_num(-1.0))
-    assert len(values.double().nan_to_num(-1.0).unique()) > 240
 
 
 class Seen(TorchDispatchMode):
@@ -59,19 +53,9 @@ def on_cuda(call: Callable[..., Tensor], *given: Tensor) -> tuple[Seen, Tensor]:
     return seen, result
 
 
-def check_calls(seen: Seen, operands: int, results: int, matmuls: int = 1) -> None:
-    """Only matmuls of bf16 copies; no float32 tensor is larger than the result. `operands`, `results`: their elements."""
-    assert results < operands
-    found = [dtypes for function, dtypes in seen.calls if "mm" in function._opname]
-    assert found == [[BF16, BF16]] * matmuls and [f for f, _ in seen.calls].count(aten.mm.dtype) == matmuls
-    assert all(size <= results for dtype, size in seen.made if dtype.itemsize >= 4)
-    assert max(size for _, size in seen.made) >= operands  # it has seen the copies
-
-
-@pytest.mark.parametrize("bias", [None, F32, BF16], ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-@pytest.mark.cases(test=9, slow=21)
+@pytest.mark.parametrize(("pair", "bias"), [*zip(PAIRS, itertools.cycle([F32, None, BF16]), strict=False)], ids=str)
 def test_what_a_matmul_calls_on_cuda(pair: tuple[Any, Any], bias: torch.dtype | None) -> None:
+    """One matmul, of a bf16 copy of each operand; no float32 tensor is larger than the result, which is scaled in place."""
     m, n, k = 48, 80, 528  # no size is a multiple of 128
     (a, a_inv), (b, b_inv) = operand(m, k, pair[0]), operand(n, k, pair[1])
     more = [] if bias is None else [torch.zeros(n, dtype=bias)]
@@ -83,10 +67,10 @@ def test_what_a_matmul_calls_on_cuda(pair: tuple[Any, Any], bias: torch.dtype | 
 
     seen, result = on_cuda(call, a, b, a_inv, b_inv, *more)
     assert result.shape == (m, n) and result.dtype == BF16
-    check_calls(seen, n * k if pair != (WHOLE, WHOLE) else m * k, m * n)
-    copies = [size for dtype, size in seen.made if dtype == BF16 and size > m * n]
-    assert len(copies) == 2  # one of each operand
-    assert sum(dtype == F32 and size == m * n for dtype, size in seen.made) == 1  # scaled in place
+    assert [call for call in seen.calls if "mm" in call[0]._opname] == [(aten.mm.dtype, [BF16, BF16])]
+    assert len([size for dtype, size in seen.made if dtype == BF16 and size > m * n]) == 2
+    assert all(size <= m * n for dtype, size in seen.made if dtype.itemsize >= 4)
+    assert sum(dtype == F32 and size == m * n for dtype, size in seen.made) == 1
 
 
 @pytest.fixture
@@ -144,16 +128,11 @@ def test_the_same_bits_as_on_a_cpu(dtype: torch.dtype, request: pytest.FixtureRe
 
 @pytest.mark.parametrize("pair", [(LINE, SQUARE), (LINE, LINE), (ROW, SQUARE)], ids=str)
 def test_scales_of_blocks_that_are_no_powers_of_two(pair: tuple[Any, Any], request: pytest.FixtureRequest) -> None:
-    """Values are rounded once to bf16: an error of about 52 dB, where FP8's own is 28 (test_numerics.py)."""
+    """Values are rounded once to bf16: an error of about 52 dB, where FP8's own is 28."""
     (a, a_inv), (b, b_inv) = operand(200, 528, pair[0]), operand(144, 528, pair[1], seed=1)
     generator = torch.Generator().manual_seed(2)
     a_inv, b_inv = (inverse * (1 + torch.rand(inverse.shape, generator=generator)) for inverse in (a_inv, b_inv))
     given = a, b, a_inv, b_inv, None, F32, False, *pair
     expected = products.block_product(*given)
     request.getfixturevalue("as_on_cuda")
-    got = sqnr(expected, products.block_product(*given))
-    assert 50 < got < 80
-    for copy, inverse, block in ((a, a_inv, pair[0]), (b, b_inv, pair[1])):
-        if block[1]:
-            once = (copy.float() * products.spread(inverse, copy.shape, block)).to(BF16)
-            assert torch.equal(products.scaled_values(copy, inverse, block), once)
+    assert 50 < sqnr(expected, products.block_product(*given)) < 80

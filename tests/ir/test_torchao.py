@@ -30,7 +30,6 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MAX = {E4M3: 448.0, E5M2: 57344.0}
-EPS = 1e-12  # torchao's smallest amax
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 BLOCKS_32, BLOCKS_128, SQUARES = Block(1, 32), Block(1, 128), Block(128, 128)
 
@@ -155,44 +154,18 @@ def test_casts_of_microscaling_blocks(case: str, dtype: torch.dtype) -> None:
         assert (raw(scale)[~seen] == 0).all() and (got_inv[~seen] == 1.0).all()
 
 
-@every_dtype
-@every_case
-def test_casts_of_microscaling_tiles(case: str, dtype: torch.dtype) -> None:
-    """32 x 32 is one block of 1,024 elements to torchao, by the same rule for scales. Both layouts have the same bytes."""
-    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    x = CASES[case](96, 160).to(dtype)
-    tiles = x.view(3, 32, 5, 32).permute(0, 2, 1, 3).reshape(15, 1024)
-    scale, expected = mx.to_mx(tiles, E4M3, 1024, mx.ScaleCalculationMode.RCEIL)
-    expected = raw(expected).view(3, 5, 32, 32).permute(0, 2, 1, 3).reshape(96, 160)
-    for transposed in (False, True):
-        got, _, got_inv = ours(x, Block(32, 32), True, transposed)
-        assert torch.equal(raw(got.t() if transposed else got), expected)
-        plain = got_inv.t() if transposed else got_inv
-        seen = ops.amax_blocks(x, False, Block(32, 32)) > 0
-        assert torch.equal(raw(plain.to(torch.float8_e8m0fnu))[seen], raw(scale).view(3, 5)[seen])
-        assert (plain[~seen] == 1.0).all()
-
-
 # -- a linear ----------------------------------------------------------------------------------------------------------
 
 
-def float8_linear_of(linear: nn.Linear, recipe: str) -> Float8Linear:
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    return Float8Linear.from_float(linear, config)
-
-
-def like_torchao(recipe: str) -> dict[str, Any]:
-    """Options that make our scales torchao's: its rowwise scales are powers of two."""
-    return {"power_of_2_scale": True} if recipe != "tensorwise" else {}
-
-
-def both(recipe: str, x: Tensor, dy: Tensor, w: Tensor, bias: bool = False) -> list[dict[str, Tensor]]:
+def both(recipe: str, x: Tensor, dy: Tensor, w: Tensor) -> list[dict[str, Tensor]]:
     """Output and gradients of a step of torchao's linear, and of ours."""
-    linear = nn.Linear(w.shape[1], w.shape[0], bias=bias).to(x.dtype)
+    linear = nn.Linear(w.shape[1], w.shape[0], bias=False).to(x.dtype)
     with torch.no_grad():
         linear.weight.copy_(w)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    rounded: dict[str, Any] = {"power_of_2_scale": True} if recipe != "tensorwise" else {}  # torchao's rowwise scales are, too
     results = []
-    for run in (float8_linear_of(linear, recipe), compiled(linear, recipe, dynamic=False, **like_torchao(recipe))):
+    for run in (Float8Linear.from_float(linear, config), compiled(linear, recipe, dynamic=False, **rounded)):
         linear.zero_grad()
         leaf_x = leaf(x)
         y = run(leaf_x)
@@ -213,56 +186,18 @@ def assert_bf16(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
         assert (error <= last * size + 1e-6 * size.max()).all(), f"{name}: {sqnr(tensor, got[name]):.1f} dB"
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_linear(recipe: str) -> None:
     w = noise(144, 160, seed=7, scale=0.05).bfloat16()
     for case, size in (("normal", 1e-3), ("zero rows", 1e-3), ("huge", 1e-20), ("one outlier", 1e-3), ("wide", 1e-3)):
-        assert_bf16(*both(recipe, CASES[case](48, 160).bfloat16(), CASES[case](48, 144).bfloat16() * size, w))
+        assert_bf16(*both(recipe, CASES[case](37, 160).bfloat16(), CASES[case](37, 144).bfloat16() * size, w))
     expected, got = both(recipe, noise(48, 160, seed=1), noise(48, 144, seed=2, scale=1e-5), w.float())
     for name, tensor in expected.items():
         assert sqnr(tensor, got[name]) > 110.0
 
 
-@pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_linear_of_odd_sizes_and_adversarial_weights(recipe: str) -> None:
-    """37 tokens; output features from 1e-4 to 1e4; a bias, which torchao adds after rounding to bf16."""
-    w = noise(176, 128, seed=8) * torch.logspace(-4, 4, 176).unsqueeze(1)
-    x, dy = noise(37, 128, seed=9).bfloat16(), ramp(37, 176, -6.0, 0.0).bfloat16()
-    expected, got = both(recipe, x, dy, w.bfloat16(), bias=True)
-    assert sqnr(expected.pop("y"), got.pop("y")) > 48.0 and sqnr(expected.pop("bias"), got.pop("bias")) > 45.0
-    assert_bf16(expected, got)
-
-
-def test_the_comparison_can_fail() -> None:
-    x, dy, w = (noise(*shape, seed=3).bfloat16() for shape in ((48, 160), (48, 144), (144, 160)))
-    with pytest.raises(AssertionError):
-        assert_bf16(both("rowwise", x, dy, w)[0], both("tensorwise", x, dy, w)[1])
-
-
 # -- where we differ ---------------------------------------------------------------------------------------------------
-
-
-def test_zeros_and_what_is_under_1e_12() -> None:
-    """torchao uses the scale of an amax of 1e-12. Ours is 1 for zeros, else the scale of the amax itself."""
-    x = torch.tensor([[0.0, 0.0], [1e-14, -3e-15]])
-    expected, scale = theirs(x, -1, False)
-    got, got_scale, _ = ours(x, ROW, False)
-    assert scale.flatten().tolist() == [torch.tensor(448.0 / EPS).item()] * 2
-    assert got_scale.flatten().tolist() == [1.0, torch.tensor(448.0 / x[1, 0].double(), dtype=torch.float64).float().item()]
-    assert got[1].float().abs().max() == 448.0 and expected[1].float().abs().max() < 5.0
-
-
-def test_infinities_and_nan() -> None:
-    """In torchao, an infinity turns the other values of its row to 0, a NaN turns them to NaN. Ours loses only that value."""
-    x = torch.tensor([[1.0, float("inf"), 3.0], [1.0, float("nan"), 3.0]])
-    for power_of_2 in (False, True):
-        expected = theirs(x, -1, power_of_2)[0].float()
-        assert expected[0, 1].isnan() and expected[0, ::2].tolist() == [0.0, 0.0] and expected[1].isnan().all()
-        got, scale, _ = ours(x, ROW, power_of_2)
-        assert scale.flatten().tolist() == [1.0, 1.0]
-        assert got.float()[:, ::2].tolist() == [[1.0, 3.0]] * 2 and got.float()[:, 1].isnan().all()
 
 
 def test_next_to_a_power_of_two() -> None:

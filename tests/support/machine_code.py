@@ -188,13 +188,13 @@ def compile_function(jitted: Any, types: dict[str, str], constants: dict[str, An
     return triton.compile(source, target=target, options=chosen)
 
 
-def compile_source(source: str, block: Config, target: GPUTarget) -> Any:
+def compile_source(source: str, block: Config, target: GPUTarget, **options: int) -> Any:
     """Compiles a generated kernel with one scale for each output, whose inputs are floats, by what its comments say of it."""
     function = compat.triton.load_kernel(re.findall(r"def (\w+)\(", source)[0], source)
     types = {key: "*" + _SHORT[kind] for key, kind in re.findall(r"# ([xy]\d+): (?:\w+ )?(\w+)", source)}
     types |= {key: "*fp32" if key.startswith("s") else "*i32" for key in function.arg_names if re.match(r"s\d|amax", key)}
     constants = {"BLOCK_R": block[0], "BLOCK_C": block[1]}
-    return compile_function(function, types, constants, target, num_warps=block[2])
+    return compile_function(function, types, constants, target, num_warps=block[2], **options)
 
 
 def resources(compiled: Any) -> Resources:
