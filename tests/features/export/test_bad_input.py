@@ -44,12 +44,11 @@ def test_formats(tmp_path: Path) -> None:
     refused(model, tmp_path / "out", match)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite(value: float, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     model = Small()
     trained(model, 1, "rowwise")
     with torch.no_grad():
-        model.down.weight[3, 5] = value
+        model.down.weight[3, 5] = float("nan")
     refused(model, tmp_path / "out", "down.weight has NaN or infinite values: export the last checkpoint that is finite")
 
 

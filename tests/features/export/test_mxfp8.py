@@ -51,17 +51,6 @@ def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[
     assert torch.equal(tensors[f"{name}.weight_scale"], scales)
 
 
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize(("block", "dtype"), [(TILE, torch.bfloat16), (ROW_OF_32, torch.float32)], ids=str)
-def test_bytes_and_scales(block: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
-    model, _, made = exported(tmp_path / "out", block, Small(hidden=160 if block == TILE else 256).to(dtype))
-    assert made.format == "compressed-tensors" and made.layers == {"up": "mxfp8", "down": "mxfp8"} and not made.left
-    for name in made.layers:
-        assert_as_expected(made.directory, name, model.get_submodule(name).weight, block)
-    scales = tensors_of(made.directory)["up.weight_scale"].unflatten(0, (-1, 32))
-    assert bool((scales == scales[:, :1]).all()) == (block == TILE) and len(scales.unique()) > 2
-
-
 @pytest.mark.slow
 @every_block
 def test_a_server_computes_what_evaluation_computes_with_bytes_of_torchao(block: tuple[int, int], tmp_path: Path) -> None:
