@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_
         # the gradient; the weight, m and v are read and written
         pytest.param(torch.bfloat16, None, 2 + 2 + 2 + 2 + 4, False, marks=pytest.mark.slow),
         (torch.bfloat16, "bf16+remainder", 2 + 2 + 2 + 2 + 4 + 4, True),
-        pytest.param(torch.bfloat16, "float32", 2 + 2 + 2 + 2 + 4 + 8, False, marks=pytest.mark.slow),
         pytest.param(torch.float32, None, 4 + 4 + 4 + 2 + 4, True, marks=pytest.mark.slow),
     ],
 )

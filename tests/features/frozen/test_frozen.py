@@ -423,15 +423,6 @@ def test_a_graph_that_casts_otherwise_says_so(caplog: pytest.LogCaptureFixture) 
         compiled(model, "blockwise", strict=True)(batch(0))
 
 
-@pytest.mark.slow
-def test_without_the_option_it_stays_as_it_is() -> None:
-    model, _ = converted()
-    twin = copy.deepcopy(model)
-    one = trained(model, compiled(model, "delayed", "high_precision"))
-    two = trained(twin, compiled(twin, "delayed", "fp8"))
-    assert same(one, two) and stored(model) == {True}
-
-
 def test_options_that_are_refused() -> None:
     for recipe in ("rowwise", "rowwise_with_gw_hp", "mxfp8"):
         needed = rf"'frozen'.*recipe '{recipe}', whose dgrad needs other scales .* serve both; or set weight_tiles to"
