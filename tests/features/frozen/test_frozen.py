@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.devices import catalog
@@ -22,6 +21,7 @@ from fp8compile.errors import Fp8CompileError, OptionError, StrictError
 from tests.support import hooks
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, grads_of, load_scaling, noise, scaling_tensors
+from tests.support.models import Checkpointed, Lora, Stack
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -39,29 +39,6 @@ class LoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.b(self.a(x))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), LoRA(nn.Linear(width, 256)), LoRA(nn.Linear(256, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Blocks whose large weights are frozen. `how`: "checkpoint" recomputes each block, "twice" calls each block twice."""
-
-    def __init__(self, blocks: int = 2, how: str = "") -> None:
-        super().__init__()
-        self.blocks, self.how = nn.ModuleList(Block() for _ in range(blocks)), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.how == "checkpoint" else block(x)
-            x = block(x) if self.how == "twice" else x
-        return x
 
 
 def one() -> nn.Module:
@@ -103,7 +80,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def bases(model: nn.Module) -> dict[str, Any]:
-    return {name: p for name, p in model.named_parameters() if name.endswith("base.weight")}
+    return {name: p for name, p in model.named_parameters() if name.endswith(("base.weight", "up.weight", "down.weight"))}
 
 
 def stored(model: nn.Module) -> set[bool]:
@@ -112,17 +89,21 @@ def stored(model: nn.Module) -> set[bool]:
 
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
-    ("kind", "recipe", "dtype"),
-    [("checkpoint", "mxfp8, tiles", BF16), ("twice", "blockwise", BF16), ("autocast", "tensorwise", torch.float32)],
+    ("build", "recipe", "dtype"),
+    [
+        (lambda: Checkpointed(Lora()), "mxfp8, tiles", BF16),
+        (lambda: Stack(*[Lora()] * 2), "blockwise", BF16),
+        (lambda: Stack(Lora()), "tensorwise", torch.float32),
+    ],
 )
 @pytest.mark.compat
-def test_the_training_is_the_one_without_it(kind: str, recipe: str, dtype: torch.dtype) -> None:
+def test_the_training_is_the_one_without_it(build: Callable[[], nn.Module], recipe: str, dtype: torch.dtype) -> None:
     """tests/equivalence has more training loops."""
     found = {}
     for frozen in ("high_precision", "fp8"):
-        model = made(dtype, lambda: Net(1, kind))
+        model = made(dtype, build)
         before = {name: p.detach().clone() for name, p in bases(model).items()}
-        found[frozen] = trained(model, compiled(model, recipe, frozen), autocast=kind == "autocast")
+        found[frozen] = trained(model, compiled(model, recipe, frozen), autocast=dtype == torch.float32)
         assert stored(model) == {frozen == "fp8"}
     assert same(found["high_precision"], found["fp8"])
     kept = sum(p.nbytes for p in bases(model).values()) / sum(p.numel() for p in bases(model).values())
@@ -140,8 +121,8 @@ def test_blocks_that_are_compiled_one_by_one() -> None:
     found = {}
     for frozen in ("high_precision", "fp8"):
         torch._dynamo.reset()
-        model = made(model=lambda: Net(10))
-        for block in model.blocks[:-1]:  # type: ignore[index, union-attr]
+        model = made(model=lambda: Stack(*(Lora() for _ in range(10))))
+        for block in model.inner[:-1]:  # type: ignore[index, union-attr]
             block.compile(backend="fp8", fullgraph=True, options={"policy": ALL_FP8, "frozen": frozen})
         with torch._dynamo.config.patch(recompile_limit=8):
             found[frozen] = trained(model, model, 2)
@@ -159,7 +140,7 @@ def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCapture
     try:
         with hooks.weights_kept_in_fp8() as alive, caplog.at_level(logging.WARNING, "fp8compile"):
             for given in (False, True):
-                model = made(model=lambda: Net(1))
+                model = made(model=lambda: Stack(Lora()))
                 optimizer = torch.optim.SGD([p for p in model.parameters() if given or p.requires_grad], 0.1)
                 compiled(model, "delayed")(batch(0)).float().mean().backward()
                 optimizer.step()
@@ -469,7 +450,7 @@ def test_scaling_state_goes_on() -> None:
 
 @pytest.mark.slow
 def test_explain_and_compare_change_nothing() -> None:
-    model = made(model=lambda: Net(1))
+    model = made(model=lambda: Stack(Lora()))
     before = dict(model.named_parameters())
     options = {"policy": ALL_FP8, "frozen": "fp8"}
     with hooks.frozen_values() as copies:
@@ -479,7 +460,7 @@ def test_explain_and_compare_change_nothing() -> None:
     assert all(p is before[name] for name, p in model.named_parameters())
     fp8compile.compare(model, batch(0), options=options, loss=lambda out: out.float().square().mean())
     assert all(p is before[name] for name, p in model.named_parameters())
-    assert not model.blocks[0].up.base._state_dict_hooks  # type: ignore[index, union-attr]
+    assert not model.inner[0].up._state_dict_hooks  # type: ignore[index, union-attr]
 
 
 @pytest.mark.slow
