@@ -95,15 +95,11 @@ def test_layouts_with_scales_of_their_own_are_both_kept() -> None:
 
 
 @pytest.mark.slow
-def test_a_weight_that_forward_reads_in_both_layouts() -> None:
-    """Three slices of one parameter; one is multiplied in both layouts by fprops, which no backward can transpose for."""
+def test_what_is_kept_otherwise() -> None:
+    """Of three slices of one parameter one is multiplied in both layouts by fprops, which no backward can transpose for. And
+    who keeps copies between calls, and does not say how many, keeps both."""
     two, one = both(lambda: make(Uses), "tensorwise")
     assert 0 < one < two
-
-
-@pytest.mark.slow
-def test_what_auto_means() -> None:
-    """Who keeps copies between calls, and does not say otherwise, keeps both."""
     auto, two, one = (kept(lambda: make(Uneven), recast, "tensorwise", device="h200") for recast in ("auto", False, True))
     assert auto == two > 1.5 * one > 0
 
