@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fp8compile.optim import AdamW
-from fp8compile.optim.states import to_blocks
 from fp8compile.optim.update import compiled as compiled_update
 
 MASTERS = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "bf16+remainder"), (torch.bfloat16, "float32")]
@@ -67,36 +66,22 @@ def update_error(make, decades):
     return (wrong / right) ** 0.5
 
 
-@pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize("decades", range(5))
+@pytest.mark.parametrize("decades", [0, 4])
 def test_the_update_is_right_for_any_spread_of_gradients(decades):
     assert update_error(lambda p: AdamW(p, lr=1.0, weight_decay=0, compiled=False), decades) <= 0.06
 
 
-@pytest.mark.slow
-def test_a_second_moment_in_e4m3_is_not():
-    """The measure sees the fault that FP16 is there for: torchao's AdamWFp8 keeps both moments in E4M3."""
-    low_bit = pytest.importorskip("torchao.optim")
-    assert update_error(lambda p: low_bit.AdamWFp8(p, lr=1.0, weight_decay=0), 4) > 1
-
-
 @pytest.mark.parametrize("options", [{}, {"maximize": True}, {"weight_decay": 0.3}, {"betas": (0.8, 0.95), "eps": 1e-4}])
-def test_small_parameters_are_updated_as_by_torch(options):
-    mine, theirs = parameters(shapes=((40, 90), (7,))), parameters(shapes=((40, 90), (7,)))
-    ours, torchs = AdamW(mine, lr=0.01, **options), torch.optim.AdamW(theirs, lr=0.01, **options)
-    train(mine, ours, range(10))
-    train(theirs, torchs, range(10))
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"weight_decay": 0.3}, {"betas": (0.8, 0.95), "eps": 1e-4}])
-def test_large_parameters_are_updated_nearly_as_by_torch(options):
-    """And those at the size from which moments are packed."""
-    mine, theirs, start = (parameters(shapes=((64, 96), (4095,), (4096,), (4097,), (3, 40, 50))) for _ in range(3))
+def test_parameters_are_updated_as_by_torch(options):
+    """Those that are too small for packed moments exactly, and large ones nearly: also one that is not contiguous."""
+    shapes = ((40, 90), (7,), (4095,), (4096,), (4097,), (3, 40, 50), (64, 96))
+    mine, theirs, start = (parameters(shapes=shapes) for _ in range(3))
+    mine[-1] = mine[-1].detach().t().contiguous().t().requires_grad_()
     train(mine, AdamW(mine, lr=0.01, compiled=False, **options), range(10))
     train(theirs, torch.optim.AdamW(theirs, lr=0.01, **options), range(10))
     for one, other, before in zip(mine, theirs, start, strict=True):
+        if one.numel() < 4096:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         assert (one - other).norm() <= 0.05 * (other - before).norm()
 
 
@@ -248,30 +233,6 @@ def test_groups_closures_schedules_and_missing_gradients():
     assert idle not in optimizer.state
 
 
-def test_weights_that_are_not_contiguous():
-    base = torch.randn(96, 64)
-    one, two = base.t().detach().requires_grad_(), base.t().contiguous().requires_grad_()
-    assert not one.is_contiguous()
-    for weights in ([one], [two]):
-        train(weights, AdamW(weights, lr=0.01, compiled=False), range(3))
-    assert torch.equal(one, two)
-
-
-def test_a_gradient_that_is_not_finite_stays_where_it_is():
-    weights = parameters(shapes=((64, 96),))
-    optimizer = AdamW(weights, lr=0.01, compiled=False)
-    gradients(weights, 0)
-    weights[0].grad[3, 5] = float("nan")
-    optimizer.step()
-    assert weights[0].isnan().nonzero().tolist() == [[3, 5]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64])
-def test_dtypes_that_it_does_not_take(dtype):
-    with pytest.raises(ValueError, match="parameter 1 of its group is"):
-        AdamW([torch.zeros(3), torch.zeros(3, dtype=dtype)])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -291,10 +252,11 @@ def test_options_that_it_does_not_take(options, message):
         AdamW([torch.zeros(3, requires_grad=True)], **options)
 
 
-def test_a_group_that_is_refused_is_not_added():
+def test_dtypes_that_it_does_not_take():
     optimizer = AdamW(parameters())
-    with pytest.raises(ValueError, match="float64"):
-        optimizer.add_param_group({"params": [torch.zeros(3, dtype=torch.float64)]})
+    for dtype in (torch.float64, torch.complex64, torch.int64):
+        with pytest.raises(ValueError, match="parameter 1 of its group is"):
+            optimizer.add_param_group({"params": [torch.zeros(3), torch.zeros(3, dtype=dtype)]})
     assert len(optimizer.param_groups) == 1
 
 
@@ -351,8 +313,3 @@ def test_hooks_of_others_see_torchs_keys():
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == [{"step", "exp_avg", "exp_avg_sq"}, 3]
-
-
-def test_packed_rows_are_views_where_they_can_be():
-    weight = torch.randn(4, 128)
-    assert to_blocks(weight).data_ptr() == weight.data_ptr()

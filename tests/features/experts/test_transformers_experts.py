@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp8compile
-from tests.support.harness import ALL_FP8, Pair, interpreted, sqnr
+from tests.support.harness import ALL_FP8, Pair, interpreted
 from tests.support.models import Experts
 from tests.support.operands import ends
 from tests.support.reference_settings import RECIPES
@@ -84,20 +84,6 @@ def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str) -> None:
     assert list(model.state_dict()) == keys
 
 
-@pytest.mark.weekly
-def test_float32_experts() -> None:
-    """transformers calls operators of its own, which loop over the experts."""
-    plain, model = make("Mixtral", torch.float32), make("Mixtral", torch.float32)
-    expected = step(plain, plain)
-    with interpreted():
-        got = step(model, torch.compile(model, backend="fp8", options={"policy": ALL_FP8}))
-    assert kept(model) == set() and len(experts_of(model)) == 6
-    assert got == pytest.approx(expected, rel=1e-2)
-    for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-        if "experts" in name:
-            assert sqnr(p.grad, q.grad) > 10, name
-
-
 def kept(model: torch.nn.Module) -> set[str]:
     """The gemms of experts in high precision."""
     return {gemm for (_, gemm), decision in experts_of(model).items() if decision != "fp8"}
@@ -135,19 +121,3 @@ def test_float32_experts_are_those_of_an_eager_loop(recipe: str) -> None:
         assert not pair.model.experts.gate_up_proj.grad[sizes.index(0)].any()
     assert kept(pair.model) == ({"wgrad"} if recipe == "rowwise_with_gw_hp" else set())
     assert "would multiply in float32" in str(fp8compile.report(pair.model))
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_float32_experts_in_high_precision() -> None:
-    from transformers.integrations import moe  # noqa: F401  # registers the operator
-
-    model, plain, offs = Float32(), Float32(), ends([0, 1, 15, 16, 17, 257])
-    x, dy = (torch.randn(306, 128, generator=torch.Generator().manual_seed(number)) for number in range(2))
-    call = torch.compile(model, backend="fp8", options={"policy": {"rules": [{"module": "*", "fp8": "off"}]}})
-    (y, expected) = call(x, offs), plain(x, offs)
-    y.backward(dy)
-    expected.backward(dy)
-    assert sqnr(expected, y) > 80
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert sqnr(p.grad, q.grad) > 80
-    assert kept(model) == {"fprop", "dgrad", "wgrad"} and "would multiply in float32" not in str(fp8compile.report(model))

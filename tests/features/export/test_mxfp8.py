@@ -51,35 +51,6 @@ def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[
     assert torch.equal(tensors[f"{name}.weight_scale"], scales)
 
 
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize(("block", "dtype"), [(TILE, torch.bfloat16), (ROW_OF_32, torch.float32)], ids=str)
-def test_bytes_and_scales(block: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
-    model, _, made = exported(tmp_path / "out", block, Small(hidden=160 if block == TILE else 256).to(dtype))
-    assert made.format == "compressed-tensors" and made.layers == {"up": "mxfp8", "down": "mxfp8"} and not made.left
-    for name in made.layers:
-        assert_as_expected(made.directory, name, model.get_submodule(name).weight, block)
-    scales = tensors_of(made.directory)["up.weight_scale"].unflatten(0, (-1, 32))
-    assert bool((scales == scales[:, :1]).all()) == (block == TILE) and len(scales.unique()) > 2
-
-
-@pytest.mark.slow
-@every_block
-def test_a_server_computes_what_evaluation_computes_with_bytes_of_torchao(block: tuple[int, int], tmp_path: Path) -> None:
-    """torchao scales runs of elements: the elements of a tile are put in a row."""
-    model, compiled, made = exported(tmp_path / "out", block)
-    assert sqnr(evaluated(compiled, tokens(9)), serve(Small(), made.directory)(tokens(9))) > 60.0
-    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    tensors, (rows, columns) = tensors_of(made.directory), block
-    for name in made.layers:
-        weight = model.get_submodule(name).weight.detach()
-        tiles = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
-        scale, values = mx.to_mx(tiles.flatten(2).flatten(0, 1), E4M3[0], rows * columns, mx.ScaleCalculationMode.RCEIL)
-        values = values.view(torch.uint8).view(tiles.shape).transpose(1, 2).reshape(weight.shape)
-        scale = scale.view(torch.uint8).view(tiles.shape[:2]).repeat_interleave(rows, 0)
-        assert torch.equal(tensors[f"{name}.weight"].view(torch.uint8), values), name
-        assert torch.equal(tensors[f"{name}.weight_scale"], scale), name
-
-
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("block", "margin"), [(ROW_OF_32, 12), (TILE, 0)])
 def test_the_ends_of_the_range(block: tuple[int, int], margin: int, tmp_path: Path) -> None:

@@ -30,9 +30,6 @@ BATCHES = 5
 # That happens in a part of the batches, so the median has to be high. A wrong scale gives under 30 dB in every batch.
 MEDIAN_DB, WORST_DB = 60.0, 14.0
 E4M3 = OCP[0]
-TILES: dict[str, Any] = {"weight_tiles": True}
-
-
 class Logits(nn.Module):
     """A causal language model whose output is the logits."""
 
@@ -90,19 +87,7 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(("recipe", "options"), [("delayed", {}), ("rowwise", {}), ("mxfp8", TILES)])
-def test_a_server_in_eager_in_bf16(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Both sides round to bf16 at the same places, which hides the order of float32 sums."""
-    model = llama().bfloat16()
-    compiled = trained(Logits(model), 3, recipe, **options)
-    made = fp8compile.export(model, tmp_path / "out")
-    theirs = outputs(Logits(serve(llama().bfloat16(), made.directory)))
-    ratios = [sqnr(a, b) for a, b in zip(outputs(compiled, training=recipe == "delayed"), theirs, strict=True)]
-    assert median(ratios) > MEDIAN_DB, ratios
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
     """And by a server in eager. With `delayed`, training reads the same scales; evaluation has current ones."""
     pytest.importorskip("compressed_tensors")
@@ -121,34 +106,13 @@ def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.weekly
-def test_mxfp8_loaded_with_compressed_tensors(tmp_path: Path) -> None:
-    """compressed-tensors decompresses E8M0 weights to bf16, and multiplies inputs of the model's dtype with them: only a bf16
-    model runs as it is. A float32 model runs once the weights are float32, which changes no value. Its own scales of inputs
-    are ours, but for an amax of exactly 7/4 of a power of two."""
-    pytest.importorskip("compressed_tensors")
-    model, compiled, made = exported("mxfp8", tmp_path / "out")
-    theirs = loaded(made.directory)
-    held = dict(theirs.inner.named_parameters())
-    for name, tensor in tensors_of(made.directory).items():
-        assert held[name].dtype == tensor.dtype and torch.equal(held[name].float(), tensor.float()), name
-    with pytest.raises(RuntimeError, match="same dtype"):
-        outputs(theirs)
-    theirs.float()
-    for name in made.layers:
-        exact = quantize(model.get_submodule(name).weight, E4M3, (1, 32), rounded=True).exact().float()
-        assert torch.equal(theirs.inner.get_submodule(name).weight, exact), name
-    assert_alike(outputs(compiled), outputs(theirs))
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("mixed", [False, True])
-def test_mxfp8_loaded_with_compressed_tensors_in_bf16(mixed: bool, tmp_path: Path) -> None:
+def test_mxfp8_loaded_with_compressed_tensors_in_bf16(tmp_path: Path) -> None:
     """As it is. Sums that are rounded to bf16 differ in a bit now and then, and so do FP8 values after them: about 40 dB.
-    Inputs that are not quantized give 28 dB. Mixed: scales of `rowwise` are rounded to bf16; a wrong layer is at 0 dB."""
+    Inputs that are not quantized give 28 dB. Scales of `rowwise` are rounded to bf16; a wrong layer is at 0 dB."""
     pytest.importorskip("compressed_tensors")
     model = llama().bfloat16()
     policy = {"rules": [{"module": "*mlp*", "recipe": "rowwise"}]}
-    compiled = trained(Logits(model), 3, "mxfp8", policy=policy if mixed else {})
+    compiled = trained(Logits(model), 3, "mxfp8", policy=policy)
     made = fp8compile.export(model, tmp_path / "out")
     arguments: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
     theirs = Logits(transformers.AutoModelForCausalLM.from_pretrained(made.directory, **arguments))
@@ -157,7 +121,7 @@ def test_mxfp8_loaded_with_compressed_tensors_in_bf16(mixed: bool, tmp_path: Pat
         if recipe == "mxfp8":
             exact = quantize(model.get_submodule(name).weight, E4M3, (1, 32), rounded=True).exact()
             assert torch.equal(theirs.inner.get_submodule(name).weight.double(), exact), name
-    assert len(set(made.layers.values())) == (2 if mixed else 1) and median(ratios) > (20.0 if mixed else 34.0), ratios
+    assert len(set(made.layers.values())) == 2 and median(ratios) > 20.0, ratios
 
 
 @pytest.mark.slow

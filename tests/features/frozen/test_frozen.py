@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
 from fp8compile.errors import Fp8CompileError, OptionError, StrictError
 from tests.support import hooks
-from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, grads_of, load_scaling, scaling_tensors, sqnr
+from tests.support.harness import ALL_FP8, grads_of, load_scaling, noise, scaling_tensors
+from tests.support.models import Checkpointed, Lora, Stack
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
@@ -42,29 +41,6 @@ class LoRA(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), LoRA(nn.Linear(width, 256)), LoRA(nn.Linear(256, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Blocks whose large weights are frozen. `how`: "checkpoint" recomputes each block, "twice" calls each block twice."""
-
-    def __init__(self, blocks: int = 2, how: str = "") -> None:
-        super().__init__()
-        self.blocks, self.how = nn.ModuleList(Block() for _ in range(blocks)), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.how == "checkpoint" else block(x)
-            x = block(x) if self.how == "twice" else x
-        return x
-
-
 def one() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(128), LoRA(nn.Linear(128, 256)))
 
@@ -74,8 +50,8 @@ def made(dtype: torch.dtype = BF16, model: Callable[[], nn.Module] = one) -> nn.
     return model().to(dtype)
 
 
-def batch(step: int, rows: int = 48, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(rows, 128, generator=torch.Generator().manual_seed(step)).to(dtype)
+def batch(step: int, dtype: torch.dtype = BF16) -> Tensor:
+    return noise(48, 128, seed=step, dtype=dtype)
 
 
 def compiled(model: nn.Module, recipe: str = "tensorwise", frozen: str = "fp8", **options: Any) -> Callable[..., Tensor]:
@@ -84,20 +60,15 @@ def compiled(model: nn.Module, recipe: str = "tensorwise", frozen: str = "fp8", 
     return torch.compile(model, backend="fp8", options=given)
 
 
-def trained(
-    model: nn.Module, call: Callable[..., Tensor], rows: Sequence[int] = (48, 48, 48), micro: int = 1, autocast: bool = False
-) -> list[Tensor]:
-    """Outputs and gradients of each step, and the trained parameters after them. `micro` batches make a step; their forwards
-    come before their backwards."""
+def trained(model: nn.Module, call: Callable[..., Tensor], steps: int = 3, autocast: bool = False) -> list[Tensor]:
+    """Outputs and gradients of each step, and the trained parameters after them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # is given the frozen weights, too
     found: list[Tensor] = []
-    dtype = next(model.parameters()).dtype
-    for step, count in enumerate(rows):
+    for step in range(steps):
         with torch.autocast("cpu", BF16, enabled=autocast):
-            out = [call(batch(10 * step + i, count, dtype)) for i in range(micro)]
-        for each in out:
-            each.float().square().mean().backward()
-        found += [x.detach().clone() for x in out] + list(grads_of(model).values())
+            out = call(batch(10 * step, next(model.parameters()).dtype))
+        out.float().square().mean().backward()
+        found += [out.detach().clone(), *grads_of(model).values()]
         optimizer.step()
         optimizer.zero_grad()
     return found + [p.detach().clone() for p in model.parameters() if p.requires_grad]
@@ -109,38 +80,30 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def bases(model: nn.Module) -> dict[str, Any]:
-    return {name: p for name, p in model.named_parameters() if name.endswith("base.weight")}
+    return {name: p for name, p in model.named_parameters() if name.endswith(("base.weight", "up.weight", "down.weight"))}
 
 
 def stored(model: nn.Module) -> set[bool]:
     return {hooks.frozen(p) for p in bases(model).values()}
 
 
-CASES: dict[str, dict[str, Any]] = {  # tests/equivalence has more training loops
-    "checkpointing": {"how": "checkpoint"},
-    "used twice": {"how": "twice"},
-    "float32 under autocast": {"dtype": torch.float32, "autocast": True},
-}
-
-
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
-    ("case", "recipe"),
+    ("build", "recipe", "dtype"),
     [
-        ("checkpointing", "mxfp8, tiles"),
-        ("used twice", "blockwise"),
-        ("float32 under autocast", "tensorwise"),
+        (lambda: Checkpointed(Lora()), "mxfp8, tiles", BF16),
+        (lambda: Stack(*[Lora()] * 2), "blockwise", BF16),
+        (lambda: Stack(Lora()), "tensorwise", torch.float32),
     ],
 )
 @pytest.mark.compat
-def test_the_training_is_the_one_without_it(case: str, recipe: str) -> None:
-    how = dict(CASES[case])
-    dtype, kind = how.pop("dtype", BF16), how.pop("how", "")
+def test_the_training_is_the_one_without_it(build: Callable[[], nn.Module], recipe: str, dtype: torch.dtype) -> None:
+    """tests/equivalence has more training loops."""
     found = {}
     for frozen in ("high_precision", "fp8"):
-        model = made(dtype, lambda: Net(1, kind))
+        model = made(dtype, build)
         before = {name: p.detach().clone() for name, p in bases(model).items()}
-        found[frozen] = trained(model, compiled(model, recipe, frozen), **how)
+        found[frozen] = trained(model, compiled(model, recipe, frozen), autocast=dtype == torch.float32)
         assert stored(model) == {frozen == "fp8"}
     assert same(found["high_precision"], found["fp8"])
     kept = sum(p.nbytes for p in bases(model).values()) / sum(p.numel() for p in bases(model).values())
@@ -151,23 +114,18 @@ def test_the_training_is_the_one_without_it(case: str, recipe: str) -> None:
     assert [(x.parameter, x.bytes, x.reason) for x in records] == [(name, p.nbytes, "") for name, p in bases(model).items()]
 
 
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_blocks_that_are_compiled_one_by_one(wrapped: bool) -> None:
+@pytest.mark.slow
+def test_blocks_that_are_compiled_one_by_one() -> None:
     """What one block says holds for all that are compiled: more blocks than Dynamo compiles code for, and two pieces of code,
     as without the option (the first block's input needs no gradient). A block that stays eager keeps its weights."""
     found = {}
     for frozen in ("high_precision", "fp8"):
         torch._dynamo.reset()
-        model = made(model=lambda: Net(10))
-        options = {"policy": ALL_FP8, "frozen": frozen}
-        for i, block in enumerate(model.blocks[:-1]):  # type: ignore[index, arg-type]
-            if wrapped:
-                model.blocks[i] = torch.compile(block, backend="fp8", fullgraph=True, options=options)  # type: ignore
-            else:
-                block.compile(backend="fp8", fullgraph=True, options=options)
+        model = made(model=lambda: Stack(*(Lora() for _ in range(10))))
+        for block in model.inner[:-1]:  # type: ignore[index, union-attr]
+            block.compile(backend="fp8", fullgraph=True, options={"policy": ALL_FP8, "frozen": frozen})
         with torch._dynamo.config.patch(recompile_limit=8):
-            found[frozen] = trained(model, model, (48, 48))
+            found[frozen] = trained(model, model, 2)
         assert len(fp8compile.report(model).graphs) == 2
     assert same(found["high_precision"], found["fp8"])
     assert [hooks.frozen(p) for p in bases(model).values()] == [True] * 18 + [False] * 2
@@ -182,7 +140,7 @@ def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCapture
     try:
         with hooks.weights_kept_in_fp8() as alive, caplog.at_level(logging.WARNING, "fp8compile"):
             for given in (False, True):
-                model = made(model=lambda: Net(1))
+                model = made(model=lambda: Stack(Lora()))
                 optimizer = torch.optim.SGD([p for p in model.parameters() if given or p.requires_grad], 0.1)
                 compiled(model, "delayed")(batch(0)).float().mean().backward()
                 optimizer.step()
@@ -231,28 +189,13 @@ def test_no_kernel_reads_a_frozen_weight_in_high_precision() -> None:
     assert len(copies) == 2 and all(x.fqn.endswith("base") for x in copies)
 
 
-@pytest.mark.slow
-@pytest.mark.compiled
-@needs_description
-def test_the_plan_for_a_gpu_executed() -> None:
-    found = []
-    for frozen in ("high_precision", "fp8"):
-        torch._dynamo.reset()
-        model = made()
-        with executed(0):
-            found.append(trained(model, compiled(model, "delayed", frozen), (48, 48)))
-    torch._dynamo.reset()
-    assert stored(model) == {True}
-    assert all(sqnr(x, y) > 40 for x, y in zip(*found, strict=True))
-
-
 # --- other readers ----------------------------------------------------------------------------------
 
 
 def converted(recipe: str = "tensorwise", **options: Any) -> tuple[nn.Module, Callable[..., Tensor]]:
     model = made()
     call = compiled(model, recipe, **options)
-    trained(model, call, (48,))
+    trained(model, call, 1)
     assert stored(model) == {True}
     return model, call
 
@@ -280,19 +223,18 @@ def test_checkpoints_are_vanilla(tmp_path: Any) -> None:
         assert torch.equal(p.inv_, before[name][1])
     fresh = made().state_dict()
     model.load_state_dict({name: 3 * x for name, x in fresh.items()})
-    loaded = trained(model, call, (48,))
+    loaded = trained(model, call, 1)
     other = made()
     other.load_state_dict({name: 3 * x for name, x in fresh.items()})
-    assert same(loaded, trained(other, compiled(other), (48,)))
+    assert same(loaded, trained(other, compiled(other), 1))
 
 
 @pytest.mark.slow
-def test_keep_vars_and_assign() -> None:
+def test_weights_that_are_assigned() -> None:
     model, call = converted()
-    assert model.state_dict(keep_vars=True)["1.base.weight"] is bases(model)["1.base.weight"]
     model.load_state_dict(made().state_dict(), assign=True)
     assert stored(model) == {False}
-    trained(model, call, (48,))  # the next training call keeps them in FP8 again
+    trained(model, call, 1)  # the next training call keeps them in FP8 again
     assert stored(model) == {True}
 
 
@@ -441,33 +383,13 @@ def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture
         "read.weight": "read by aten.sum",
         "off.weight": "policy: rule 1",
     }
-    text = str(fp8compile.report(model))
-    assert "frozen weights in FP8 only: 1 of 4, 0.01639 MB instead of 0.06554" in text and "fp8 only" in text
+    assert "frozen weights in FP8 only: 1 of 4, 0.01639 MB instead of 0.06554" in str(fp8compile.report(model))
     said = [record.getMessage() for record in caplog.records if "kept in FP8 only" in record.getMessage()]
-    assert len(said) == 1 and "1 frozen weights are kept in FP8 only, 0.01639 MB instead of 0.06554" in said[0]
-
-
-class AlsoSummed(nn.Module):
-    """Its frozen weight stays in high precision, as a sum reads it, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.last = nn.Linear(128, 128, bias=False).requires_grad_(False), nn.Linear(128, 128, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.base(x)) + self.base.weight.sum()
-
-
-def test_compiled_code_keeps_no_module_alive() -> None:
-    model = made(model=AlsoSummed)
-    run = torch.compile(model, backend="fp8", options={"recipe": "tensorwise", "frozen": "fp8", "policy": ALL_FP8})
-    run(batch(0)).sum().backward()
-    (record,) = fp8compile.report(model).graphs[0].frozen
-    assert record.reason == "read by aten.sum"
-    alive = weakref.ref(model.base)
-    del model, run
+    assert len(said) == 1 and "1 frozen weights are kept" in said[0]
+    alive = weakref.ref(model.read)
+    del model, call
     gc.collect()
-    assert alive() is None
+    assert alive() is None, "compiled code holds a module"
 
 
 def test_a_graph_that_casts_otherwise_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -479,15 +401,6 @@ def test_a_graph_that_casts_otherwise_says_so(caplog: pytest.LogCaptureFixture) 
     assert any("cast with other blocks: it has FP8-rounded values" in record.getMessage() for record in caplog.records)
     with pytest.raises(StrictError, match="kept in FP8 only"):
         compiled(model, "blockwise", strict=True)(batch(0))
-
-
-@pytest.mark.slow
-def test_without_the_option_it_stays_as_it_is() -> None:
-    model, _ = converted()
-    twin = copy.deepcopy(model)
-    one = trained(model, compiled(model, "delayed", "high_precision"))
-    two = trained(twin, compiled(twin, "delayed", "fp8"))
-    assert same(one, two) and stored(model) == {True}
 
 
 def test_options_that_are_refused() -> None:
@@ -536,7 +449,7 @@ def test_scaling_state_goes_on() -> None:
 
 @pytest.mark.slow
 def test_explain_and_compare_change_nothing() -> None:
-    model = made(model=lambda: Net(1))
+    model = made(model=lambda: Stack(Lora()))
     before = dict(model.named_parameters())
     options = {"policy": ALL_FP8, "frozen": "fp8"}
     with hooks.frozen_values() as copies:
@@ -546,7 +459,7 @@ def test_explain_and_compare_change_nothing() -> None:
     assert all(p is before[name] for name, p in model.named_parameters())
     fp8compile.compare(model, batch(0), options=options, loss=lambda out: out.float().square().mean())
     assert all(p is before[name] for name, p in model.named_parameters())
-    assert not model.blocks[0].up.base._state_dict_hooks  # type: ignore[index, union-attr]
+    assert not model.inner[0].up._state_dict_hooks  # type: ignore[index, union-attr]
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ state are those without it, bitwise.)"""
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.support import hooks
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, assert_close, compiled, grads_of, histories, leaf, noise
-from tests.support.models import Checkpointed, Ffn, GptLayer, LlamaLayer, Mlp, NormalHeads, Stack, SwiGlu, make
+from tests.support.models import Checkpointed, LlamaLayer, Mlp, Stack, SwiGlu, make
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 for_a_gpu = pytest.mark.compiled  # nothing is interpreted
@@ -63,14 +62,9 @@ class Squared(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: LlamaLayer(128, 2, 2, 256),
-    "gpt": lambda: GptLayer(128, 4, causal=True),
-    "vit": lambda: GptLayer(128, 4, causal=False),
-    "ffn": lambda: Ffn(128),
     "half": lambda: Stack(SwiGlu(), Checkpointed(Mlp())),
     "gate and up": SwiGlu,
     "chunked": Chunked,
-    "q and k": NormalHeads,
 }
 
 
@@ -129,43 +123,6 @@ class Twins:
             assert found == other[key] or key[1] == "gradient", key
 
 
-def exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Gradients in float64."""
-    model, leaf_ = copy.deepcopy(model).double(), leaf(x.double())
-    (model(leaf_) * aim(x).double()).mean().backward()
-    return grads_of(model, [leaf_])
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize(
-    ("name", "merge", "dtype"),
-    [
-        ("llama", True, BF16),
-        pytest.param("gpt", False, torch.float32, marks=pytest.mark.slow),
-        pytest.param("vit", False, BF16, marks=pytest.mark.slow),
-    ],
-)
-def test_gradients_are_as_exact(name: str, merge: bool, dtype: torch.dtype) -> None:
-    """Within 1 dB, against high precision, over some steps."""
-    twins = Twins(make(MODELS[name], dtype), merge_matmuls=merge)
-    noises: dict[str, list[float]] = {}
-    for number in range(5):
-        x = noise(4, 128, 128, seed=number, dtype=dtype)
-        expected = exact(twins.models[0], x)
-        for i, (out, leaves) in enumerate(twins(x)):
-            (out * aim(out)).mean().backward()
-            if number:  # the first step is cold
-                for key, grad in grads_of(twins.models[i], leaves).items():
-                    error = (grad.double() - expected[key]).square().sum() / expected[key].square().sum()
-                    noises.setdefault(key, [0.0, 0.0])[i] += float(error)
-            twins.models[i].zero_grad()
-    assert len(twins.kept()) >= 2
-    assert twins.merged() == 2 * ([{0, 2, 3}] if merge else [{0}])
-    lost = {key: 10 * math.log10(with_ / without) for key, (without, with_) in noises.items()}
-    assert max(lost.values()) <= (1.02 if merge else 1.0), lost
-    twins.same_state()
-
-
 def test_beside_a_checkpointed_layer_in_any_order() -> None:
     """What a checkpoint recomputes is not kept. Two forwards come before their backwards, and an evaluation between."""
     twins = Twins(make(MODELS["half"]), merge_matmuls=True)
@@ -180,36 +137,25 @@ def test_beside_a_checkpointed_layer_in_any_order() -> None:
     assert all(2 in sizes for sizes in twins.merged())
 
 
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize(
-    ("name", "recipe", "dtype"),
-    [
-        ("llama, merged", "delayed", BF16),
-        ("gpt", "delayed", torch.float32),
-        ("ffn", "blockwise", BF16),
-    ],
-)
+@pytest.mark.slow
 @for_a_gpu
 @needs_description
-def test_the_plan_for_a_gpu(name: str, recipe: str, dtype: torch.dtype) -> None:
+def test_the_plan_for_a_gpu() -> None:
     """The kernels for an H200 compute what the operators do one by one."""
-    name, _, merge = name.partition(", ")
-    options = {"policy": ALL_FP8, "save": "fp8", "recipe": recipe, "merge_matmuls": bool(merge)}
     found = []
     for inside in (executed, hooks.lowered):
         torch._dynamo.reset()
-        model = make(MODELS[name], dtype)
-        made = {}
+        model, made = make(lambda: LlamaLayer(128, 2, 2, 256), BF16), {}
         with inside():
-            run = torch.compile(model, backend="fp8", options=options)
+            run = compiled(model, policy=ALL_FP8, save="fp8", merge_matmuls=True)
             for number in range(2):
-                x = leaf(noise(2, 32, 128, seed=number, dtype=dtype))
+                x = leaf(noise(2, 32, 128, seed=number, dtype=BF16))
                 model.zero_grad()
                 out = run(x)
                 (out * aim(out)).mean().backward()
                 made |= {f"{key} {number}": tensor for key, tensor in {**grads_of(model, [x]), "out": out.detach()}.items()}
         found.append(made)
-    assert_close(*found, 30.0 if dtype == torch.float32 else 24.0, "a gradient")
+    assert_close(*found, 24.0, "a gradient")
 
 
 class Unkept(nn.Module):
@@ -272,16 +218,14 @@ def test_what_stays_as_it_is() -> None:
     assert kept_by({what: Unkept(what) for what in [*UNKEPT, "square"]}) == {"square"}
 
 
-@pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize(("least", "found"), [(0, {"wide"}), (64 * 256 * 4, {"wide"}), (64 * 256 * 4 + 1, set())])
+@pytest.mark.parametrize(("least", "found"), [(64 * 256 * 4, {"wide"}), (64 * 256 * 4 + 1, set())])
 def test_96_features_and_small_tensors(least: int, found: set[str]) -> None:
     """Rows of 96 features have no blocks of 128. A tensor below the limit is not worth a copy."""
     with hooks.saving_small_tensors(least):
         assert kept_by({"narrow": Unkept("", 96), "wide": Unkept("", 256)}) == found
 
 
-@pytest.mark.cases(test=2, slow=1)
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_copy_that_a_matmul_made_is_kept(recipe: str) -> None:
     """With one scale for all, the copy of the second linear is kept; with a scale a row, one is made."""
     twins = Twins(make(Squared), recipe=recipe)
@@ -342,34 +286,25 @@ def test_refused_with_a_partitioner_of_the_users_own_and_as_another_format() -> 
         compiled(nn.Linear(128, 128), save="fp4")(noise(8, 128))
 
 
-def test_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP8COMPILE_SKIP", "save")
-    assert not kept_by({"square": Unkept("")})
-
-
 # -- tensors of which backward reads parts: results of merged matmuls, and what a model splits ----------------------------
 
 
-@pytest.mark.cases(test=2, slow=1)
-@pytest.mark.parametrize(
-    ("name", "width", "dtype"), [("gate and up", 128, BF16), ("chunked", 128, torch.float32), ("q and k", 256, torch.float32)]
-)
-def test_each_part_gets_a_copy_and_the_whole_is_free(name: str, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("gate and up", BF16), ("chunked", torch.float32)])
+def test_each_part_gets_a_copy_and_the_whole_is_free(name: str, dtype: torch.dtype) -> None:
     """Nothing that is kept lives in the memory of a merged result."""
     twins = Twins(make(MODELS[name], dtype), merge_matmuls=True)
     for number in range(2):
-        twins.backward(twins(noise(2, 48, width, seed=number, dtype=dtype)))
-    first, second = (twins(noise(2, 48, width, seed=number, dtype=dtype)) for number in (5, 6))
+        twins.backward(twins(noise(2, 48, 128, seed=number, dtype=dtype)))
+    first, second = (twins(noise(2, 48, 128, seed=number, dtype=dtype)) for number in (5, 6))
     twins.backward(second, first)
     twins.same_state()
     assert len(twins.kept()) == 2
     assert all(max(sizes) == (0 if name == "chunked" else 2) for sizes in twins.merged())
     alive: list[Tensor] = []
     with saving(alive):
-        twins.compiled[1](leaf(noise(2, 48, width, dtype=dtype)))
+        twins.compiled[1](leaf(noise(2, 48, 128, dtype=dtype)))
     assert sum(x.dtype == FP8 and x._base is None and x.shape == (96, x.shape[-1]) for x in alive) >= 2
-    wide = max(2 * 96 * 128, 96 * 2 * width)
-    assert not any(x.dtype == dtype and x.untyped_storage().nbytes() >= wide * x.itemsize for x in alive)
+    assert not any(x.dtype == dtype and x.untyped_storage().nbytes() >= 2 * 96 * 128 * x.itemsize for x in alive)
 
 
 def test_parts_that_128_does_not_divide() -> None:
@@ -379,32 +314,23 @@ def test_parts_that_128_does_not_divide() -> None:
     assert [record.tensor for record in kept(model)] == ["float32 [96 x 384]"]
 
 
-LARGE: dict[str, tuple[Callable[[], nn.Module], float]] = {  # how much is kept, as a part of what bf16 keeps
-    "llama": (LlamaLayer, 0.62),
-    "ffn": (Ffn, 0.60),
-    "chunked": (lambda: Chunked(4096, 14336), 0.36),
-}
-
-
 @pytest.mark.weekly
-@pytest.mark.parametrize("name", LARGE)
 @for_a_gpu
 @needs_description
-def test_bytes_kept_on_a_gpu(name: str) -> None:
+def test_bytes_kept_on_a_gpu() -> None:
     """Casts and reads are parts of kernels that were there before, and merged matmuls keep no more."""
-    build, most = LARGE[name]
     x = torch.empty(1, 8192, 4096, dtype=BF16, requires_grad=True)
 
     def step(**how: Any) -> fake_gpu.Step:
         torch._dynamo.reset()
-        layer = torch.compile(unallocated(build, BF16), **how)
+        layer = torch.compile(unallocated(LlamaLayer, BF16), **how)
         return fake_gpu.trace(lambda: layer(x).sum().backward())
 
     def ours(save: str, merge: bool) -> fake_gpu.Step:
         return step(backend="fp8", options={"policy": ALL_FP8, "save": save, "merge_matmuls": merge})
 
     bf16, auto, apart, together = step(), ours("auto", True), ours("fp8", False), ours("fp8", True)
-    assert together.kept_for_backward <= 1.001 * apart.kept_for_backward <= 1.001 * most * bf16.kept_for_backward
+    assert together.kept_for_backward <= 1.001 * apart.kept_for_backward <= 1.001 * 0.62 * bf16.kept_for_backward
     assert together.kept_for_backward < 0.85 * auto.kept_for_backward
     assert len(together.kernels) <= len(auto.kernels) + 2
     assert together.bytes_outside_matmuls <= 1.05 * auto.bytes_outside_matmuls

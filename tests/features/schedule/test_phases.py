@@ -33,28 +33,28 @@ def seen() -> Iterator[list[str]]:
 
 
 def scheduled(model: nn.Module, **times: Any):
-    return torch.compile(model, backend="fp8", options={"policy": {"schedule": times}})
+    return torch.compile(model, backend="fp8", dynamic=False, options={"policy": {"schedule": times}})
 
 
-def step(run, optimizer, seed: int = 0, micro: int = 1, scale: float = 1.0) -> None:
+def step(run, optimizer, seed: int, micro: int = 1, rows: int = 32) -> None:
     for i in range(micro):
-        run(noise(32, 128, seed=seed + i, scale=scale)).square().mean().backward()
+        run(noise(rows, 128, seed=seed + i)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-def test_steps_not_calls_are_counted(seen: list[str], micro: int) -> None:
+def test_steps_not_calls_are_counted(seen: list[str]) -> None:
+    """Nor evaluations. A new shape recompiles in the middle of the run; the new graph knows the step."""
     model = make(Mlp)
     run = scheduled(model, warmup_steps=2, cooldown_at=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for i in range(6):
-        step(run, optimizer, i, micro)
+        step(run, optimizer, i, micro=2, rows=32 if i < 2 else 48)
         model.eval()
         with torch.no_grad():
             run(noise(32, 128))
         model.train()
-    assert seen == [p for p in ["high_precision"] * 2 + ["fp8"] * 2 + ["high_precision"] * 2 for _ in range(micro)]
+    assert seen == ["high_precision"] * 4 + ["fp8"] * 4 + ["high_precision"] * 4
 
 
 @pytest.mark.slow
@@ -104,9 +104,6 @@ def test_two_compilations_and_no_more() -> None:
     assert [backward for _, backward in compiled] == [False, True] * 2
     assert len(fp8compile.report(model).graphs) == 1  # listed once
     assert fp8compile.report(model).fp8_flop_fraction == 1.0
-    with hooks.halves() as compiled:  # without a schedule
-        torch.compile(make(SwiGlu), backend="fp8")(noise(32, 128)).sum().backward()
-    assert len(compiled) == 2
 
 
 @pytest.mark.slow
@@ -174,71 +171,59 @@ def test_errors(call, message: str) -> None:
         call()
 
 
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp()
+        self.body.up.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return (self.body(x) - x).square().mean()
+
+
 def test_a_callback_on_the_loss(seen: list[str]) -> None:
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = Mlp()
-
-        def forward(self, x):
-            return (self.body(x) - x).square().mean()
-
+    """It sets the phase of the whole model, also of what is frozen, and is called once a step of several optimizers."""
     model = make(WithLoss)
     run = scheduled(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    losses: list[float] = []
+    optimizers = [torch.optim.SGD([p], 0.5) for p in model.parameters() if p.requires_grad]
+    asked: list[tuple[int, float | None]] = []
 
     def decide(step: int, loss: float | None) -> str | None:
-        losses.append(loss)
+        asked.append((step, loss))
         return "bf16" if step >= 4 else None
 
     remove = fp8compile.on_step(decide, model, every=2)
     mine = []
-    for i in range(7):
+    for i in range(8):
+        if i == 6:
+            remove()
         loss = run(noise(32, 128, seed=i))
         mine.append(loss.item())
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses == [mine[1], mine[3], mine[5]]
-    assert seen == ["fp8"] * 4 + ["high_precision"] * 3
-    remove()
-    step_count = len(losses)
-    optimizer.step()
-    assert len(losses) == step_count
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert asked == [(2, mine[1]), (4, mine[3]), (6, mine[5])]
+    assert seen == ["fp8"] * 4 + ["high_precision"] * 4
 
 
 @pytest.mark.slow
-def test_a_graph_that_is_met_late(seen: list[str]) -> None:
-    """A new shape recompiles in the middle of the run; the new graph knows the step."""
-    model = make(Mlp)
-    run = torch.compile(model, backend="fp8", dynamic=False, options={"policy": {"schedule": {"warmup_steps": 2}}})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for rows in (16, 16, 32, 48):
-        run(noise(rows, 128)).sum().backward()
-        optimizer.step()
-    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_blocks(seen: list[str], reentrant: bool) -> None:
-    """A recomputation runs in the phase of its forward, and moves no history. A reentrant checkpoint's forward inside of the
-    backward runs in the phase of its step: the first forward was an evaluation."""
+def test_a_reentrant_checkpoint(seen: list[str]) -> None:
+    """Its forward inside of the backward runs in the phase of its step: the first forward was an evaluation."""
     block = make(Mlp)
     run = scheduled(block, warmup_steps=2)
     optimizer = torch.optim.SGD(block.parameters(), 0.1)
     for i in range(4):
-        checkpoint(run, noise(32, 128, seed=i).requires_grad_(), use_reentrant=reentrant).sum().backward()
+        checkpoint(run, noise(32, 128, seed=i).requires_grad_(), use_reentrant=True).sum().backward()
         optimizer.step()
         assert {sum(a > 0 for a in history) for history, _ in histories(block).values()} == {i + 1}
-    assert seen == [phase for phase in ["high_precision"] * 2 + ["fp8"] * 2 for _ in range(1 if reentrant else 2)]
+    assert seen == ["high_precision"] * 2 + ["fp8"] * 2
 
 
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("before", "after"), [("bf16", "fp8"), ("fp8", "bf16")])
 def test_a_switch_before_a_recomputation(seen: list[str], before: str, after: str) -> None:
-    """A recomputation runs in the phase of its forward, whatever phase was set in between."""
+    """A recomputation runs in the phase of its forward, whatever phase was set in between, and moves no history."""
     block = make(Mlp)
     run = scheduled(block)
     fp8compile.set_precision(before)
@@ -246,36 +231,7 @@ def test_a_switch_before_a_recomputation(seen: list[str], before: str, after: st
     fp8compile.set_precision(after)
     out.sum().backward()
     assert seen == [before.replace("bf16", "high_precision")] * 2
-    assert all(p.grad is not None for p in block.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make_model", "options"), [(lambda: nn.Sequential(nn.Linear(128, 128)), {}), (lambda: make(Mlp), {"device": "h100"})]
-)
-def test_small_graphs(make_model, options) -> None:
-    """One slot a direction, or none: both phases compile and run."""
-    model = make_model()
-    run = torch.compile(model, backend="fp8", options={"policy": {"schedule": {"warmup_steps": 1}}, **options})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for i in range(3):
-        step(run, optimizer, i)
-
-
-@pytest.mark.slow
-def test_a_callback_and_frozen_weights(seen: list[str]) -> None:
-    """The callback sets the phase of the whole model, and is called once a step, however many optimizers there are."""
-    model = make(Mlp)
-    model.up.weight.requires_grad_(False)
-    run = scheduled(model)
-    optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters() if p.requires_grad]
-    asked: list[int] = []
-    fp8compile.on_step(lambda step, loss: asked.append(step) or "bf16", model, every=2)
-    for i in range(4):
-        run(noise(32, 128, seed=i)).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert asked == [2, 4] and seen == ["fp8"] * 2 + ["high_precision"] * 2
+    assert {sum(a > 0 for a in history) for history, _ in histories(block).values()} == {1}
 
 
 def compiled_optimizer(model: nn.Module) -> Callable[[], Any]:
