@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
-from tests.distributed.ranks import whole
+from tests.distributed.ranks import plain, whole
 from tests.support.harness import scaling_tensors
 from tests.support.hooks import slots_of
 from tests.support.models import ResidualMlp
@@ -140,10 +140,6 @@ def by_hand(stages: list[nn.Module], orders: list[list[tuple[str, int]]], x: Ten
             p.grad.div_(MICROBATCHES)
 
 
-def plain(name: str) -> str:
-    return name.removeprefix("module.")
-
-
 def trained(model: nn.Module) -> list[tuple[str, str, str]]:
     """The decisions about a model. An inference of shapes may have compiled an evaluation, too."""
     graphs = [graph for graph in fp8compile.report(model).graphs if not graph.note]
@@ -223,9 +219,6 @@ def test_a_pipeline_is_its_stages_by_hand(case: Case) -> None:
         check(found, case)
 
 
-# --- groups of ranks ----------------------------------------------------------------------------------------------------
-
-
 def _reduced_over_all(rank: int) -> None:
     run = torch.compile(ResidualMlp(), backend="fp8", options={"reduce_amax": True})
     schedule = Schedule1F1B(PipelineStage(run, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=loss_of)
@@ -238,23 +231,3 @@ def test_all_ranks_of_a_pipeline_are_refused() -> None:
     with pytest.raises(AssertionError, match="the ranks that share a pipeline stage") as failed:
         on_ranks(2, _reduced_over_all)
     assert "0 of 2 processes hang" in str(failed.value)
-
-
-def _groups(rank: int, by_name: bool) -> list[float]:
-    """Each rank has its own group; then both use a common one."""
-    own, both = [dist.new_group([i]) for i in range(2)][rank], dist.new_group([0, 1])
-    found = []
-    for group in (own, both):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = nn.Linear(128, 128)
-        given = group.group_name if by_name else group
-        run = torch.compile(model, backend="fp8", options={"reduce_amax": given})
-        run(torch.full((16, 128), 1.0 + rank)).sum().backward()
-        found.append(slots_of(model)["weight", "input", 0].history()[0])
-    return found
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_amaxes_are_reduced_over_a_group(by_name: bool) -> None:
-    assert on_ranks(2, _groups, by_name) == [[1.0, 2.0], [2.0, 2.0]]

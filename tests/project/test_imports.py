@@ -105,7 +105,6 @@ EXCEPTIONS: dict[str, str] = {
     "features/collectives/test_all_to_alls.py": "devices dryrun ir",
     "distributed/test_amax_groups.py": "compat runtime",
     "distributed/test_checkpoints.py": "ir",
-    "distributed/test_ddp.py": "compat",
     "distributed/test_equivalence_on_ranks.py": "reporting",
     "distributed/test_parallelism.py": "ir",
     "features/compression/test_wire.py": "features",
