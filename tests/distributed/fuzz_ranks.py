@@ -272,21 +272,9 @@ def one(seed: int, seen: Counter, backend: str = "fp8") -> str:
     try:
         found = on_ranks(2, _on_rank, seed, backend, limit=TIME_LIMIT)
     except AssertionError as error:
-        return _short(str(error))
+        return str(error)
     seen.update(found[0][1])
     return "\n".join(f"  rank {rank}, {error}" for rank, (errors, _) in enumerate(found) for error in errors)
-
-
-def _short(text: str) -> str:
-    """Of tracebacks, the last line in these tests, those in the package, and the error; once, if all ranks say the same."""
-    found = []
-    for part in text.split("Traceback (most recent call last):"):
-        lines = part.splitlines()
-        places = [i for i, line in enumerate(lines) if "/tests/" in line or "/fp8compile/" in line]
-        package = [i for i in places if "/fp8compile/" in lines[i]][-3:]
-        errors = [line[:500] for line in lines if line[:1].strip()]
-        found.append("\n".join([f"  {lines[i].strip()} {lines[i + 1].strip()}" for i in [*places[-1:], *package]] + errors[:6]))
-    return "\n".join(dict.fromkeys(found))
 
 
 def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Counter, list[str]]:
@@ -294,9 +282,8 @@ def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Coun
 
     def beside_the_stock_path(seed: int, seen: Counter) -> str:
         error = one(seed, seen)
-        stock = one(seed, Counter(), "aot_eager") if error else ""
-        said = "the same" if stock == error else stock or "as it should be"
-        return error and f"{OnRanks.of(seed)}\n{error}\n  with aot_eager: {said}"
+        stock = error and one(seed, Counter(), "aot_eager")
+        return error and f"{OnRanks.of(seed)}\n{error}\n  with aot_eager: {stock or 'as it should be'}"
 
     return fuzz_training.over(beside_the_stock_path, count, first, limit_s)
 

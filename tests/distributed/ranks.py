@@ -436,7 +436,6 @@ def facts(run: OnRanks, sent: list[tuple[torch.dtype, int]]) -> dict[str, Any]:
         "words": run.words,
         "text": str(report),
         "summary": report.summary(),
-        "wrapper": fp8compile.report(run.call).summary() if run.way.compiled == "around" else "",
         "remarks": [graph["remarks"] for graph in report.to_dict()["graphs"]],
         "checkpoint": weights if run.way.kind in ("fsdp1", "replica") else {},
         "names": sorted({r.fqn for r in report.matmuls}),

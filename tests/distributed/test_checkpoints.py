@@ -182,43 +182,25 @@ def largest(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "ddp", "reduced"])
-def test_from_four_data_parallel_ranks_to_two(found, kind: str) -> None:
-    """Each takes the largest amax of each call. What is one for all stays what it is, to the last column."""
-    saved, loaded = found
-    given = [one["reduced" if kind == "reduced" else "fsdp"] for one in saved]
-    expected = largest(given)
-    for state in (one[f"four: {kind}"] for one in loaded):
-        assert not isinstance(state, str), state
-        assert state.keys() == given[0].keys() and len(state) > 8
-        for name, history in histories(state).items():
-            assert torch.equal(history, expected[name]), name
-        if kind == "reduced":
-            assert all(torch.equal(row, state[name]) for name, row in given[0].items())
-    assert kind == "reduced" or any(not torch.equal(given[0][name], given[1][name]) for name in given[0])
-
-
-@pytest.mark.slow
-def test_tensor_parallel_ranks_take_the_state_of_their_part(found) -> None:
-    """2 x 2 ranks to 1 x 2: each takes the larger amax of the two that had its part of the weights."""
-    saved, loaded = found
-    for tp, one in enumerate(loaded):
-        assert not isinstance(one["four: tp"], str), one["four: tp"]
-        expected = largest([saved[tp]["fsdp x tp"], saved[2 + tp]["fsdp x tp"]])
-        for name, history in histories(one["four: tp"]).items():
-            assert torch.equal(history, expected[name]), name
-
-
-@pytest.mark.slow
-def test_stages_take_the_state_of_their_layers(found) -> None:
-    """The layers of a model on all ranks become stages."""
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "reduced", "tp", "stages"])
+def test_on_other_ranks(found, kind: str) -> None:
+    """From four ranks to two, each takes the largest amax of each call, of those that had its part of the weights: 2 x 2 ranks
+    to 1 x 2. The layers of a model on all ranks become stages. What is one for all stays what it is, to the last column."""
     saved, loaded = found
     for rank, one in enumerate(loaded):
-        state = one["four: stages"]
+        state = one[f"four: {kind}"]
         assert not isinstance(state, str), state
-        expected = {name: row for name, row in largest([x["fsdp"] for x in saved]).items() if f"blocks.{rank}." in name}
-        assert histories(state).keys() == expected.keys()
-        assert all(torch.equal(history, expected[name]) for name, history in histories(state).items())
+        given = [four[{"tp": "fsdp x tp", "reduced": "reduced"}.get(kind, "fsdp")] for four in saved]
+        expected = largest(given[rank::2] if kind == "tp" else given)
+        if kind == "stages":
+            expected = {name: row for name, row in expected.items() if f"blocks.{rank}." in name}
+        got = histories(state)
+        assert got.keys() == expected.keys() and len(got) > 3
+        assert all(torch.equal(history, expected[name]) for name, history in got.items())
+        if kind == "reduced":
+            assert all(torch.equal(row, state[name]) for name, row in given[0].items())
+        else:
+            assert any(not torch.equal(given[0][name], given[1][name]) for name in given[0].keys() & given[1].keys())
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from tests.support.hooks import slots_of
 from tests.support.models import Mlp
 from tests.support.processes import on_ranks, warnings
 
-WAYS = [("module", False), ("function", False), ("ddp", True)]
 STEPS = 3
 
 
@@ -80,48 +79,35 @@ def same(ends: Any, others: Any) -> bool:
 
 
 def _compare(rank: int) -> dict[str, Any]:
+    """By a function on both ranks, then on rank 1 alone: also in the first call of all, where nothing is compiled, and no rank
+    has agreed with another."""
     warned = warnings()
     plain, _ = Run(rank).train()
-    found: dict[str, Any] = {"names": sorted(dict(Net().named_parameters()))}
-    for how, alone in WAYS:
-        run = Run(rank)
-        ends, seen = run.train(how if rank == 1 or not alone else None)
-        found[how, alone] = {"same": same(ends, plain), "changed": "forward" in vars(run.ddp)}
-        found[how, alone]["seen"] = [(one.to_dict(), one.summary()) for one in seen]
-    run = Run(rank)  # in the first call of all: nothing is compiled, and no rank has agreed with another
-    first = run.compared("ddp", 0) if rank == 0 else None
-    found["first"] = None if first is None else first.loss_fp8
-    found["then"] = same(run.train()[0], plain)
-    found["warned"] = warned
-    return found
-
-
-@pytest.fixture(scope="module")
-def compared() -> list[dict[str, Any]]:
-    return on_ranks(2, _compare)
+    run = Run(rank)
+    ends, both = run.train("function")
+    kept = [same(ends, plain), "forward" not in vars(run.ddp)]
+    run = Run(rank)
+    if rank == 1:
+        run.compared("ddp", 0)
+    ends, alone = run.train("ddp" if rank == 1 else None)
+    kept += [same(ends, plain), "forward" not in vars(run.ddp)]
+    seen = [[(one.to_dict(), one.summary()) for one in found] for found in (both, alone)]
+    return {"kept": kept, "both": seen[0], "alone": seen[1], "warned": warned}
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(("how", "alone"), WAYS)
-def test_a_rank_compares_its_own_batch(compared, how: str, alone: bool) -> None:
-    for rank, ran in enumerate(compared):
-        found, expected = ran[how, alone], ran["module", False]["seen"]
-        assert found["same"] and not found["changed"] and not ran["warned"]
-        if alone and rank == 0:
-            assert found["seen"] == []
-            continue
-        assert len(found["seen"]) == STEPS
-        for (one, text), (whole, _) in zip(found["seen"], expected, strict=True):
+def test_a_rank_compares_its_own_batch() -> None:
+    names = {name for name, _ in Net().named_parameters()} - {"unused"}
+    ranks = on_ranks(2, _compare)
+    for rank, found in enumerate(ranks):
+        assert all(found["kept"]) and not found["warned"] and len(found["both"]) == STEPS
+        for one, text in found["both"]:
             assert one["rank"] == rank and one["deterministic"] and one["flagged"] == [] and f" on rank {rank}: loss" in text
-            assert {row["name"] for row in one["rows"]} == {name for name in ran["names"] if name != "unused"}
-            assert {**one, "model": ""} == {**whole, "model": ""}  # whichever way: the same numbers
-    first, second = (ran["module", False]["seen"] for ran in compared)
+            assert {row["name"] for row in one["rows"]} == names
+        alone = [{**one, "model": ""} for one, _ in found["alone"]]
+        assert alone == ([] if rank == 0 else [{**one, "model": ""} for one, _ in found["both"]])
+    first, second = (found["both"] for found in ranks)
     assert all(a["loss"] != b["loss"] for (a, _), (b, _) in zip(first, second, strict=True))
-
-
-@pytest.mark.weekly
-def test_on_one_rank_before_the_first_call(compared) -> None:
-    assert compared[0]["first"] is not None and all(ran["then"] for ran in compared)
 
 
 @pytest.mark.slow

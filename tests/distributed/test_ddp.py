@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
-from fp8compile import compat
-from tests.support.harness import ALL_FP8, histories, noise
+from tests.support.harness import histories
 from tests.support.hooks import slots_of
-from tests.support.models import Attention, Gated, ResidualMlp, SwiGlu
-from tests.support.processes import on_ranks
+from tests.support.models import Attention, ResidualMlp, SwiGlu
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 WIDTH, WORDS = 256, 512  # a weight of 512 x 256 is half a bucket: the smallest bucket has 1 MiB
@@ -92,12 +89,12 @@ class Trained(NamedTuple):
     gradients: list[dict[str, Tensor]]
 
 
-def trained(kind: type[nn.Module], cut: bool, rank: int = 0, steps: int = 3) -> Trained:
+def trained(kind: type[nn.Module], cut: bool, steps: int) -> Trained:
     torch._dynamo.reset()  # otherwise the second model would run the first one's code
     model, found = build(kind), []
     call: Any = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1) if cut else model, backend="fp8")
     for step in range(steps):
-        torch.manual_seed(10 * step + rank)
+        torch.manual_seed(step)
         model.zero_grad()
         x = torch.randn(16, WIDTH) * (1 + step / 4) if kind is Net else torch.randint(WORDS, (2, 16))
         call(x).square().mean().backward()
@@ -107,19 +104,14 @@ def trained(kind: type[nn.Module], cut: bool, rank: int = 0, steps: int = 3) -> 
     return Trained(len(fp8compile.report(model).graphs), decisions, histories(model), found)
 
 
-def both(kind: type[nn.Module], steps: int = 3) -> tuple[Trained, Trained]:
-    """A model that is compiled as a whole, and an equal one that is cut."""
-    whole, cut = trained(kind, cut=False, steps=steps), trained(kind, cut=True, steps=steps)
-    assert whole.graphs == 1 < cut.graphs
-    return whole, cut
-
-
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("kind", [Net, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Llama, Tied, Routed))])
 def test_a_graph_that_ddp_splits(one_process: str, kind: type[nn.Module]) -> None:
     """Decisions, reasons, recipes and state of the parts are those of the whole. So gradients have the same bits. (After an
     overflow only the part that overflowed runs cold, but here nothing overflows.)"""
-    whole, cut = both(kind, 2 if kind is Net else 3)
+    steps = 2 if kind is Net else 3
+    whole, cut = trained(kind, False, steps), trained(kind, True, steps)
+    assert whole.graphs == 1 < cut.graphs
     assert cut.decisions == whole.decisions
     telling = {Llama: ("mlp.down", "down projection"), Tied: ("output", "output head"), Routed: ("choose", "router gate")}
     if kind in telling:
@@ -131,64 +123,6 @@ def test_a_graph_that_ddp_splits(one_process: str, kind: type[nn.Module]) -> Non
     extra = cut.histories.keys() - whole.histories.keys()
     assert all(role == "input" for _, role, _ in extra) and (kind is not Llama or not extra)
     assert {key: cut.histories[key] for key in whole.histories} == whole.histories
-
-
-@pytest.mark.weekly
-def test_the_whole_is_traced_once_if_it_can_be(one_process: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each part decides from its own nodes."""
-    traced, trace = [], compat.split.forward_of
-    monkeypatch.setattr(compat.split, "forward_of", lambda gm: traced.append(gm) or trace(gm))
-    whole, _ = both(Llama)
-    assert len(traced) == 1
-
-    def fails(gm: Any) -> Any:
-        raise RuntimeError("an operator without a fake kernel")
-
-    monkeypatch.setattr(compat.split, "forward_of", fails)
-    cut = trained(Llama, cut=True, steps=1)
-    assert "mlp.down" in {key[0] for key, found in cut.decisions.items() if found != whole.decisions[key]}
-
-
-def _worker(rank: int) -> tuple[Any, ...]:
-    return tuple(trained(Llama, cut=True, rank=rank))
-
-
-@pytest.mark.slow
-def test_two_processes() -> None:
-    """Both processes decide as one process with the whole graph. Gradients are the means of two such processes' gradients."""
-    both_ranks = on_ranks(2, _worker)
-    replicas = [trained(Llama, cut=False, rank=rank) for rank in range(2)]
-    for rank in range(2):
-        found = Trained(*both_ranks[rank])
-        assert found.graphs > 1 and found.decisions == replicas[rank].decisions
-        assert found.histories == replicas[rank].histories
-        for step, gradients in enumerate(found.gradients):
-            for name, gradient in gradients.items():
-                mean = (replicas[0].gradients[step][name] + replicas[1].gradients[step][name]) / 2
-                assert torch.equal(gradient, mean), (step, name)
-
-
-@pytest.mark.slow
-def test_gradients_that_are_slices_of_one_tensor(one_process: str) -> None:
-    """Merged matmuls return them. DDP copies them into its buckets, or lets them be views of the buckets."""
-    results = []
-    for wrap in (
-        lambda model: model,
-        DistributedDataParallel,
-        lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
-    ):
-        torch._dynamo.reset()
-        model = build(Gated)
-        options = {"policy": ALL_FP8, "recipe": "tensorwise", "merge_matmuls": True}
-        run: Any = torch.compile(wrap(model), backend="fp8", options=options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-        for step in range(3):
-            run(noise(16, 128, seed=step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step == 1)
-        assert {len(record.merged) for record in fp8compile.report(model).matmuls} == {0, 2}
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
 
 
 @pytest.mark.slow
@@ -208,10 +142,3 @@ def test_phases_and_layers_of_a_graph_that_ddp_splits(one_process: str) -> None:
     report = fp8compile.report(model)
     assert len(report.graphs) > 1
     assert {record.fqn for record in report.matmuls if record.decision != "fp8"} == {"blocks.0.up", "blocks.1.down"}
-
-
-def test_a_deep_copy_of_a_wrapped_model_is_another_model() -> None:
-    """Users copy models under DDP, for example to average weights: a copy starts with its own state."""
-    model = ResidualMlp()
-    torch.compile(model, backend="fp8")(torch.randn(16, 128)).sum().backward()
-    assert slots_of(model) and not slots_of(copy.deepcopy(model))

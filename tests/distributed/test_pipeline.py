@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
-from tests.distributed.ranks import whole
+from tests.distributed.ranks import plain, whole
 from tests.support.harness import scaling_tensors
 from tests.support.hooks import slots_of
 from tests.support.models import ResidualMlp
@@ -50,21 +50,17 @@ class Case:
     parallel: str = ""  # "ddp" or "fsdp"
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        parts = [self.schedule, self.recipe, "static" if self.static else "inferred", self.parallel, *self.options]
-        return ", ".join(part for part in parts if part)
 
-
-ON_TWO = [
-    Case("1F1B"), Case("1F1B", "blockwise", static=True), Case("interleaved", "rowwise"), Case("interleaved", static=True),
-    Case("GPipe", "tensorwise"),
-]  # fmt: skip
-# Static shapes with DDP: after an inference of shapes, DDP reduces the gradients of each microbatch of the first step, without
-# FP8 as well. The sums are then rounded in another order.
-ON_FOUR = [
-    Case("1F1B", parallel="fsdp", options={"reduce_amax": "dp"}),
-    Case("interleaved", static=True, parallel="ddp", options={"reduce_amax": "dp"}),
-]
+CASES = {
+    "1F1B": Case("1F1B"),
+    "1F1B, static": Case("1F1B", "blockwise", static=True),
+    "interleaved": Case("interleaved", "rowwise"),
+    "GPipe": Case("GPipe", "tensorwise"),
+    "over 2 x 2, fsdp": Case("1F1B", parallel="fsdp", options={"reduce_amax": "dp"}),
+    # Static shapes: after an inference of shapes, DDP reduces the gradients of each microbatch of the first step, without FP8
+    # as well. The sums are then rounded in another order.
+    "over 2 x 2, ddp": Case("interleaved", static=True, parallel="ddp", options={"reduce_amax": "dp"}),
+}
 
 
 def stage_of(number: int, case: Case, mesh: Any, parallel: bool) -> nn.Module:
@@ -140,10 +136,6 @@ def by_hand(stages: list[nn.Module], orders: list[list[tuple[str, int]]], x: Ten
             p.grad.div_(MICROBATCHES)
 
 
-def plain(name: str) -> str:
-    return name.removeprefix("module.")
-
-
 def trained(model: nn.Module) -> list[tuple[str, str, str]]:
     """The decisions about a model. An inference of shapes may have compiled an evaluation, too."""
     graphs = [graph for graph in fp8compile.report(model).graphs if not graph.note]
@@ -215,15 +207,13 @@ def check(found: dict[str, Any], case: Case) -> None:
 
 
 @pytest.mark.cases(slow=3)
-@pytest.mark.parametrize("case", [*ON_TWO, *ON_FOUR], ids=str)
-def test_a_pipeline_is_its_stages_by_hand(case: Case) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_is_its_stages_by_hand(name: str) -> None:
     """From the first step on. A pipeline infers shapes by running each stage on uninitialised memory: these runs do not move
     histories, and do not count as the first, cold calls. Data parallel stages are their replicas by hand."""
+    case = CASES[name]
     for found in on_ranks(4 if case.parallel else 2, _pipeline, case):
         check(found, case)
-
-
-# --- groups of ranks ----------------------------------------------------------------------------------------------------
 
 
 def _reduced_over_all(rank: int) -> None:
@@ -238,23 +228,3 @@ def test_all_ranks_of_a_pipeline_are_refused() -> None:
     with pytest.raises(AssertionError, match="the ranks that share a pipeline stage") as failed:
         on_ranks(2, _reduced_over_all)
     assert "0 of 2 processes hang" in str(failed.value)
-
-
-def _groups(rank: int, by_name: bool) -> list[float]:
-    """Each rank has its own group; then both use a common one."""
-    own, both = [dist.new_group([i]) for i in range(2)][rank], dist.new_group([0, 1])
-    found = []
-    for group in (own, both):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = nn.Linear(128, 128)
-        given = group.group_name if by_name else group
-        run = torch.compile(model, backend="fp8", options={"reduce_amax": given})
-        run(torch.full((16, 128), 1.0 + rank)).sum().backward()
-        found.append(slots_of(model)["weight", "input", 0].history()[0])
-    return found
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_amaxes_are_reduced_over_a_group(by_name: bool) -> None:
-    assert on_ranks(2, _groups, by_name) == [[1.0, 2.0], [2.0, 2.0]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -73,73 +72,7 @@ def test_a_model_that_is_cast_between_calls(dtype: torch.dtype) -> None:
     equal(step(fresh, compiled(fresh, "tensorwise", policy=ALL_FP8), x.to(dtype)), step(model, run, x.to(dtype)))
 
 
-# -- layouts -------------------------------------------------------------------------------------------------------------
-
-
-def scratch(x: Tensor, offset: int) -> Tensor:
-    """The same values, as a view that begins at an odd place of a larger tensor."""
-    memory = torch.full((x.numel() + 2 * offset,), float("nan"), dtype=x.dtype)
-    view = memory[offset:-offset].view(x.shape)
-    return view.copy_(x)
-
-
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
-def test_tensors_that_begin_anywhere(recipe: str) -> None:
-    """An input and a weight that are views at offsets 1, 3 and 5 of larger tensors: the same bits. TE:
-    tests/pytorch/test_sanity.py, test_sanity_gemm_with_unalignment."""
-    x, w = noise(32, 128, dtype=BF16), noise(128, 128, seed=1, dtype=BF16)
-    found = []
-    for offset in (0, 1, 3, 5):
-        model = nn.Linear(128, 128, bias=False, dtype=BF16)
-        model.weight = nn.Parameter(scratch(w, offset) if offset else w.clone())
-        assert model.weight.storage_offset() == offset
-        given = (scratch(x, offset) if offset else x.clone()).requires_grad_()
-        found.append(step(model, compiled(model, recipe, policy=ALL_FP8), given))
-        assert_fp8(model)
-    for other in found[1:]:
-        equal(found[0], other)
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
-def test_length_before_batch(recipe: str) -> None:
-    """[length, batch, features], also as a view without copy, has the outputs and gradients of [batch, length, features]: where
-    a token stands decides about no scale of its row. Sums in another order differ in float32. TE:
-    tests/pytorch/test_numerics.py, test_transformer_layer_hidden_states_format, and test_noncontiguous for the view."""
-    model, x, dy = make(lambda: nn.Linear(128, 256)), noise(4, 16, 128), noise(4, 16, 256, seed=1)
-    sides = []
-    for turned in (lambda x: x, lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1).contiguous()):
-        own = copy.deepcopy(model)
-        found = step(own, compiled(own, recipe, policy=ALL_FP8), turned(x).detach().requires_grad_(), turned(dy))
-        sides.append({name: turned(tensor) if name in ("x", "y") else tensor for name, tensor in found.items()})
-        assert_fp8(own)
-    first, *others = sides
-    for other in others:
-        assert_close(first, other, 100.0, recipe)
-
-
-# -- gradients in high precision, other recipes ----------------------------------------------------------------------------
-
-
-@pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_a_backward_in_high_precision(recipe: str) -> None:
-    """With fprop alone in FP8, outputs have the bits of FP8 training and gradients those of the training without FP8. TE:
-    tests/pytorch/test_backward_override.py, test_linear_like_backward_override_matches_reference ("high_precision")."""
-    model = make(lambda: nn.Linear(128, 256), BF16)
-    x, dy = noise(64, 128, dtype=BF16), noise(64, 256, seed=1, dtype=BF16)
-    fprop = {"override_linear_precision": (False, True, True)}
-    off: dict[str, Any] = {"policy": {"rules": [{"fp8": "off"}]}}
-    found = {}
-    for name, options in {"fp8": {}, "mixed": fprop, "off": off}.items():
-        own = copy.deepcopy(model)
-        options = {"policy": ALL_FP8, **options}
-        found[name] = step(own, compiled(own, recipe, **options), x, dy)
-    assert torch.equal(found["mixed"]["y"], found["fp8"]["y"]) and not torch.equal(found["mixed"]["y"], found["off"]["y"])
-    for name in ("x", "weight", "bias"):
-        assert torch.equal(found["mixed"][name], found["off"][name]), name
-    assert not torch.equal(found["fp8"]["weight"], found["off"]["weight"])
+# -- other recipes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cases(slow=1)

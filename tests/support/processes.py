@@ -33,6 +33,10 @@ TIME_LIMIT = 300  # seconds
 SEEN = "fp8compile"
 # Forked from this process, which has loaded what they need. With a GPU, autograd's threads would be missing there.
 START = "forkserver" if torch.cuda.is_available() else "fork"
+if START == "fork":
+    # Autograd starts a thread for each device in its first backward. Once fake tensors were made, a CUDA build without a GPU
+    # counts eight devices, and a fork would miss their threads: so the first backward is here.
+    torch.ones((), requires_grad=True).backward()
 
 
 def warnings() -> list[str]:
