@@ -71,7 +71,7 @@ EXCEPTIONS: dict[str, str] = {
     "hosts": "runtime",
     "ir": "config",
     "optim": "devices dryrun",
-    "passes": "codegen compat config devices dryrun ir passes reporting",
+    "passes": "codegen compat devices dryrun ir passes reporting",
     "project": "cli config devices",
     "reporting": "cli dryrun ir logs reporting runtime",
     "runtime": "compat config devices ir runtime",
