@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+import fp8compile
 from fp8compile.config.options import parse
 from fp8compile.config.policy import BUILTIN, Choice, Policy, Site, load
 from fp8compile.config.recipe import RECIPES
@@ -188,3 +189,31 @@ def test_every_recipe_goes_with_every_policy(recipe, policy):
     site = next(sites(nn.Linear(256, 256, device="meta")))
     assert found.choose(site).recipe.name == recipe
     assert found.defaults.recipe == recipe
+
+
+# -- compiled, as a user would -----------------------------------------------------------------------------------------
+
+
+GRAPHS = [(policy, "llama") for policy in ("conservative", "default", "fast", "llama", "accelerate-defaults")]
+GRAPHS += [("gpt2", "gpt2"), ("fast", "gpt2"), ("vit", "vit")]
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(("policy", "name"), GRAPHS)
+def test_the_graph_decides_as_the_names_do(models, policy, name):
+    """Compares the report of a training step with `decided`, rule by rule; every rule of the shipped file decides something."""
+    model = models[name]
+    given = {"pixel_values": torch.zeros(2, 3, 224, 224)} if name == "vit" else {"input_ids": torch.zeros(2, 64).long()}
+    report = fp8compile.explain(model, options={"policy": policy}, **given)
+    expected = decided(policy, model)
+    records = [record for record in report.matmuls if record.parameter]
+    found = {(record.parameter, record.rule, record.recipe or "high precision") for record in records}
+    assert len(found) >= 13
+    for parameter, rule, recipe in found:
+        choice = expected.get(parameter) or expected["lm_head.weight"]  # tied to an embedding
+        assert rule == choice.label, parameter
+        assert recipe == ("high precision" if choice.fp8 == "off" else choice.recipe.name), parameter
+    ours = load(policy)
+    own = {label for label, rule in zip(ours.labels, ours.rules, strict=True) if rule not in load("default").rules}
+    absent = {"sides that 16 does not divide", "not a linear", "patch embedding"}  # a convolution here
+    assert own - absent <= {rule for _, rule, _ in found}

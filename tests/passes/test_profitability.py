@@ -6,7 +6,9 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -311,3 +313,16 @@ def test_float32_weights_under_autocast() -> None:
     assert of(full, "up", "fprop", "weight").itemsize == 4
     # with autocast, bf16 also pays for a cast
     assert full.records["up", "fprop"].cast_us < half.records["up", "fprop"].cast_us
+
+
+def test_a_float32_residual_is_written_beside_the_copy_for_bf16() -> None:
+    """Under autocast, the gradient that a residual passes on is float32, and the matmuls read a bf16 copy of it. In FP8 they do
+    not, so the write of that copy is saved, and the float32 tensor is written either way."""
+    dy = of(made("mlp", 512, 1024, autocast=True), "down", "dgrad", "gradient")
+    base = replace(dy, fused=True, shared=True, itemsize=4)
+    gemm = mock.Mock(dtype=torch.bfloat16)
+    cost = profitability.Base(base, weight=False, outside=False)
+    cost.casts.append(profitability.CastCost(cost, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))]))
+    high, fp8 = (1e6 * cost.seconds(H200, chosen) for chosen in (set(), {gemm}))
+    byte = 1e6 * base.elements / H200.bandwidth
+    assert high == pytest.approx((4 + 2) * byte) and fp8 == pytest.approx(4 * byte + (4 + 2) * byte + 2)

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import hooks
-from tests.support.executed import executed
 from tests.support.harness import ALL_FP8, grads_of, interpreted, noise
 from tests.support.models import LlamaLayer, make
 
@@ -47,25 +45,6 @@ def trained(
             optimizer.step()
             optimizer.zero_grad()
     return found
-
-
-def executed_steps(recipe: str, **options: Any) -> tuple[list[dict[str, Tensor]], int]:
-    """Three steps of two micro-batches by the plan of a GPU, executed on a CPU: outputs and gradients of each, and how often
-    weights were cast."""
-    torch._dynamo.reset()
-    model, found = layer(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with executed(0), hooks.weight_casts() as casts:
-        call = torch.compile(model, backend="fp8", options=options_of(recipe, **options))
-        for seed in range(3):
-            x = noise(1, 64, 128, seed=seed, dtype=BF16).requires_grad_()
-            for _ in range(2):
-                y = call(x)
-                y.backward(noise(*y.shape, seed=9, dtype=BF16))
-            found.append({"y": y.detach(), **grads_of(model, [x])})
-            optimizer.step()
-            optimizer.zero_grad()
-    return found, len(casts)
 
 
 def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:

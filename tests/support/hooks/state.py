@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-import os
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -118,13 +115,6 @@ def weights_written() -> int:
     from fp8compile.features.weight_cache.weight_cache import _STEPS
 
     return len(_STEPS.written)
-
-
-def steps_noticed() -> int:
-    """Steps of optimizers that `cache_weights` has noticed, and calls of `refresh`."""
-    from fp8compile.features.weight_cache.weight_cache import _STEPS
-
-    return _STEPS.changes
 
 
 @contextlib.contextmanager
@@ -281,20 +271,6 @@ def remembered(parameter: torch.Tensor) -> tuple[int, int]:
     graphs = [x for x in gc.get_objects() if type(x) is CompiledGraph and x.owners.casts]
     (graph,) = [graph for graph in graphs if any(id(parameter) in key for key in graph.owners.met)]
     return len(graph.owners.met), len(process.of(Ledger).graphs()[graph.record][1])
-
-
-@contextlib.contextmanager
-def slow_gpu(folder: Path) -> Iterator[str]:
-    """The name of a GPU with slow matmuls, described in this folder: small ones gain there, too."""
-    from fp8compile.devices import catalog
-    from fp8compile.logs import DEVICES_VARIABLE
-
-    h200 = catalog.find("h200")
-    rates = catalog.Rates(bf16=1e12, fp16=1e12, fp32=1e12, fp8=2e12, bandwidth=h200.bandwidth)
-    slow = dataclasses.replace(h200, key="slow", name="Slow GPU", sustained=rates, launch=1e-9, origin="calibrated")
-    with mock.patch.dict(os.environ, {DEVICES_VARIABLE: str(folder / "devices.toml")}):
-        catalog.store(slow)
-        yield slow.name
 
 
 @contextlib.contextmanager
