@@ -52,7 +52,7 @@ test: lint
 	$(PYTEST) --budget 270 -m "not slow and not weekly" $(TESTS)
 
 slow: $(STAMP)
-	$(PYTEST) --budget 1000 -m "slow and not weekly" $(TESTS)
+	$(PYTEST) --budget 700 -m "slow and not weekly" $(TESTS)
 
 weekly: $(STAMP)
 	$(PYTEST) -m weekly $(TESTS)
