@@ -84,7 +84,7 @@ def explain(
         _insist(report, options, target)
 
 
-@click.command(help="Estimate the time of a training step in bf16 and in FP8, for a GPU that you do not need to have." + TARGET)
+@click.command(help="Estimate a step in bf16 and in FP8, for any described GPU." + TARGET)
 @takes(DECIDES, *STEP, "html")
 @click.option("--strict", is_flag=True, help="Exit with status 1 if no matmul is in FP8, or a rule of the policy matches none.")
 @click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
@@ -104,9 +104,7 @@ def estimate(
         _insist(found.report, options, target)
 
 
-@click.command(
-    help="Compare a training step in FP8 with the same step in high precision, layer by layer." + TARGET
-)
+@click.command(help="Compare a step in FP8 with one in high precision, by layer." + TARGET)
 @takes(DECIDES, *STEP, "loss")
 @click.option("--strict", is_flag=True, help="Exit with status 1 if a row is out of range.")
 @click.option("--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf. Needs matplotlib.")
@@ -132,9 +130,7 @@ def compare(
         raise StrictError(f"strict: out of range in FP8: {names}")
 
 
-@click.command(
-    help="Time the model's training step on this machine's GPU, in bf16 and in FP8." + TARGET
-)
+@click.command(help="Time a training step on this machine's GPU, in bf16 and in FP8." + TARGET)
 @takes("A device of this machine (default: cuda); cpu tries the command.", *STEP, "loss")
 @click.option("--torchao/--no-torchao", default=None, help="Also torchao's float8 linears (default: where it is installed).")
 @click.option("--optimizer/--no-optimizer", default=True, help="With AdamW (the default; its learning rate is 0), or without.")
@@ -170,8 +166,8 @@ def bench(
 
 
 @click.command(
-    help="Choose the fastest policy whose gradients are accurate enough: a recipe for each group of layers, from measured "
-    "errors and estimated times. The result extends --policy." + TARGET
+    help="Choose the fastest policy with accurate enough gradients. It has a recipe for each group of layers, from measured "
+    "errors and estimated times, and extends --policy." + TARGET
 )
 @takes("Device to estimate times for (default: the policy's; else h200).", "policy", "autocast", "json", "loss")
 @click.option(

@@ -56,12 +56,14 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
 @policy.command()
 @click.argument("name", required=False)
 def show(name: str | None) -> None:
-    """Print a shipped policy, as a start for one's own. Without NAME: the names."""
+    """Print a shipped policy, as a start for one's own. Without NAME, list them."""
     from ..config.policy.policy_files import BUILTIN, shipped
 
     if name is None:
-        click.echo("\n".join(sorted(BUILTIN)))
-        return
+        from ..reporting.columns import aligned
+
+        rows = [(known, shipped(known).splitlines()[0].removeprefix("# ")) for known in sorted(BUILTIN)]
+        return click.echo(aligned(("policy", "what for"), rows))
     if name not in BUILTIN:
         names = ", ".join(sorted(BUILTIN))
         raise usage(f"there is no shipped policy {name!r}: {names}.{did_you_mean(near(name, BUILTIN))}")

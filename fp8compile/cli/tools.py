@@ -15,9 +15,9 @@ from .messages import Failed, torch_device
 @click.option("-o", "--output", metavar="IMAGE", help="Where to write it: .png, .svg, .pdf (default: FILE with .png).")
 @click.option("--worst", default=8, show_default=True, metavar="N", type=click.IntRange(1), help="How many layers.")
 def plot(file: str, output: str | None, worst: int) -> None:
-    """Draw what fp8compile.monitor wrote: scales and overflows over time, worst layers first.
+    """Draw scales and overflows over time, worst layers first.
 
-    FILE is a monitor's JSON lines. A layer is worse with more overflows, and with a lower SQNR where those are equal.
+    FILE is the JSON lines that fp8compile.monitor wrote. A layer is worse with more overflows, and with a lower SQNR where those are equal.
     """
     from ..reporting.plots import plot as draw
 
@@ -32,7 +32,7 @@ def plot(file: str, output: str | None, worst: int) -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def devices(as_json: bool) -> None:
-    """The GPUs that are described, with the rates that decisions are made with."""
+    """List the described GPUs, and the rates that decisions use."""
     import dataclasses
 
     from ..devices.catalog import shipped, stored
@@ -62,9 +62,9 @@ def devices(as_json: bool) -> None:
 )
 @click.option("--no-write", is_flag=True, help="Print what was measured, and do not keep it.")
 def calibrate(device: str, no_write: bool) -> None:
-    """Measure a GPU of this machine, and keep the result for decisions that are made on it.
+    """Measure a GPU of this machine, for decisions made on it.
 
-    Takes about half a minute. Nothing else should run on the GPU meanwhile.
+    The result is kept. It takes about half a minute; nothing else should run on the GPU meanwhile.
     """
     from ..devices.calibrate import NoDevice
     from ..devices.calibrate import calibrate as run

@@ -42,7 +42,7 @@ OUTLIERS = 500.0
 NUMBERS = (
     *EXPECTED, "output", "output_bf16", "gradient", "gradient_bf16", "cosine", "norm", "overflows%", "underflows%", "peak"
 )  # fmt: skip
-_HEAD = ("layer", "fprop", "dgrad", "wgrad", "output", "bf16", "gradient", "bf16", "cosine", "norm")
+_HEAD = ("fprop", "dgrad", "wgrad", "output (bf16)", "gradient (bf16)", "cosine", "norm ratio")
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,10 @@ class Comparison:
             items = [item.row() for item in self.items if item.layer is layer]
             shown = items if worst is None else items[: worst if layer else worst // 2]
             if shown:
-                keys = NUMBERS[0 if layer else 5 : 9]
-                head = ["layer" if layer else "other parameter", *_HEAD[-len(keys) :]]
-                names = [("! " if row["flag"] else "") + row["name"] for row in shown]
-                cells = [[name, *(_text(key, row[key]) for key in keys)] for name, row in zip(names, shown, strict=True)]
-                lines += ["", aligned(head, cells, "<" + ">" * len(keys))]
+                head = _HEAD if layer else _HEAD[-3:]
+                cells = [[("! " if row["flag"] else "") + row["name"], *_cells(row)[-len(head) :]] for row in shown]
+                title = "layer (SQNRs in dB)" if layer else "other parameter"
+                lines += ["", aligned((title, *head), cells, "<" + ">" * len(head))]
             if len(shown) < len(items):
                 lines.append(f"and {len(items) - len(shown)} more, which are better (table(worst=None) shows all)")
         return "\n".join(lines)
@@ -190,6 +189,12 @@ class Comparison:
         from ..reporting.plots import plot_comparison
 
         plot_comparison(self.rows(), self.summary(), path, {key: x - BAND for key, x in EXPECTED.items()}, worst)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """What `_HEAD` names."""
+    beside = [f"{_text(key, row[key])} ({_text(key, row[key + '_bf16'])})" for key in ("output", "gradient")]
+    return [*(_text(key, row[key]) for key in EXPECTED), *beside, *(_text(key, row[key]) for key in ("cosine", "norm"))]
 
 
 def _text(key: str, x: float | None) -> str:

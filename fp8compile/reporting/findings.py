@@ -78,7 +78,8 @@ def findings(
     kept = [matmul.decision.on_purpose or matmul.reason == legality.NO_ROWS for matmul in weighted]
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
     if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
-        after.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}")
+        insist = "fp8compile.report() lists them; where FP8 is possible, a policy's rule with fp8 = \"on\" insists on it"
+        after.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}. {insist}")
     return Findings(report, training, tuple(done.complaints), tuple(after))
 
 
@@ -89,7 +90,7 @@ def tell(found: Findings, complain: Callable[[str], None]) -> int:
     for complaint in found.before:
         complain(complaint)
     said = Report([process.of(Ledger).graph(index)]).summary() if found.training else f"{report.name}: {report.note}"
-    logger.info("fp8: %s", said)
+    logger.log(logging.INFO if report.matmuls or report.opaque else logging.DEBUG, "fp8: %s", said)
     for complaint in found.after:
         complain(complaint)
     return index

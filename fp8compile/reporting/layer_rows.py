@@ -66,14 +66,12 @@ class Layer:
     @cached_property
     def why(self) -> str:
         """The decision in words: "FP8, delayed", "high precision: output head", "partly FP8; wgrad: ..."."""
-        fp8: dict[str, list[MatmulRecord]] = {}
+        if self.css != "partly":
+            return decided(self.records)
         kept: dict[str, list[MatmulRecord]] = {}
         for record in self.records:
-            (fp8 if record.decision == FP8 else kept).setdefault(words(record), []).append(record)
-        if not kept:
-            return ", ".join(filter(None, ("FP8", " and ".join(filter(None, fp8)))))
-        if not fp8:
-            return ": ".join(filter(None, ("high precision", ", ".join(filter(None, kept)))))
+            if record.decision != FP8:
+                kept.setdefault(words(record), []).append(record)
         return "; ".join(["partly FP8", *(f"{gemms(group)}: {why or 'high precision'}" for why, group in kept.items())])
 
     @cached_property
@@ -151,9 +149,8 @@ class Row:
         each = f" ({len(self.layers)} layers)" if len(self.layers) > 1 else ""
         lines = [self.name + each, f"m × n × k: {self.first.size}", f"{flops(self.flops)}, {self.share} of the matmul FLOPs"]
         for line in self.first.lines:
-            decision = "FP8" if line[0].decision == FP8 else "high precision"
             size = f", {size_of(line[0])}" if self.first.size != size_of(line[0]) else ""
-            lines.append(f"{gemms(line)}{size}: {', '.join(filter(None, (decision, words(line[0]))))}")
+            lines.append(f"{gemms(line)}{size}: {decided(line)}")
         if self.first.rules:
             lines.append(f"rule: {self.first.rules}")
         if self.times:
@@ -272,6 +269,13 @@ def _ranges(numbers: Iterable[int]) -> str:
 def words(record: MatmulRecord) -> str:
     """The recipe of an FP8 matmul, or the reason why a matmul stays in high precision."""
     return record.how if record.decision == FP8 else record.reason
+
+
+def decided(records: Sequence[MatmulRecord]) -> str:
+    """ "FP8, delayed" or "high precision: output head", of matmuls with one decision."""
+    what, mark = ("FP8", ", ") if records[0].decision == FP8 else ("high precision", ": ")
+    why = ", ".join(dict.fromkeys(filter(None, map(words, records))))
+    return what + mark + why if why else what
 
 
 def sizes_of(record: MatmulRecord) -> tuple[str, str, str, str]:

@@ -4,11 +4,11 @@
     fp8: 72 of 75 matmuls, 91.3% of matmul FLOPs; 3 kept: 3 output head; not rewritten: 24 attention
 
     graph 0: GPT, training: 72 of 75 matmuls, 91.3% of matmul FLOPs
-    module                gemm                   m     n     k  GFLOP  share  decision        why / recipe
-    --------------------  -------------------  ---  ----  ----  -----  -----  --------------  ------------
-    h.0-11.mlp.up (x12)   fprop, dgrad, wgrad  512  4096  1024    155  45.7%  fp8             delayed
+    module                gemm                   m     n     k    share  decision
+    --------------------  -------------------  ---  ----  ----  -------  ---------------------------
+    h.0-11.mlp.up (x12)   fprop, dgrad, wgrad  512  4096  1024    45.7%  FP8, delayed
     ...
-    lm_head               fprop, dgrad, wgrad  512  9344  1024   29.4   8.7%  high precision  output head
+    lm_head               fprop, dgrad, wgrad  512  9344  1024     8.7%  high precision: output head
 
     graph 1: GPT, evaluation: 25 matmuls, compiled in high precision: the model is in eval mode
 """
@@ -29,7 +29,7 @@ from ..runtime.ledger import Ledger
 from ..runtime.parameters import share_records
 from . import html, outside, record_tables
 from .columns import aligned
-from .layer_rows import Row, fraction, gemms, layers_of, percent, repeated, rows_of, share, sizes_of, words
+from .layer_rows import Row, decided, fraction, gemms, layers_of, percent, repeated, rows_of, share, sizes_of
 from .outside import OutsideRecord
 
 if TYPE_CHECKING:
@@ -228,8 +228,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     text = head + share(graph.matmuls) + (f" ({graph.note})" if graph.note else "")
     rows = [_cells(row, line) for row in rows_of(layers_of(graph.matmuls), collapse) for line in row.first.lines]
     if rows:
-        titles = ("module", "gemm", "m", "n", "k", "GFLOP", "share", "decision", "why / recipe")
-        text += "\n" + aligned(titles, rows, "<<>>>>><<")
+        text += "\n" + aligned(("module", "gemm", "m", "n", "k", "share", "decision"), rows, "<<>>>><")
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
@@ -242,7 +241,7 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
 
 
 def _cells(row: Row, line: Sequence[MatmulRecord]) -> tuple[str, ...]:
-    """The cells of a line of the table. Sizes are those of one forward gemm, FLOPs those of all layers of the row."""
+    """The cells of a line of the table. Sizes are those of one forward gemm, the share that of all layers of the row."""
     first, layers = line[0], len(row.layers)
     m, n, k, batch = sizes_of(first)
     flops = layers * sum(record.flops for record in line)
@@ -252,8 +251,6 @@ def _cells(row: Row, line: Sequence[MatmulRecord]) -> tuple[str, ...]:
         f"{batch} x {m}" if batch else m,
         n,
         k,
-        f"{flops / 1e9:.3g}",
         percent(flops / row.total if row.total else 0.0),
-        first.decision.replace("_", " "),
-        words(first),
+        decided(line),
     )

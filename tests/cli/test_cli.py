@@ -558,7 +558,7 @@ def test_policy_show_and_schema(model, capsys):
     assert cli.main(["policy", "check", "own.toml"]) == 0
     capsys.readouterr()
     assert cli.main(["policy", "show"]) == 0
-    assert capsys.readouterr().out.split() == sorted(BUILTIN)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == sorted(BUILTIN)
     assert cli.main(["policy", "schema"]) == 0
     assert "rules" in json.loads(capsys.readouterr().out)["properties"]
 

@@ -103,7 +103,7 @@ def test_rows():
     assert head.first.why == "high precision: output head: by its name" and up.first.why == "FP8, delayed"
     assert k.first.why == "partly FP8; wgrad: kept by a rule" and float(k.fp8_width) == pytest.approx(66.667)
     assert up.first.size == "4096 × 2048 × 512"
-    assert "wgrad: high precision, kept by a rule" in k.hover and "rule: thin" in k.hover
+    assert "wgrad: high precision: kept by a rule" in k.hover and "rule: thin" in k.hover
     assert sum(row.flops for row in rows.values()) == sum(record.flops for record in gpt().matmuls)
 
 
