@@ -5,17 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
-NARROWEST = 8  # of a column that is wrapped
-
-
-class _Wrapper(textwrap.TextWrapper):
-    """Breaks names at their dots, too; not numbers such as 0.86."""
-
-    wordsep_simple_re = re.compile(r"(\s+|(?<=\.)(?=[^\s\d]))")
+BREAKS = re.compile(r"(\s+|(?<=\.)(?=[^\s\d]))")  # between words, and after the dots of names; not in numbers such as 0.86
 
 
 def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], sides: str = "") -> str:
@@ -27,7 +20,9 @@ def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], sides: str = 
     cells = [[str(cell).strip() for cell in row] for row in rows]
     widths = [max(len(title) + 2, *(len(row[i]) for row in cells), 0) for i, title in enumerate(head)]
     if getattr(sys.stdout, "isatty", bool)():
-        widths = _fitted(widths, [side == "<" for side in sides], shutil.get_terminal_size().columns)
+        words = [max((len(word) for row in [head, *cells] for word in BREAKS.split(row[i])), default=0) for i in range(len(head))]
+        least = [min(a, b) if side == "<" else b for a, b, side in zip(words, widths, sides, strict=True)]
+        widths = _fitted(widths, least, shutil.get_terminal_size().columns - 2 * (len(head) - 1))
     lines = []
     for row in [head, ["-" * width for width in widths], *cells]:
         broken = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
@@ -36,15 +31,21 @@ def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], sides: str = 
     return "\n".join(lines)
 
 
-def _broken(cell: str, width: int) -> list[str]:
-    return [cell] if len(cell) <= width else _Wrapper(width, break_on_hyphens=False).wrap(cell)
-
-
-def _fitted(widths: list[int], wrapped: list[bool], terminal: int) -> list[int]:
-    """The widths of columns, of which the widest that can be wrapped become narrower until all fit."""
-    for _ in range(sum(widths) + 2 * (len(widths) - 1) - terminal):
-        widest = max((i for i, wraps in enumerate(wrapped) if wraps), key=widths.__getitem__, default=None)
-        if widest is None or widths[widest] <= NARROWEST:
-            break
+def _fitted(widths: list[int], least: list[int], most: int) -> list[int]:
+    """The widths of columns, of which the widest become narrower until all fit, or none can."""
+    while sum(widths) > most and widths != least:
+        _, widest = max((width, i) for i, width in enumerate(widths) if width > least[i])
         widths = [width - (i == widest) for i, width in enumerate(widths)]
     return widths
+
+
+def _broken(cell: str, width: int) -> list[str]:
+    """Lines of at most `width`, of which no word is longer."""
+    if len(cell) <= width:
+        return [cell]
+    lines = [""]
+    for part in BREAKS.split(cell):
+        if len(lines[-1] + part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part if lines[-1] else part.lstrip()
+    return lines

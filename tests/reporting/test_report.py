@@ -317,8 +317,8 @@ def test_tables_fit_a_terminal(monkeypatch) -> None:
     assert len(aligned(head, [row], "<><").splitlines()) == 3
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert aligned(head, [row], "<><").splitlines() == [
-        "module                m  decision",
-        "----------------  -----  -----------------",
-        "blocks.0-11.mlp.  16384  high precision:",
-        "up                       0.86x at m 16384",
+        "module                 m  decision",
+        "-----------------  -----  ----------------",
+        "blocks.0-11.mlp.   16384  high precision:",
+        "up                        0.86x at m 16384",
     ]
