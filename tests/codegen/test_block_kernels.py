@@ -82,7 +82,7 @@ def assert_kernels(made: Made, *kernels: str) -> None:
 # -- plain tensors -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(test=10, slow=5)
+@pytest.mark.cases(test=18)
 @every_recipe
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_tensor_in_memory(recipe: str, shape: tuple[int, int]) -> None:
