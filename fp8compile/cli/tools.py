@@ -17,7 +17,8 @@ from .messages import Failed, torch_device
 def plot(file: str, output: str | None, worst: int) -> None:
     """Draw scales and overflows over time, worst layers first.
 
-    FILE is the JSON lines that fp8compile.monitor wrote. A layer is worse with more overflows, and with a lower SQNR where those are equal.
+    FILE is the JSON lines that fp8compile.monitor wrote. A layer is worse with more overflows, and with a lower SQNR where
+    those are equal.
     """
     from ..reporting.plots import plot as draw
 

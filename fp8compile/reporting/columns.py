@@ -20,14 +20,15 @@ def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], sides: str = 
     cells = [[str(cell).strip() for cell in row] for row in rows]
     widths = [max(len(title) + 2, *(len(row[i]) for row in cells), 0) for i, title in enumerate(head)]
     if getattr(sys.stdout, "isatty", bool)():
-        words = [max((len(word) for row in [head, *cells] for word in BREAKS.split(row[i])), default=0) for i in range(len(head))]
+        words = [max(len(word) for cell in column for word in BREAKS.split(cell)) for column in zip(head, *cells, strict=True)]
         least = [min(a, b) if side == "<" else b for a, b, side in zip(words, widths, sides, strict=True)]
         widths = _fitted(widths, least, shutil.get_terminal_size().columns - 2 * (len(head) - 1))
     lines = []
     for row in [head, ["-" * width for width in widths], *cells]:
         broken = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
         for line in zip_longest(*broken, fillvalue=""):
-            lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True)).rstrip())
+            padded = (f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 

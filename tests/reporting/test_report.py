@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import re
-import sys
 import subprocess
 import sys
 from pathlib import Path
