@@ -63,7 +63,6 @@ def _amaxes(rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_amaxes_of_replicas_and_a_bad_batch_on_one_of_them() -> None:
     """Reduced, all record the largest amax; a bad batch on one rank leaves no trace on any."""
     first, second = on_ranks(2, _amaxes)

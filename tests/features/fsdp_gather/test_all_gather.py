@@ -187,8 +187,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in row.items() if isinstance(value, float)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "recipe"), [(2, "tensorwise"), (1, "blockwise")])
+@pytest.mark.parametrize(("ranks", "recipe"), [(2, "tensorwise"), pytest.param(1, "blockwise", marks=pytest.mark.slow)])
 def test_statistics(ranks: int, recipe: str) -> None:
     """A weight has the rows that it has without it. What is measured is of the rank's own rows; amax and scale are those of the
     whole weight, and of the last forward. No step asks the device for anything."""
