@@ -21,7 +21,7 @@ def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], sides: str = 
     widths = [max(len(title) + 2, *(len(row[i]) for row in cells), 0) for i, title in enumerate(head)]
     if getattr(sys.stdout, "isatty", bool)():
         words = [max(len(word) for cell in column for word in BREAKS.split(cell)) for column in zip(head, *cells, strict=True)]
-        least = [min(a, b) if side == "<" else b for a, b, side in zip(words, widths, sides, strict=True)]
+        least = [word if side == "<" else width for word, width, side in zip(words, widths, sides, strict=True)]
         widths = _fitted(widths, least, shutil.get_terminal_size().columns - 2 * (len(head) - 1))
     lines = []
     for row in [head, ["-" * width for width in widths], *cells]:

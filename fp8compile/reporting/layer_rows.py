@@ -272,10 +272,11 @@ def words(record: MatmulRecord) -> str:
 
 
 def decided(records: Sequence[MatmulRecord]) -> str:
-    """ "FP8, delayed" or "high precision: output head", of matmuls with one decision."""
-    what, mark = ("FP8", ", ") if records[0].decision == FP8 else ("high precision", ": ")
-    why = ", ".join(dict.fromkeys(filter(None, map(words, records))))
-    return what + mark + why if why else what
+    """ "FP8, delayed and tensorwise" or "high precision: output head", of matmuls with one decision."""
+    why = dict.fromkeys(filter(None, map(words, records)))
+    if records[0].decision == FP8:
+        return ", ".join(filter(None, ("FP8", " and ".join(why))))
+    return ": ".join(filter(None, ("high precision", ", ".join(why))))
 
 
 def sizes_of(record: MatmulRecord) -> tuple[str, str, str, str]:
