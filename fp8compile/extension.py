@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .compilation import Job
     from .config.policy import Schedule
     from .ir.inputs import Inputs
-    from .ir.records import GraphReport
+    from .ir.records import GraphReport, TableRecord
     from .passes.joint import Joint, Partitioned, Rewritten
     from .runtime.compiled_graph import CompiledGraph
     from .runtime.probe import CastKind, Look
@@ -66,7 +66,8 @@ class GraphFeature:
         return ()
 
     def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
-        """Add to the report of the graph: mostly to its `remarks`, as passes do with `joint.remarks`."""
+        """Add to the report of the graph: records of its own to `added`, or a line to `remarks` (as passes do with
+        `joint.remarks`)."""
         return report
 
     def after(self, job: Job, done: Rewritten) -> None:
@@ -127,9 +128,9 @@ class Feature:
         """How a weight is cast before graphs read it, and its amax, scale and inverse, by the names of statistics."""
         return None
 
-    def records(self, tensors: Sequence[Tensor]) -> Mapping[str, Sequence[Any]]:
-        """Records of these parameters for a report, by the name that `Report` has for them."""
-        return {}
+    def records(self, tensors: Sequence[Tensor]) -> Sequence[TableRecord]:
+        """Records of these parameters for the report of a model."""
+        return ()
 
     def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
         """The parameters (ids) whose amaxes it can use at the end of this optimizer's step. None if it needs none of this

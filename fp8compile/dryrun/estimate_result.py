@@ -147,7 +147,7 @@ class Estimate:
         timing = Timing(said, _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
         headline = f"{self.speedup:.2f}× on {self.device}, estimated"
         sections = tuple(map(section, self.report.graphs))
-        page = HtmlPage(title("estimate", self.report.graphs), headline, self.summary(), facts, sections, timing)
+        page = HtmlPage(title("estimate", self.report.graphs), headline, self.summary(), facts, sections, timing=timing)
         return render(page, path)
 
     def _lines(self) -> list[tuple[str, ...]]:

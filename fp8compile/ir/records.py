@@ -1,10 +1,11 @@
-"""The report of a compiled graph: a record for every matmul with its decision and reason, and for every op that hides
-matmuls. Plain data: it holds no tensor and no node of a graph."""
+"""The report of a compiled graph: a record for every matmul with its decision and reason, for every op that hides matmuls, and
+what features add. Plain data: it holds no tensor and no node of a graph."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal
 
 FP8: Literal["fp8"] = "fp8"
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
@@ -77,63 +78,86 @@ class Gatherable:
     block: int = 0  # 0: one scale for all
 
 
+class TableRecord:
+    """A record that a report shows as a row of a table: a frozen dataclass, whose first field is a name. Records that are
+    alike, and whose names differ in numbers only, share a row, such as `h.0-11.fc.weight`.
+
+    A feature derives its own records from this class, and gives them to the report of a graph (`GraphFeature.report`) or of a
+    model (`Feature.records`).
+    """
+
+    key: ClassVar[str] = ""  # the attribute of the report that has them, and their key in `to_dict()`
+    of_model: ClassVar[bool] = False  # they are of a model, not of one of its graphs
+    titles: ClassVar[tuple[str, ...]]  # of the table and of its columns: what the first one is a table of
+    sides: ClassVar[str]  # "<" or ">" for each column
+    about: ClassVar[str] = ""  # a sentence beside the table on a page
+
+    @property
+    def name(self) -> str:
+        return getattr(self, fields(self)[0].name)  # type: ignore[arg-type]
+
+    @property
+    def like(self) -> Hashable:
+        """Equal for records that are alike."""
+        raise NotImplementedError
+
+    @classmethod
+    def cells(cls, alike: Sequence[Any]) -> tuple[str, ...]:
+        """The cells of a row, after the name."""
+        raise NotImplementedError
+
+    @classmethod
+    def brief(cls, records: Sequence[Any]) -> str:
+        """All of them in a few words, for the summary of a report."""
+        return ""
+
+
+def kinds(of_model: bool) -> dict[str, type[TableRecord]]:
+    """The records that features add to the report of a model, or of a graph, by their key."""
+    return {kind.key: kind for kind in TableRecord.__subclasses__() if kind.key and kind.of_model is of_model}
+
+
+def of_key(records: Sequence[TableRecord], key: str, of_model: bool) -> tuple[Any, ...]:
+    """Those that a report has as this attribute. AttributeError if there is no such kind."""
+    if (kind := kinds(of_model).get(key)) is None:
+        raise AttributeError(f"this report has no {key!r}")
+    return tuple(record for record in records if type(record) is kind)
+
+
+def as_dicts(records: Sequence[TableRecord], of_model: bool) -> dict[str, list[dict[str, Any]]]:
+    """The records of each kind by its key, as plain dicts."""
+    return {key: [asdict(x) for x in of_key(records, key, of_model)] for key in kinds(of_model)}
+
+
+def by_kind(records: Sequence[TableRecord]) -> Mapping[type[TableRecord], list[Any]]:
+    """The records of each kind that there is."""
+    found: dict[type[TableRecord], list[Any]] = {}
+    for record in records:
+        found.setdefault(type(record), []).append(record)
+    return found
+
+
 @dataclass(frozen=True)
-class GatherRecord:
-    """What FSDP2 gathers in training for one parameter, as `dtype`, where `fp8_all_gather` was asked for. `reason`: why it is
-    not FP8, "" if it is."""
-
-    parameter: str
-    gathered: Literal["fp8", "high_precision"]
-    dtype: str
-    reason: str = ""
-    matrix: bool = True
-
-
-@dataclass(frozen=True)
-class CollectiveRecord:
-    """A collective of a graph (`kind`) whose result an FP8 matmul reads. `tensor`: the matmul and the role, "mlp.up (input)".
-    The bytes are those that a rank sends, `before` without our passes. `reason`: why they are not FP8, "" if they are."""
-
-    tensor: str
-    bytes: int
-    before: int
-    reason: str = ""
-    kind: Literal["all-gather", "all-to-all"] = "all-gather"
-
-
-@dataclass(frozen=True)
-class KeptRecord:
-    """A tensor that forward keeps for backward in FP8, because `save="fp8"` asked for it. `module` made it; `tensor` is its
-    dtype and sizes; the bytes are those of the copy with its scales, `before` those of the tensor."""
-
-    module: str
-    tensor: str
-    before: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class FrozenRecord:
-    """A matrix that does not train, where `frozen="fp8"` asked for its FP8 copy alone. The bytes are those in memory, `before`
-    without the option. `reason`: why it is kept in high precision, "" if it is kept in FP8 only."""
-
-    parameter: str
-    before: int
-    bytes: int
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class OpaqueRecord:
+class OpaqueRecord(TableRecord):
     """An op that hides matmuls: they are not listed one by one, and the op is not rewritten.
 
     `reason` names the family of the op ("attention", "convolution"), or says after a colon why the op is left alone.
     """
 
+    titles, sides = ("not rewritten", "op", "why"), "<<<"
+
     fqn: str
     op: str
     reason: str
     matmuls: tuple[MatmulRecord, ...] = ()  # of a nested graph: those can be listed
+
+    @property
+    def like(self) -> Hashable:
+        return self.op, self.reason
+
+    @classmethod
+    def cells(cls, alike: Sequence[OpaqueRecord]) -> tuple[str, ...]:
+        return alike[0].op, alike[0].reason
 
 
 @dataclass(frozen=True)
@@ -142,8 +166,7 @@ class GraphReport:
 
     `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
     `device` names the device description by which FP8 was weighed, "" if there was none. `remarks` are further notes.
-    `collectives` are the graph's own; all-gathers of FSDP2 are outside of graphs. `kept`: what is kept for backward in FP8 with
-    `save="fp8"`. `frozen`: the matrices that do not train, with `frozen="fp8"`.
+    `added`: what features say of the graph. Each of their `kinds` is an attribute of its own, such as `graph.collectives`.
     """
 
     index: int
@@ -154,9 +177,10 @@ class GraphReport:
     edges: tuple[tuple[int, int], ...] = ()
     device: str = ""
     remarks: tuple[str, ...] = ()
-    collectives: tuple[CollectiveRecord, ...] = ()
-    kept: tuple[KeptRecord, ...] = ()
-    frozen: tuple[FrozenRecord, ...] = ()
+    added: tuple[TableRecord, ...] = ()
+
+    def __getattr__(self, name: str) -> tuple[Any, ...]:
+        return of_key(self.added if "added" in self.__dict__ else (), name, of_model=False)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from .. import process
 from ..config.recipe import BUILT_IN
@@ -54,8 +53,6 @@ def findings(
     notes = remarks(done.matmuls, done.remarks) if training else ()
     report = GraphReport(0, name, records, opaque, note, done.edges, described, notes)
     report = of_features(report, done)
-    if not training and evaluates != "fp8" and (stored := sum(not weight.reason for weight in report.frozen)):
-        report = replace(report, note=f"{report.note}; {stored} frozen weights have FP8-rounded values")
     if not training:
         learns = inside or (not inputs.training and any(matmul.gemm == "wgrad" for matmul in done.matmuls))
         text = (INSIDE if inside else LEARNS).format(inputs.root)

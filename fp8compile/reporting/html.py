@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport
-from . import diagram, record_tables
+from . import diagram
 from .layer_rows import Row, Split, flops, layers_of, matmul_split, microseconds, rows_of, share
-from .record_tables import RecordTable
+from .record_tables import RecordTable, tables
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -78,10 +78,8 @@ class HtmlPage:
     summary: str
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
+    tables: tuple[RecordTable, ...] = ()
     timing: Timing | None = None
-    outside: RecordTable | None = None
-    why_outside: str = ""
-    gathered: RecordTable | None = None
 
 
 def title(what: str, graphs: Iterable[GraphReport]) -> str:
@@ -94,9 +92,8 @@ def section(graph: GraphReport) -> Section:
     """The rows, times and diagram of one graph."""
     layers = layers_of(graph.matmuls)
     rows = rows_of(layers)
-    of = record_tables
-    tables = of.hidden(graph.opaque), of.collectives(graph.collectives), of.kept(graph.kept), of.frozen(graph.frozen)
-    return Section(graph, rows, matmul_split(rows), tuple(x for x in tables if x.rows), diagram.draw(graph, layers))
+    of_graph = tuple(tables((*graph.opaque, *graph.added)))
+    return Section(graph, rows, matmul_split(rows), of_graph, diagram.draw(graph, layers))
 
 
 def render(page: HtmlPage, path: str | Path | None = None) -> str:

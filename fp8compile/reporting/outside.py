@@ -7,23 +7,27 @@ not counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import record_tables
+from ..ir.records import TableRecord
+from .record_tables import RecordTable, tables
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+OUTSIDE = "in no compiled graph"
 WHY_OUTSIDE = "outside of what was compiled, left to eager by Dynamo, or not called yet"
 
 
 @dataclass(frozen=True)
-class OutsideRecord:
+class OutsideRecord(TableRecord):
     """A matrix of the model, `rows` x `columns`, that no compiled graph reads. `fqn` is the module that owns it, `module` the
     class of that module, `reason` why no graph reads it."""
+
+    titles, sides = (OUTSIDE, "of", "size"), "<<<"
 
     fqn: str
     module: str
@@ -32,8 +36,19 @@ class OutsideRecord:
     columns: int
     reason: str = WHY_OUTSIDE
 
+    @property
+    def name(self) -> str:
+        return self.parameter
 
-OUTSIDE = "in no compiled graph"
+    @property
+    def like(self) -> Hashable:
+        return self.cells([self])
+
+    @classmethod
+    def cells(cls, alike: Sequence[OutsideRecord]) -> tuple[str, ...]:
+        return alike[0].module, f"{alike[0].rows} x {alike[0].columns}"
+
+
 TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")  # names of parameters that are looked up or added, not multiplied
 
 
@@ -97,7 +112,8 @@ def _why(name: str, broken: Mapping[str, str]) -> str:
 
 def brief(records: Sequence[OutsideRecord], most: int = 3) -> str:
     """ "in no compiled graph: 6 linears (h.0-1.fc1, ...): ... left to eager by Dynamo, ..."."""
-    names = list(dict.fromkeys(name.removesuffix(".weight") for name, *_ in record_tables.outside(records).rows))
+    (table,) = tables(records)
+    names = list(dict.fromkeys(name.removesuffix(".weight") for name, *_ in table.rows))
     shown = ", ".join(names[:most] + ["..."] * (len(names) > most))
     what = "linear" if all(record.module.endswith("Linear") for record in records) else "weight"
     return f"{OUTSIDE}: {len(records)} {what}{'s' * (len(records) > 1)} ({shown}): {why(records)}"
@@ -108,6 +124,12 @@ def why(records: Sequence[OutsideRecord]) -> str:
     return "; or ".join(dict.fromkeys(record.reason for record in records))
 
 
+def page_tables(records: Sequence[OutsideRecord]) -> list[RecordTable]:
+    """The table for a page, which says why."""
+    about = f"Weights of the model: {why(records)}. No percentage here counts them."
+    return [table._replace(about=about) for table in tables(records)]
+
+
 def text(records: Sequence[OutsideRecord]) -> str:
     reasons = dict.fromkeys(record.reason for record in records)
-    return "\n".join([str(record_tables.outside(records)), *(f"* {reason}" for reason in reasons)])
+    return "\n".join([*map(str, tables(records)), *(f"* {reason}" for reason in reasons)])

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from .. import process
 from ..extension import features
-from ..ir.records import FP8, GatherRecord, GraphReport, MatmulRecord, OpaqueRecord
+from ..ir.records import FP8, GraphReport, MatmulRecord, OpaqueRecord, TableRecord, as_dicts, of_key
 from ..runtime.ledger import Ledger
 from ..runtime.parameters import share_records
-from . import html, outside, record_tables
+from . import html, outside
 from .columns import aligned
 from .layer_rows import Row, decided, fraction, gemms, layers_of, percent, repeated, rows_of, share, sizes_of
 from .outside import OutsideRecord
+from .record_tables import briefs, tables
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +40,8 @@ class Report:
     """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON.
 
     In the report of one model, `outside` lists the matrices of linears and other modules that no compiled graph reads, and
-    `gathered` what FSDP2 gathers for each parameter, where `fp8_all_gather` was asked for.
+    `added` what features say of its parameters. Each of their kinds is an attribute, too: `gathered` is what FSDP2 gathers for
+    each parameter, where `fp8_all_gather` was asked for.
     """
 
     def __init__(
@@ -48,16 +50,19 @@ class Report:
         empty: str = "",
         note: str = "",
         outside: Iterable[OutsideRecord] = (),
-        gathered: Iterable[GatherRecord] = (),
+        added: Iterable[TableRecord] = (),
         notes: Iterable[str] = (),
     ) -> None:
         """`empty` is the text of a report without graphs. `note` is added to the summary, `notes` are lines below it."""
         self.graphs: tuple[GraphReport, ...] = tuple(graphs)
         self.outside: tuple[OutsideRecord, ...] = tuple(outside)
-        self.gathered: tuple[GatherRecord, ...] = tuple(gathered)
+        self.added: tuple[TableRecord, ...] = tuple(added)
         self._empty = empty or "nothing was compiled"
         self._note = note
         self.notes: tuple[str, ...] = tuple(notes)
+
+    def __getattr__(self, name: str) -> tuple[Any, ...]:
+        return of_key(self.__dict__.get("added", ()), name, of_model=True)
 
     @property
     def matmuls(self) -> list[MatmulRecord]:
@@ -97,11 +102,7 @@ class Report:
         if not self.matmuls:
             parts += dict.fromkeys(graph.note for graph in self.graphs if graph.note)
         parts += [outside.brief(self.outside)] if self.outside else []
-        parts += [record_tables.brief_gathered(self.gathered)] if self.gathered else []
-        saved = [record for graph in counted.graphs for record in graph.kept]
-        parts += [record_tables.brief_kept(saved)] if saved else []
-        frozen = [record for graph in counted.graphs for record in graph.frozen]
-        parts += [record_tables.brief_frozen(frozen)] if frozen else []
+        parts += briefs([*self.added, *(record for graph in counted.graphs for record in graph.added)])
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
@@ -114,7 +115,7 @@ class Report:
         head = "\n* ".join([f"fp8: {self.summary()}", *self.notes])
         parts = [head, *(_graph_text(graph, collapse) for graph in self.graphs)]
         parts += [outside.text(self.outside)] if self.outside else []
-        return "\n\n".join(parts + ([str(record_tables.gathered(self.gathered))] if self.gathered else []))
+        return "\n\n".join([*parts, *map(str, tables(self.added))])
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, strings and numbers."""
@@ -132,14 +133,12 @@ class Report:
                     "edges": [list(edge) for edge in graph.edges],
                     "matmuls": [{**dataclasses.asdict(record), "flops": record.flops} for record in graph.matmuls],
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
-                    "collectives": [dataclasses.asdict(record) for record in graph.collectives],
-                    **({"kept": [dataclasses.asdict(record) for record in graph.kept]} if graph.kept else {}),
-                    **({"frozen": [dataclasses.asdict(record) for record in graph.frozen]} if graph.frozen else {}),
+                    **as_dicts(graph.added, of_model=False),
                 }
                 for graph in self.graphs
             ],
             "outside": [dataclasses.asdict(record) for record in self.outside],
-            **({"gathered": [dataclasses.asdict(record) for record in self.gathered]} if self.gathered else {}),
+            **as_dicts(self.added, of_model=True),
         }
 
     def to_html(self, path: str | Path | None = None) -> str:
@@ -150,17 +149,14 @@ class Report:
         facts += [(outside.OUTSIDE, f"{len(self.outside)} weights")] if self.outside else []
         whole = ", of what was compiled" if self.outside else ""
         headline = f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if self.matmuls else "No matmuls"
-        if self.gathered:
-            facts.append(("all-gather", record_tables.brief_gathered(self.gathered).removeprefix("all-gather: ")))
+        facts += [(what, said) for what, _, said in (brief.partition(": ") for brief in briefs(self.added))]
         page = html.HtmlPage(
             html.title("report", self.graphs),
             headline,
             "; ".join([self.summary(), *self.notes]),
             tuple(facts),
             tuple(map(html.section, self.graphs)),
-            outside=record_tables.outside(self.outside),
-            why_outside=outside.why(self.outside),
-            gathered=record_tables.gathered(self.gathered),
+            (*outside.page_tables(self.outside), *tables(self.added)),
         )
         return html.render(page, path)
 
@@ -198,8 +194,8 @@ def report(model: nn.Module | None = None) -> Report:
         why = "a graph that reads other tensors in their place, as with torch.func.functional_call, is only listed by report()"
         return Report(empty=f"{others} ({why})")
     left_out = outside.find(model, set().union(*(reads for _, reads in chosen)))
-    records: dict[str, Any] = {name: found for feature in features() for name, found in feature.records(tensors).items()}
-    return Report((graph for graph, _ in chosen), outside=left_out, notes=replaced, **records)
+    added = [record for feature in features() for record in feature.records(tensors)]
+    return Report((graph for graph, _ in chosen), outside=left_out, added=added, notes=replaced)
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -232,12 +228,9 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
-    text += f"\n\n{record_tables.collectives(graph.collectives)}" if graph.collectives else ""
-    text += f"\n\n{record_tables.kept(graph.kept)}" if graph.kept else ""
-    text += f"\n\n{record_tables.frozen(graph.frozen)}" if graph.frozen else ""
-    if graph.opaque:
-        text += ("\n\n" if graph.kept or graph.frozen else "\n") + str(record_tables.hidden(graph.opaque, collapse))
-    return text
+    added = tables(graph.added)
+    text += "".join(f"\n\n{table}" for table in added)
+    return text + "".join(("\n\n" if added else "\n") + str(table) for table in tables(graph.opaque, collapse))
 
 
 def _cells(row: Row, line: Sequence[MatmulRecord]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..ir.records import GraphReport, KeptRecord
+from ..ir.records import GraphReport, TableRecord
 from .parameters import all_records, record_of
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ class Ledger:
         self.attach(index, parameters)
         return index
 
-    def keeps(self, index: int, kept: tuple[KeptRecord, ...]) -> None:
-        """Record what graph `index` keeps for backward in FP8. An index that clear() has dropped is ignored."""
+    def extend(self, index: int, added: Iterable[TableRecord]) -> None:
+        """Add records to the report of graph `index`. An index that clear() has dropped is ignored."""
         with self._lock:
             if index in self._graphs:
-                self._graphs[index] = dataclasses.replace(self._graphs[index], kept=kept)
+                graph = self._graphs[index]
+                self._graphs[index] = dataclasses.replace(graph, added=(*graph.added, *added))
 
     def graph(self, index: int) -> GraphReport:
         """One graph. KeyError if clear() has dropped it."""

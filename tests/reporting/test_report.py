@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import os
+import pickle
 import random
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from tabulate import tabulate
 from torch import nn
 
 from fp8compile import logs
-from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord
+from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord, TableRecord
 from fp8compile.reporting import report as report_module
 from fp8compile.reporting.columns import aligned
 from fp8compile.reporting.report import Report
@@ -165,6 +169,46 @@ def test_hidden_operators_are_named_for_people():
     assert report.summary() == "no matmuls; not rewritten: 8 attention, 3 convolution, 1 mylib.mix"
     assert rows(str(report), "h.0-3.attn (x4)") == [["h.0-3.attn (x4)", op, "attention"] for op in flash]
     assert rows(str(report), "patches (x3)") and rows(str(report), "(root)")
+
+
+@dataclass(frozen=True)
+class Pruned(TableRecord):
+    """What a feature might say of a graph."""
+
+    key, titles, sides = "pruned", ("pruned", "elements"), "<>"
+
+    parameter: str
+    elements: int
+
+    @property
+    def like(self) -> int:
+        return self.elements
+
+    @classmethod
+    def cells(cls, alike):
+        return (f"{sum(record.elements for record in alike):,}",)
+
+    @classmethod
+    def brief(cls, records):
+        return f"pruned: {len(records)} weights"
+
+
+def test_records_of_a_feature_are_in_every_form_of_the_report():
+    found = tuple(Pruned(f"h.{i}.up.weight", 600) for i in range(2))
+    ledger = Ledger()
+    ledger.extend(ledger.add(gpt()), found)
+    graph = ledger.graph(0)
+    report = Report([graph, dataclasses.replace(gpt(), index=1)])
+    assert graph.pruned == found and report.graphs[1].pruned == () == graph.added[2:]
+    assert report.summary().endswith("; pruned: 2 weights")
+    assert re.search(r"h\.0-1\.up\.weight \(x2\) +1,200$", str(report), re.MULTILINE)
+    listed = [{"parameter": x.parameter, "elements": 600} for x in found]
+    assert [x["pruned"] for x in report.to_dict()["graphs"]] == [listed, []]
+    assert "<h3>Pruned</h3>" in report.to_html()
+    assert pickle.loads(pickle.dumps(graph)) == copy.deepcopy(graph) == graph
+    for of, key in ((graph, "prune"), (report, "pruned")):
+        with pytest.raises(AttributeError, match=f"this report has no '{key}'"):
+            getattr(of, key)
 
 
 def test_empty_reports_say_why():

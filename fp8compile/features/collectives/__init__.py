@@ -24,7 +24,7 @@ class _Sent(GraphFeature):
         return [f"{x.kind} of {x.tensor} {x.reason or 'fp8'}" for x in done.results.of(Collectives).records]
 
     def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
-        return replace(report, collectives=tuple(done.results.of(Collectives).records))
+        return replace(report, added=(*report.added, *done.results.of(Collectives).records))
 
 
 class FP8Collectives(Feature):

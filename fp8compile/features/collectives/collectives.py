@@ -11,9 +11,9 @@ that its group agrees on:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.fx import Node
@@ -25,12 +25,13 @@ from ...ir.all_gather_nodes import AllGather, wire_dtype
 from ...ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, arg, aten, call_function, hint, value
 from ...ir.matmul import Matmul, factors
 from ...ir.metadata import OPERAND
-from ...ir.records import CollectiveRecord
+from ...ir.records import TableRecord
 from ...passes.amax_groups import reduced
 from ...passes.joint import Joint
 from ...passes.plan import Operand
 from ...passes.quantize import current, delayed
 from ...passes.written import Written
+from ...reporting.record_tables import WHY, sizes
 
 LAYOUT = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default)
 SIZES = (aten.sym_size.int, aten.sym_numel.default)
@@ -63,6 +64,28 @@ class Carried:
 
     by: dict[Operand, Collective] = field(default_factory=dict)
     agreements: dict[tuple[bool, str], Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CollectiveRecord(TableRecord):
+    """A collective of a graph (`kind`) whose result an FP8 matmul reads. `tensor`: the matmul and the role, "mlp.up (input)".
+    The bytes are those that a rank sends, `before` without our passes. `reason`: why they are not FP8, "" if they are."""
+
+    key, titles, sides = "collectives", ("read from other ranks", "by", "bytes a rank", "with FP8", WHY), "<<>><"
+
+    tensor: str
+    bytes: int
+    before: int
+    reason: str = ""
+    kind: Literal["all-gather", "all-to-all"] = "all-gather"
+
+    @property
+    def like(self) -> Hashable:
+        return self.kind, self.bytes, self.reason
+
+    @classmethod
+    def cells(cls, alike: Sequence[CollectiveRecord]) -> tuple[str, ...]:
+        return (alike[0].kind, *sizes(alike), alike[0].reason)
 
 
 @dataclass

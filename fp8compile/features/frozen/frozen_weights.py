@@ -18,8 +18,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,9 +32,10 @@ from ...errors import Retrace
 from ...extension import GraphFeature
 from ...ir.frozen import FrozenWeight, cast
 from ...ir.inputs import plain
-from ...ir.records import FrozenRecord, Gatherable, GraphReport
+from ...ir.records import Gatherable, GraphReport, TableRecord
 from ...logs import get_logger, say_once
 from ...passes.joint import Joint, Rewritten
+from ...reporting.record_tables import megabytes, sizes
 from ...runtime.parameters import adopt
 from ...runtime.state import unwrapped
 
@@ -61,6 +62,33 @@ class Home(NamedTuple):
     name: str
     root: nn.Module
     whole: nn.Module
+
+
+@dataclass(frozen=True)
+class FrozenRecord(TableRecord):
+    """A matrix that does not train. The bytes are those in memory, `before` without the option. `reason`: why it is kept in
+    high precision, "" if it is kept in FP8 only."""
+
+    key, titles, sides = "frozen", ("frozen weight", "bytes", "kept", "why"), "<>><"
+
+    parameter: str
+    before: int
+    bytes: int
+    reason: str = ""
+
+    @property
+    def like(self) -> Hashable:
+        return self.bytes, self.reason
+
+    @classmethod
+    def cells(cls, alike: Sequence[FrozenRecord]) -> tuple[str, ...]:
+        return (*sizes(alike), alike[0].reason or "fp8 only")
+
+    @classmethod
+    def brief(cls, records: Sequence[FrozenRecord]) -> str:
+        """ "frozen weights in FP8 only: 224 of 225, 6,980 MB instead of 13,960"."""
+        stored = [record for record in records if not record.reason]
+        return f"frozen weights in FP8 only: {len(stored)} of {len(records)}, {megabytes(stored)}"
 
 
 class FrozenMatrix(NamedTuple):
@@ -114,7 +142,10 @@ class FrozenInGraph(GraphFeature):
                 found.append(FrozenRecord(job.inputs.names[i], matrix.before, matrix.bytes))
             elif self.asked and reason:
                 found.append(FrozenRecord(job.inputs.names[i], matrix.before, matrix.bytes, reason))
-        return replace(report, frozen=tuple(found))
+        stored = sum(not record.reason for record in found)
+        if report.note and job.options.policy.eval != "fp8" and stored:  # an evaluation in high precision
+            report = replace(report, note=f"{report.note}; {stored} frozen weights have FP8-rounded values")
+        return replace(report, added=(*report.added, *found))
 
 
 def frozen_in(job: Job) -> FrozenInGraph:

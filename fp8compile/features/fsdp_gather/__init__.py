@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...extension import Feature, GraphFeature
 from ...ir.inputs import Inputs
-from ...ir.records import HIGH_PRECISION
+from ...ir.records import HIGH_PRECISION, TableRecord
 from ...logs import get_logger, say_once
 from ...runtime.parameters import find
 from ...runtime.probe import CastKind
 from . import all_gather
 from .all_gather import Gathers
+from .gather_records import gather_records
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +45,8 @@ class GatheredWeights(Feature):
         entry = find(weight).extras.get(all_gather.Gathered)
         return (entry.cast, entry.numbers) if entry is not None and entry.cast is not None else None
 
-    def records(self, tensors: Sequence[Tensor]) -> Mapping[str, Sequence[Any]]:
-        return {"gathered": all_gather.gather_records(tensors)}
+    def records(self, tensors: Sequence[Tensor]) -> Sequence[TableRecord]:
+        return gather_records(tensors)
 
     def reset(self) -> None:
         all_gather.forget()

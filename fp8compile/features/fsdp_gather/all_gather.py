@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from ...errors import ShardingError, StrictError
 from ...extension import GraphFeature, in_fp8
 from ...ir.gathered_weight import GatheredWeight
 from ...ir.inputs import plain
-from ...ir.records import FP8, HIGH_PRECISION, Gatherable, GatherRecord
+from ...ir.records import Gatherable
 from ...logs import get_logger, say_once
 from ...passes.joint import Rewritten
 from ...runtime import probe
@@ -49,7 +49,7 @@ from ...runtime.ledger import Ledger
 from ...runtime.optimizer_steps import listen
 from ...runtime.parameters import find, record_of, share_records
 from .gathered_scales import HIGH_PRECISION as IN_HIGH_PRECISION
-from .gathered_scales import Scales, cast_of, code_of, form_of, format_of, misfit
+from .gathered_scales import Scales, cast_of, code_of, form_of, misfit
 
 if TYPE_CHECKING:
     from ...compilation import Job
@@ -328,18 +328,3 @@ def forget() -> None:
     for gather in list(_all):
         for entry in gather.entries:
             entry.verdict = None
-
-
-def gather_records(tensors: Iterable[Any]) -> list[GatherRecord]:
-    """What is gathered for each of these parameters, where `fp8_all_gather` was asked for."""
-    entries = {id(entry): entry for tensor in tensors if (entry := find(tensor).extras.get(Gathered)) is not None}
-    return [
-        GatherRecord(
-            parameter=plain(entry.parameter.name),
-            gathered=FP8 if entry.code else HIGH_PRECISION,
-            dtype=format_of(form_of(entry.code)).name if entry.code else _name(entry.parameter.dtype),
-            reason="" if entry.code else entry.reason,
-            matrix=entry.parameter.shard.dim() == 2,
-        )
-        for entry in entries.values()
-    ]

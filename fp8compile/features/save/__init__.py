@@ -10,9 +10,8 @@ from ...ir.records import FP8
 from ...logs import get_logger
 from ...passes.joint import Joint, Partitioned
 from ...passes.pipeline import skipped
-from ...reporting.record_tables import brief_kept
 from ...runtime.ledger import Ledger
-from .save import SavedInFP8
+from .save import KeptRecord, SavedInFP8
 from .save import save as run_save
 
 if TYPE_CHECKING:
@@ -30,9 +29,9 @@ class _SavedOfGraph(GraphFeature):
     def partitioned(self, job: Job, halves: Partitioned, record: int | None) -> None:
         kept = tuple(halves.extras.of(SavedInFP8).records)
         if kept:
-            logger.info("fp8: %s: %s", job.inputs.root, brief_kept(kept))
+            logger.info("fp8: %s: %s", job.inputs.root, KeptRecord.brief(kept))
         if record is not None:
-            process.of(Ledger).keeps(record, kept)
+            process.of(Ledger).extend(record, kept)
 
 
 class SavedTensors(Feature):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.dryrun.fake_gpu import Step, trace, unavailable
-from fp8compile.ir.records import CollectiveRecord
+from fp8compile.features.collectives.collectives import CollectiveRecord
 from tests.support import hooks
 from tests.support.harness import ALL_FP8
 

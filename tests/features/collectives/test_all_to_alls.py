@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fp8compile
-from fp8compile.ir.records import CollectiveRecord
+from fp8compile.features.collectives.collectives import CollectiveRecord
 from tests.distributed.test_expert_parallel import BF16, TOKENS, TOP, WIDTH, Moved, as_one_computes, steps
 from tests.support import hooks
 from tests.support.harness import ALL_FP8, scaling_tensors

@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import fp8compile
 from fp8compile.dryrun import fake_gpu
-from fp8compile.ir.records import KeptRecord
+from fp8compile.features.save.save import KeptRecord
 from tests.support import hooks
 from tests.support.executed import executed
 from tests.support.gpu_steps import unallocated
