@@ -58,7 +58,7 @@ weekly: $(STAMP)
 	$(PYTEST) -m weekly $(TESTS)
 
 compat: $(STAMP)
-	$(PYTEST) --budget 150 -m "compat and not slow and not weekly" $(shell grep -rl --include='*.py' mark.compat tests)
+	$(PYTEST) --budget 200 -m "compat and not slow and not weekly" $(shell grep -rl --include='*.py' mark.compat tests)
 
 lean: $(LEAN)/installed  # a checkout alone: neither the package nor the plugins of pytest that pyproject.toml configures
 	OMP_NUM_THREADS=1 $(LEAN)/bin/python -m pytest -o addopts= -q -ra --durations=10 -k "sm_90 or not (sm_ or gfx)" \
@@ -76,7 +76,7 @@ mutants: $(STAMP)
 	$(PY) -m tests.mutants run $(ARGS)
 
 hosts: hosts-venv  # one kind of export is loaded with the help of Accelerate
-	$(MAKE) slow $(HOSTS) JOBS=2 TESTS="tests/hosts tests/features/export/test_transformers.py::test_loaded_with_fine_grained_fp8"
+	$(MAKE) slow $(HOSTS) TESTS="tests/hosts tests/features/export/test_transformers.py::test_loaded_with_fine_grained_fp8"
 
 hosts-venv:  # axolotl pins older versions of the other hosts: without its requirements
 	$(MAKE) venv $(HOSTS)

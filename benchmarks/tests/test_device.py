@@ -203,7 +203,7 @@ def test_stopping_the_whole(tmp_path: Path) -> None:
         ("probe", {"DEVICE": "tpu"}, "'tpu' is none of cuda, cpu"),
         ("probe", {"PYTHON": "no-python"}, "missing: no-python"),
         ("gpt2", {}, "missing: triton (a Python package)\nmissing: tqdm (a Python package)"),
-        pytest.param("probe", {"DEVICE": "cuda", "PYTHONPATH": ""}, "missing: a GPU", marks=pytest.mark.slow),
+        pytest.param("probe", {"DEVICE": "cuda", "PYTHONPATH": ""}, "missing: a GPU", marks=pytest.mark.weekly),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, arguments: str, variables: dict[str, str], message: str) -> None:
@@ -336,7 +336,7 @@ def test_matmuls_are_judged(monkeypatch: pytest.MonkeyPatch, instead: Any, fine:
     assert "per-tensor wgrad" in table and ("wrong results" in table) != fine
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_probe_goes_on_in_another_process(tmp_path: Path) -> None:
     """After an error that leaves the device unusable."""
     path = tmp_path / "probe.jsonl"

@@ -199,7 +199,7 @@ def test_out_of_time():
     assert result["rows"] == [] and "out of time: 4 points were not begun" in tables.text(result)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_blocks(tmp_path) -> None:
     """Each block of two families, in two processes: the kernels give what the eager operators give."""
     file = tmp_path / "blocks.jsonl"

@@ -141,7 +141,7 @@ def test_a_short_soak() -> None:
     assert 0.0 < drift[19] == row["apart"] < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(100)
 def test_a_soak_that_hangs_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="hangs"):

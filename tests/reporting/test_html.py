@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from fp8compile.dryrun.estimate_result import Cost, Estimate, LayerCost
-from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord
+from fp8compile.ir.records import GraphReport, MatmulRecord, OpaqueRecord, TableRecord
 from fp8compile.reporting import diagram
 from fp8compile.reporting.html import section
 from fp8compile.reporting.layer_rows import flops, microseconds
@@ -308,22 +309,43 @@ def test_page_of_nothing():
     assert "0 × 128 × 128" in Report([GraphReport(0, "f", tuple(linear("a", 0, 128, 128)))]).to_html()
 
 
-@pytest.mark.feature("fsdp_gather")
-def test_what_is_in_no_graph_and_what_is_gathered():
-    """A percentage is of what was compiled. Equal layers share a row; a dot and the reason say what is gathered in FP8."""
-    from fp8compile.features.fsdp_gather.gather_records import GatherRecord
+@dataclass(frozen=True)
+class GatheredAs(TableRecord):
+    """What a feature might say of the parameters of a model."""
 
+    of_model, titles, sides = True, ("all-gather in training", "as", "why not FP8"), "<<<"
+    about = "Beside a table of this page."
+
+    parameter: str
+    dtype: str
+    reason: str = ""
+
+    @property
+    def like(self) -> tuple[str, str]:
+        return self.dtype, self.reason
+
+    @classmethod
+    def cells(cls, alike: Sequence[GatheredAs]) -> tuple[str, ...]:
+        return alike[0].dtype, alike[0].reason
+
+    @classmethod
+    def brief(cls, records: Sequence[GatheredAs]) -> str:
+        return f"all-gather: {sum(not record.reason for record in records)} matrices in FP8"
+
+
+def test_what_is_in_no_graph_and_what_a_feature_says():
+    """A percentage is of what was compiled. Equal layers share a row; a dot and the reason say what is in FP8."""
     left = [OutsideRecord(f"h.{i}.fc", "Linear", f"h.{i}.fc.weight", 256, 128) for i in range(3)]
     left.append(OutsideRecord(HOSTILE, "Linear", f"{HOSTILE}.weight", 64, 32))
-    gathered = [GatherRecord(f"h.{i}.up.weight", "fp8", "e4m3") for i in range(3)]
-    gathered += [GatherRecord(f"h.{i}.down.weight", "high_precision", "bfloat16", "40 rows") for i in range(3)]
-    gathered.append(GatherRecord(HOSTILE, "high_precision", "float32", HOSTILE, matrix=False))
+    gathered = [GatheredAs(f"h.{i}.up.weight", "e4m3") for i in range(3)]
+    gathered += [GatheredAs(f"h.{i}.down.weight", "bfloat16", "40 rows") for i in range(3)]
+    gathered.append(GatheredAs(HOSTILE, "float32", HOSTILE))
     graph = dataclasses.replace(gpt(1), remarks=("weights are cast again in backward",))
     text = Report([graph], outside=left, added=gathered).to_html()
     whole, part = (" ".join(Markup(page).text) for page in (Report([graph]).to_html(), text))
     for words in ("of what was compiled", "In no compiled graph", "All-gather in training"):
         assert words in part and words not in whole
-    for words in ("4 weights", "256 x 128", "64 x 32", "3 of 6 matrices in FP8", "40 rows", *graph.remarks):
+    for words in ("4 weights", "256 x 128", "64 x 32", "3 matrices in FP8", "Beside a table", "40 rows", *graph.remarks):
         assert words in part, words
     for name in ("fc", "up", "down"):
         assert f'h.<wbr>0-2.<wbr>{name}.<wbr>weight</td><td class="n">3</td>' in text

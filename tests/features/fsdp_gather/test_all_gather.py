@@ -4,6 +4,7 @@ with it and without.)"""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8compile
 from fp8compile.distributed import fp8_all_gather
 from fp8compile.errors import ShardingError, StrictError
+from fp8compile.features.fsdp_gather.all_gather import Gathered
+from fp8compile.features.fsdp_gather.gathered_scales import Scales, code_of
+from fp8compile.ir.records import Gatherable
 from tests.distributed.ranks import Net, build, gathered
 from tests.support import hooks
 from tests.support.harness import noise
@@ -205,3 +209,13 @@ def test_statistics(ranks: int, recipe: str) -> None:
             (first,) = (row for row in later if row["name"] == "blocks.0.up.weight" and row["role"] == "weight")
             assert first["amax"] == amax and first["scale"] * amax == pytest.approx(448 / 2)
         assert "stack" in asked and not set(asked) & set(WAITS)
+
+
+def test_the_padding_of_an_uneven_shard_is_not_measured() -> None:
+    """Three ranks share 48 rows by 17, 17 and 14."""
+    shard = torch.nn.functional.pad(noise(14, 64), (0, 0, 0, 3))
+    parameter: Any = SimpleNamespace(shard=shard, own_rows=14, dtype=torch.bfloat16)
+    scales = Scales([Gathered(parameter, owner=None, code=code_of(Gatherable()))])  # type: ignore[arg-type]
+    scales.write(scales.amaxes([0]))
+    elements, amax, *_ = scales.measured(0).tolist()
+    assert elements == 14 * 64 and amax == shard.to(torch.bfloat16).abs().max()
