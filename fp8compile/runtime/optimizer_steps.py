@@ -61,13 +61,14 @@ class OptimizerSteps:
     def counted(self, parameter: Tensor) -> int:
         """How many optimizer steps this parameter has seen: the largest count of the optimizers that have it, and of the last
         one that had it. If none ever had it (sharded, frozen): the largest count of the optimizers without a parameter by which
-        some graph finds its phase. If there is none of these: the largest count of all, or 0 if it requires gradients."""
-        had = find(parameter).steps
+        some graph finds its phase, or that only other graphs read. If there is none of these: the largest count of all, or 0 if
+        it requires gradients."""
+        had, mine = find(parameter).steps, find(parameter).graphs
         counting = [steps for steps in had if steps is had[-1] or id(parameter) in steps.parameters]
         if not counting:
-            every = list(self.of.values())
-            leading = [key for key, record in all_records() if record.leads]
-            counting = [steps for steps in every if steps.parameters.isdisjoint(leading)]
+            every, read = list(self.of.values()), all_records()
+            theirs = [key for key, x in read if x.leads or (x.graphs and mine.isdisjoint(x.graphs))]
+            counting = [steps for steps in every if steps.parameters.isdisjoint(theirs)]
             counting = counting or ([] if parameter.requires_grad else every)
         return max((steps.count for steps in counting), default=0)
 

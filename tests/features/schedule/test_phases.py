@@ -259,3 +259,18 @@ def test_steps_of_every_optimizer(seen: list[str], optimizer: Callable[[nn.Modul
         run(noise(32, 128, seed=i)).sum().backward()
         stepped()
     assert seen == ["high_precision"] * 2 + ["fp8"] * 2
+
+
+def test_the_first_step_of_a_second_training(seen: list[str]) -> None:
+    """The steps of another model that has trained in this process, and whose steps were counted, are not its own."""
+    first, second = make(Mlp), make(Mlp)
+    remove = fp8compile.on_step(lambda step, loss: None, first)
+    run, others = torch.compile(first, backend="fp8"), torch.optim.SGD(first.parameters(), 0.1)
+    for i in range(3):
+        step(run, others, i)
+    remove()
+    run, optimizer = scheduled(second, warmup_steps=2), torch.optim.SGD(second.parameters(), 0.1)
+    for i in range(3):
+        step(run, optimizer, i)
+        step(torch.compile(first, backend="fp8"), others, i)
+    assert seen == ["high_precision"] * 2 + ["fp8"]
