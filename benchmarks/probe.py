@@ -38,7 +38,7 @@ from fp8compile.codegen import scaled_grouped, scaled_mm, scaled_mm_kind
 from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.devices import catalog, formats, support
 from fp8compile.devices.gpu import Gpu, gpu_of
-from fp8compile.ir import ops
+from fp8compile.ir import ops, schemas
 
 from . import lines, machine, show
 from .families import FAMILIES, Source
@@ -173,8 +173,8 @@ def call(matmul: Matmul, given: tuple[Tensor, ...], dtype: torch.dtype, bias: Te
     fast = matmul.gemm == "fprop"
     if matmul.ends:
         offs = torch.tensor(matmul.ends, dtype=torch.int32, device=given[0].device)
-        return matmul.kind.call(scaled_mm_kind.GroupedProduct(*given, offs, dtype, fast, *matmul.blocks))
-    return matmul.kind.call(scaled_mm_kind.ScaledProduct(*given, bias, dtype, fast, *matmul.blocks))
+        return matmul.kind.call(schemas.GroupedProduct(*given, offs, dtype, fast, *matmul.blocks))
+    return matmul.kind.call(schemas.ScaledProduct(*given, bias, dtype, fast, *matmul.blocks))
 
 
 def judged(matmul: Matmul, wanted: Tensor, terms: Tensor, got: Tensor) -> tuple[bool, str]:

@@ -20,17 +20,18 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..config.recipe import ROW, Block
+from ..config.recipe import ROW
 from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import Emitter, arg, is_data, value
 from ..ir.grouped import grouped_mm, order_of_groups, taken
 from ..ir.metadata import FORM
+from ..ir.schemas import GroupedProduct, product_of
 from . import launch
 from .grouped_gemm import launch_grouped, launch_order
 from .indexing import quotient, sizes
 from .lowerings import copied, stored
-from .scaled_mm_kind import GROUPED, TRITON, GroupedProduct, how_grouped
+from .scaled_mm_kind import GROUPED, TRITON, how_grouped
 
 aten = torch.ops.aten
 
@@ -60,32 +61,27 @@ def _of_order(offs: Tensor, rows: Any, align: int, which: int) -> Tensor:
 def lower_grouped_mm(node: Node, inline: Callable[..., Node], scales: tuple[Node, Node] | None = None) -> Node:
     """Insert the form of a `grouped_mm` before its node. `scales`: its `spread_scales`. Returns the node of the result."""
     if scales is not None:
-        return inline(node, multiplied, _product(node), *scales)
+        return inline(node, multiplied, product_of(node), *scales)
     form = form_of(node)
     if form == TRITON:
-        product = _product(node)
+        product = product_of(node)
         product = product._replace(offs=_neighbours(node, inline, product.offs))
         return launch_grouped(node, inline, gpu_of(value(node).device), product)
     function, args = call_of(node, form)
     return inline(node, function, *args)
 
 
-def _product(node: Node) -> Any:
-    args: Any = node.args
-    return GroupedProduct(*args[:7], *(Block(*block) for block in args[7:]))
-
-
 def form_of(node: Node) -> str:
     """The form of a `grouped_mm`."""
     if FORM in node.meta:
         return node.meta[FORM]
-    a_block, b_block = node.args[-2:]
-    return how_grouped(gpu_of(value(node).device), a_block, b_block, not compat.triton.reorders())  # type: ignore[arg-type]
+    x = product_of(node)
+    return how_grouped(gpu_of(value(node).device), x.a_block, x.b_block, not compat.triton.reorders())
 
 
 def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:
     """The function and the arguments of a matmul in this form, which is not TRITON."""
-    return (grouped if form == GROUPED else emulated), (_product(node),)
+    return (grouped if form == GROUPED else emulated), (product_of(node),)
 
 
 def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:
@@ -95,7 +91,7 @@ def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple
     for node in graph.find_nodes(op="call_function", target=grouped_mm):
         if form_of(node) != GROUPED or any(value(inverse).dim() != 1 for inverse in _inverses(node)):
             continue
-        if is_data(value(arg(node, 0)).shape[0]):  # no part of a vector can be taken by such a size, up to torch 2.11
+        if is_data(value(product_of(node).a).shape[0]):  # no part of a vector can be taken by such a size, up to torch 2.11
             continue
         if chunks and len(chunks[-1]) < TOGETHER and all(map(_are_stored, (node, chunks[-1][0]))):
             if all(arg(inverse, 0) < chunks[-1][0] for inverse in _inverses(node)):
@@ -113,7 +109,8 @@ def _are_stored(node: Node) -> bool:
 
 
 def _inverses(node: Node) -> tuple[Node, Node]:
-    return arg(node, 2), arg(node, 3)
+    x = product_of(node)
+    return x.a_inv, x.b_inv
 
 
 def _spread(nodes: list[Node], inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:
@@ -123,8 +120,9 @@ def _spread(nodes: list[Node], inline: Callable[..., Node]) -> dict[Node, tuple[
     inverses: list[Node] = []
     shapes: list[list[Any]] = []
     for node in nodes:
-        (rows, _), (*count, columns, _) = sizes(arg(node, 0)), sizes(arg(node, 1))
-        groups = value(arg(node, 4)).shape[0]
+        x = product_of(node)
+        (rows, _), (*count, columns, _) = sizes(x.a), sizes(x.b)
+        groups = value(x.offs).shape[0]
         shapes += [[groups, columns] if count else [groups * columns], [rows] if count else [groups * rows]]
         for inverse in reversed(_inverses(node)):
             again = inverse.target is aten.as_strided.default and inverse > nodes[0]

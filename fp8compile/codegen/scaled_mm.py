@@ -16,22 +16,21 @@ product after the matmul. Inductor fuses this sum into the kernel that reads it,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from .. import compat
-from ..config.recipe import Block
 from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import value
 from ..ir.metadata import FORM
+from ..ir.schemas import ScaledProduct, product_of
 from . import scaled_mm_kind
 from .block_gemm import launch_gemm
 from .lowerings import aligned, of_blocks, of_rows, stored, swizzled
-from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON, ScaledProduct
+from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON
 
 Inline = Callable[..., Node]  # writes a plain torch function into the graph, before a node
 
@@ -47,12 +46,6 @@ def lower_mm(node: Node, inline: Inline) -> Node:
         return launch_gemm(node, inline, gpu_of(value(node).device), product_of(node))
     function, given = call_of(node, form)
     return inline(node, function, *given)
-
-
-def product_of(node: Node) -> Any:
-    """The `ScaledProduct` that a node asks for, with nodes in place of tensors."""
-    args: Any = node.args
-    return ScaledProduct(*args[:7], *(Block(*block) for block in args[7:]))
 
 
 def form_of(node: Node) -> str:

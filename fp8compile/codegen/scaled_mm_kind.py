@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import compat
 from ..config.recipe import ROW, WHOLE, Block
@@ -36,37 +35,6 @@ GROUPED = "grouped"
 
 LINE, SQUARE, MX_BLOCK, MX_TILE = Block(1, 128), Block(128, 128), Block(1, 32), Block(32, 32)
 BLOCKS, MX_BLOCKS = (LINE, SQUARE), (MX_BLOCK, MX_TILE)
-
-
-class ScaledProduct(NamedTuple):
-    """The arguments of `ops.scaled_mm` and `ops.block_mm`: a [M, K] and b [N, K], FP8, row-major; the inverses of their scales,
-    float32, one a block, [rows / block rows, columns / block columns] rounded up, or [1] for one scale; bias, [N] or None. The
-    result is [M, N] of `out_dtype`."""
-
-    a: Tensor
-    b: Tensor
-    a_inv: Tensor
-    b_inv: Tensor
-    bias: Tensor | None
-    out_dtype: torch.dtype
-    fast_accum: bool
-    a_block: Block = WHOLE
-    b_block: Block = WHOLE
-
-
-class GroupedProduct(NamedTuple):
-    """The arguments of `ir.grouped.grouped_mm`. The contracted dimension is the last one: a [M, K] and b [E, N, K] of fprop and
-    dgrad, a [R, P] and b [C, P] of wgrad."""
-
-    a: Tensor
-    b: Tensor
-    a_inv: Tensor
-    b_inv: Tensor
-    offs: Tensor
-    out_dtype: torch.dtype
-    fast_accum: bool
-    a_block: Block
-    b_block: Block
 
 
 def how(

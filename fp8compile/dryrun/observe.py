@@ -25,9 +25,9 @@ from torch.fx import GraphModule, Node
 
 from .. import compat
 from ..ir import ops
-from ..ir.casts import copies_of
 from ..ir.matmul import Product
 from ..ir.metadata import OPERAND, PRODUCT, RESULT
+from ..ir.schemas import ScaledProduct, copies_of
 from ..runtime.inner import Inner
 from ..runtime.interpreter import Boxed, Eager, boxed
 from ..runtime.probe import CASTS, CHUNK
@@ -146,18 +146,19 @@ class Watched:
 
     def product(self, what: Product, name: str, args: Sequence[Any], result: Tensor) -> None:
         """Compare an FP8 product with that of its operands before the cast, where that is finite: else it inherits it."""
-        operands = self._sources(args)
+        x = ScaledProduct(*args)
+        operands = self._sources((x.a, x.b))
         if operands is None:
             return
         exact = operands[0].to(torch.float32) @ operands[1].to(torch.float32).t()
-        made = result.to(torch.float32) if args[4] is None else result.to(torch.float32) - args[4].to(torch.float32)
+        made = result.to(torch.float32) - (0 if x.bias is None else x.bias.to(torch.float32))
         finite = exact.isfinite()
         _add(self.own, (name, what.gemm), sums(torch.where(finite, exact, 0.0), torch.where(finite, made, 0.0)))
 
-    def _sources(self, args: Sequence[Any]) -> list[Tensor] | None:
+    def _sources(self, copies: Sequence[Tensor]) -> list[Tensor] | None:
         """The operands of an FP8 product before the cast: `[m, k]` and `[n, k]`. None if they are not known."""
         operands = []
-        for copy in args[:2]:
+        for copy in copies:
             known = self.sources.get(copy.data_ptr())
             if known is None:
                 return None

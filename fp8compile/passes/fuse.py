@@ -31,8 +31,8 @@ from ..codegen.scales import Scale, chain, made_in_place, of_amax, of_cast
 from ..codegen.text import Unwritable
 from ..codegen.traffic import Sizes, compare
 from ..ir import grouped, merged, ops
-from ..ir.casts import copies_at
 from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, reached, value
+from ..ir.schemas import copies_at
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, Ranks
 from .place import Made, generated, place

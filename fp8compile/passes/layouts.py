@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from .. import compat
 from ..ir import ops
-from ..ir.casts import both_args, copies_at
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, aten, behind, hint, is_tensor, pointwise, reached, readers, value
 from ..ir.metadata import OPERAND
+from ..ir.schemas import both_args, copies_at
 from .joint import Joint
 from .plan import Operand
 from .written import Copy, Written

@@ -28,9 +28,9 @@ from ..codegen.inline import Inliner
 from ..codegen.state_kernels import LONGEST, launch_begin, launch_update
 from ..errors import Fp8CompileError
 from ..ir import grouped, merged, ops, state_page
-from ..ir.casts import copies_at
 from ..ir.fx_utils import Emitter, arg, aten, is_data, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
+from ..ir.schemas import copies_at
 
 STORED = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale)
 COMPUTED = (ops.current_scale, ops.inverse, merged.largest, merged.least)

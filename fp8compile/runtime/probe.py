@@ -25,9 +25,9 @@ from .. import process
 from ..config.recipe import recipe_of
 from ..errors import one_line
 from ..ir import ops
-from ..ir.casts import copies_at, copies_of
 from ..ir.metadata import OPERAND
 from ..ir.scale import inverse_of
+from ..ir.schemas import copies_at, copies_of
 from ..logs import get_logger
 from .parameters import ParameterRecord, all_records, ids_of, record_of
 from .state import named_weights

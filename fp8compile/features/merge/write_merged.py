@@ -22,6 +22,7 @@ from ...ir import merged, ops
 from ...ir.fx_utils import CASTS, SAME, VIEWS, Emitter, arg, aten, call_function, modules_of, restride
 from ...ir.matmul import Matmul
 from ...ir.metadata import RESULT
+from ...ir.schemas import product_of
 from ...passes.joint import Joint
 from ...passes.layouts import weight_kept
 from ...passes.plan import Operand, Plan
@@ -82,12 +83,16 @@ class _Group:
         """The FP8 matmuls of the members."""
         return [self.written.products[member] for member in members]
 
+    def views(self, members: Sequence[Matmul]) -> list[Any]:
+        """Their arguments: a `ScaledProduct` of nodes for each."""
+        return list(map(product_of, self.product(members)))
+
     def fprop(self, members: Sequence[Matmul]) -> None:
         products = self.product(members)
         first = min(products)
         emit = Emitter(self.graph, first, first)
-        biases = [bias for product in products if (bias := arg(product, 4)) is not None]
-        made = self.joined(emit, products, 0, emit(aten.cat.default, biases) if biases else None)
+        biases = [x.bias for x in self.views(members) if x.bias is not None]
+        made = self.joined(emit, members, 0, emit(aten.cat.default, biases) if biases else None)
         parts = self.slices(emit, made, members, 1)
         for i, matmul in enumerate(members):
             if matmul in self.group.apart:
@@ -101,7 +106,7 @@ class _Group:
         assert total is not None
         node = products[0]
         emit = Emitter(self.graph, total, node)
-        made = self.joined(emit, products, 1)
+        made = self.joined(emit, members, 1)
         while node is not total:  # what the sum did with one of them, and what else it adds
             before, (node,) = node, node.users
             if not call_function(node, SUMS):
@@ -115,17 +120,17 @@ class _Group:
         products = self.product(members)
         last = max(products)
         emit = Emitter(self.graph, last, last)
-        made = self.joined(emit, products, 0)
+        made = self.joined(emit, members, 0)
         for product, part in zip(products, self.slices(emit, made, members, 0), strict=True):
             self.instead(product, part)
 
-    def joined(self, emit: Emitter, products: Sequence[Node], dim: int, bias: Node | None = None) -> Node:
+    def joined(self, emit: Emitter, members: Sequence[Matmul], dim: int, bias: Node | None = None) -> Node:
         """The FP8 matmul of all members. `dim`: the dimension of K-major copies along which they are side by side."""
-        copies = [self.side([arg(product, side) for product in products], dim) for side in (0, 1)]
-        _, _, *inverses, _, dtype, fast = products[0].args
-        return emit(ops.scaled_mm, *copies, *inverses, bias, dtype, fast)
+        views = self.views(members)
+        a, b = (self.side([x[side] for x in views], dim) for side in (0, 1))
+        return emit(ops.scaled_mm, *views[0]._replace(a=a, b=b, bias=bias)[:7])
 
-    def side(self, parts: list[Node], dim: int) -> Node:
+    def side(self, parts: list[Any], dim: int) -> Node:
         """The copies of one operand of all members: one copy, if they share the tensor, or one buffer."""
         if len(set(parts)) == 1:
             return parts[0]
@@ -138,7 +143,7 @@ class _Group:
 
     def weights(self) -> None:
         """Write the weights' copies in both layouts, if the forward keeps those that dgrad reads."""
-        plain, late = ([arg(product, 1) for product in self.product(self.group.gemms[gemm])] for gemm in ("fprop", "dgrad"))
+        plain, late = ([x.b for x in self.views(self.group.gemms[gemm])] for gemm in ("fprop", "dgrad"))
         operand = self.operand_of[plain[0]]
         if not weight_kept(operand):
             return

@@ -36,7 +36,6 @@ from ... import compat
 from ...config.recipe import WHOLE
 from ...devices.formats import Format, pick
 from ...ir import ops
-from ...ir.casts import copies_at
 from ...ir.fx_utils import (
     ALIASES,
     FLOATS,
@@ -56,6 +55,7 @@ from ...ir.fx_utils import (
 )
 from ...ir.inputs import readable_module
 from ...ir.records import TableRecord
+from ...ir.schemas import copies_at
 from ...logs import get_logger
 from ...passes.joint import Partitioned
 from ...passes.readers import BLOCK, delicate, unreadable

@@ -40,7 +40,6 @@ from torch.fx import Graph, Node
 
 from ... import compat
 from ...ir import merged, ops
-from ...ir.casts import copies_at
 from ...ir.fx_utils import (
     CASTS,
     PERMUTES,
@@ -57,6 +56,7 @@ from ...ir.fx_utils import (
     same_shape,
     value,
 )
+from ...ir.schemas import copies_at
 
 if TYPE_CHECKING:
     from ...passes.joint import Joint

@@ -1,13 +1,16 @@
-"""A typed view of the operators that cast: nothing else knows the order of their arguments."""
+"""Typed views of the operators that cast and multiply: nothing else knows the order of their arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
-from . import ops
+from ..config.recipe import WHOLE, Block
+from . import grouped, ops
 
 
 class FP8Copy(NamedTuple):
@@ -59,3 +62,41 @@ def both_args(plain: FP8Copy, late: FP8Copy) -> tuple:
     block = None if late.block == plain.block else list(late.block)
     rows = plain.rows if plain.rows is not None else late.rows
     return (*plain[:4], other, list(plain.block), rows, block)
+
+
+class ScaledProduct(NamedTuple):
+    """The arguments of `ops.scaled_mm` and `ops.block_mm`: a [M, K] and b [N, K], FP8, row-major; the inverses of their scales,
+    float32, one a block, [rows / block rows, columns / block columns] rounded up, or [1] for one scale; bias, [N] or None. The
+    result is [M, N] of `out_dtype`."""
+
+    a: Tensor
+    b: Tensor
+    a_inv: Tensor
+    b_inv: Tensor
+    bias: Tensor | None
+    out_dtype: torch.dtype
+    fast_accum: bool
+    a_block: Block = WHOLE
+    b_block: Block = WHOLE
+
+
+class GroupedProduct(NamedTuple):
+    """The arguments of `ir.grouped.grouped_mm`. The contracted dimension is the last one: a [M, K] and b [E, N, K] of fprop and
+    dgrad, a [R, P] and b [C, P] of wgrad."""
+
+    a: Tensor
+    b: Tensor
+    a_inv: Tensor
+    b_inv: Tensor
+    offs: Tensor
+    out_dtype: torch.dtype
+    fast_accum: bool
+    a_block: Block
+    b_block: Block
+
+
+def product_of(node: Node) -> Any:
+    """The `ScaledProduct` or `GroupedProduct` that a node asks for, with nodes in place of tensors."""
+    args: Any = node.args
+    kind = GroupedProduct if node.target is grouped.grouped_mm else ScaledProduct
+    return kind(*args[:7], *(Block(*block) for block in args[7:]))
