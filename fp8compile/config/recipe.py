@@ -124,6 +124,11 @@ class Scaling(NamedTuple):
         return recipe_of(self.delayed, self.block)
 
 
+def _with_powers(*allowed: tuple[bool, ...]) -> str:
+    """The recipes that allow these values of `power_of_2_scale`."""
+    return ", ".join(name for name, made in BUILT_IN.items() if made.power_of_2 in allowed)
+
+
 def _delayed(recipe: Recipe) -> bool:
     return recipe.delayed
 
@@ -248,8 +253,9 @@ class Recipe:
     )
     power_of_2_scale: bool | None = setting(
         None,
-        "Round scales down to powers of two. Default: True with blockwise and mxfp8 (always there), else "
-        "False (always with delayed).",
+        "Round scales down to powers of two. Default: True with "
+        f"{_with_powers((True,), (True, False))} (always: {_with_powers((True,))}), else False (always: "
+        f"{_with_powers((False,))}).",
         unless_none(boolean),
         "bool",
     )

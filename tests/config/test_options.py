@@ -356,6 +356,7 @@ def test_scaling_of_roles():
         "blockwise": [(1, 128), (128, 128), (1, 128)],
         "mxfp8": [(1, 32)] * 3,
     }
+    assert blocks.keys() == set(RECIPES)
     for name, expected in blocks.items():
         found = [Recipe(name).scaling(role, "fprop") for role in ("input", "weight", "gradient")]
         assert [scaling.block for scaling in found] == expected

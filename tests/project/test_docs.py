@@ -45,7 +45,17 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_pages_are_short_together() -> None:
-    assert sum(len(page.read_text().splitlines()) for page in (ROOT / "docs").rglob("*.md")) <= 3500
+    """Those that people write: a setting or a GPU more is a line more of a page that a program writes."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page not in (settings_page.PAGE, ROOT / "docs/support.md")]
+    lines = sum(len(page.read_text().splitlines()) for page in pages)
+    assert lines <= 3430, f"docs/ has {lines} lines: shorten a page, or raise the limit and say why"
+
+
+def test_every_feature_is_in_the_floor_plan() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"\w+", text[text.index("\nfeatures ") : text.index("\ncompilation.py")])
+    names = {path.parent.name for path in (ROOT / "fp8compile" / "features").glob("*/__init__.py")}
+    assert not names - set(listed), f"docs/architecture.md: {names - set(listed)}"
 
 
 LINES = {"CHANGELOG.md": 1000, "README.md": 120}
