@@ -21,17 +21,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...config.recipe import ROW, WHOLE, Block
 from ...errors import ExportError, describe, did_you_mean, near
-from .exported_layers import BLOCKS, GROUP, Chosen, ExportedLayer, Strategy, WeightCast
+from .exported_layers import BLOCKS, GROUP, LINE, Chosen, ExportedLayer, Strategy, WeightCast
 
 COMPRESSED_TENSORS, FINE_GRAINED = "compressed-tensors", "fp8"
 MX = {"strategy": "group", "group_size": GROUP.columns, "scale_dtype": "torch.uint8"}
-# what has a scale, in the words of compressed-tensors: of weights, of inputs
-ARGUMENTS: Mapping[Strategy, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tensor": ({"strategy": "tensor"}, {"strategy": "tensor"}),
-    "channel": ({"strategy": "channel"}, {"strategy": "token"}),
-    "block": ({"strategy": "block", "block_structure": list(BLOCKS)}, {"strategy": "group", "group_size": BLOCKS.columns}),
-    "group": (MX, MX),
+# what has a scale, in the words of compressed-tensors
+WEIGHTS: Mapping[Strategy, dict[str, Any]] = {
+    "tensor": {"strategy": "tensor"},
+    "channel": {"strategy": "channel"},
+    "block": {"strategy": "block", "block_structure": list(BLOCKS)},
+    "group": MX,
+}
+INPUTS: Mapping[Block, dict[str, Any]] = {
+    WHOLE: {"strategy": "tensor"},
+    ROW: {"strategy": "token"},
+    LINE: {"strategy": "group", "group_size": LINE.columns},
+    GROUP: MX,
 }
 
 
@@ -75,15 +82,15 @@ def _e8m0(layer: ExportedLayer, scale_inv: Tensor) -> Tensor:
 
 
 def _compressed_config(chosen: Chosen) -> dict[str, Any]:
-    schemes: dict[tuple[Strategy, bool], list[str]] = {}
+    schemes: dict[tuple[Strategy, Block, bool], list[str]] = {}
     for name, layer in chosen.layers.items():
-        schemes.setdefault((layer.strategy, layer.static), []).append(name)
+        schemes.setdefault((layer.strategy, layer.input_block, layer.static), []).append(name)
     groups = {}
     # mxfp8 last: `dequantize=True` of transformers 5.24 reads all layers by the first group, and E8M0 would fit any scale
-    for i, ((strategy, static), names) in enumerate(sorted(schemes.items(), key=lambda item: item[0][0] == "group")):
+    for i, ((strategy, inputs, static), names) in enumerate(sorted(schemes.items(), key=lambda item: item[0][0] == "group")):
         targets = ["Linear"] if len(schemes) == 1 else names
         form = "mxfp8-quantized" if strategy == "group" else "float-quantized"
-        groups[f"group_{i}"] = {"targets": targets, "format": form, **_arguments(strategy, static)}
+        groups[f"group_{i}"] = {"targets": targets, "format": form, **_arguments(strategy, inputs, static)}
     forms = {group["format"] for group in groups.values()}
     return {
         "quant_method": COMPRESSED_TENSORS,
@@ -96,12 +103,11 @@ def _compressed_config(chosen: Chosen) -> dict[str, Any]:
     }
 
 
-def _arguments(strategy: Strategy, static: bool) -> dict[str, Any]:
+def _arguments(strategy: Strategy, inputs: Block, static: bool) -> dict[str, Any]:
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights, inputs = ARGUMENTS[strategy]
     return {
-        "weights": {**fp8, **weights, "dynamic": False},
-        "input_activations": {**fp8, **inputs, "dynamic": not static},
+        "weights": {**fp8, **WEIGHTS[strategy], "dynamic": False},
+        "input_activations": {**fp8, **INPUTS[inputs], "dynamic": not static},
         "output_activations": None,
     }
 

@@ -27,9 +27,11 @@ from ...runtime.state import Slot
 from . import forwards
 from .forwards import KnownForward
 
-BLOCKS, GROUP, TILE = Block(128, 128), Block(1, 32), Block(32, 32)
+BLOCKS, LINE, GROUP, TILE = Block(128, 128), Block(1, 128), Block(1, 32), Block(32, 32)
 Strategy = Literal["tensor", "channel", "block", "group"]
 STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", BLOCKS: "block", GROUP: "group", TILE: "group"}
+# the blocks of weight and input that some format can say
+PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (BLOCKS, LINE), (GROUP, GROUP), (TILE, GROUP))
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class ExportedLayer:
 
     `weight`: the parameter ``[out, in]``. `strategy`: what has a scale of its own: the tensor, an output channel (a row),
     128 x 128 elements, or a group of 32 elements of a row (with `weight_tiles`, 32 rows have equal scales). `scaling`: of the
-    weight. `known`: the forward matmuls. `partners`: weights that share the scale of this one, itself among them.
-    `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own amax, each in its
-    tensor, token, or group of 128 or 32 elements of a token.
+    weight. `input_block`: the elements of an input that share a scale. `known`: the forward matmuls. `partners`: weights that
+    share the scale of this one, itself among them. `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None:
+    inputs are scaled by their own amax, each in its tensor, token, or group of 128 or 32 elements of a token.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ExportedLayer:
     recipe: str
     strategy: Strategy
     scaling: Scaling
+    input_block: Block
     known: tuple[KnownForward, ...]
     partners: tuple[Tensor, ...]
     input_scale_inv: Tensor | None
@@ -84,7 +87,7 @@ def choose(model: nn.Module) -> Chosen:
             known = forwards.of(matrix)
             if not known or any(one.forward.reason for one in known):
                 continue
-            why = _obstacle(module, matrix, known, owners[id(matrix)])
+            why = obstacle(module, matrix, known, owners[id(matrix)])
             if not why:
                 layers[name] = _layer(name, matrix, known)
         if why:
@@ -98,7 +101,7 @@ def choose(model: nn.Module) -> Chosen:
     return Chosen(layers, left, tuple(ignored))
 
 
-def _obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...], owners: list[str]) -> str:
+def obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...], owners: list[str]) -> str:
     """Why a layer whose forward matmuls are FP8 cannot be exported so; "" if it can."""
     first = known[0].forward
     if weight.dim() != 2 or first.groups:
@@ -111,7 +114,10 @@ def _obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...]
         return "its matmul reads a part of the weight, its transpose, or a tensor computed from it"
     if len({(one.forward.weight, one.forward.data, one.forward.recipe, one.forward.fnuz) for one in known}) > 1:
         return "its matmuls are scaled in different ways"
-    block = first.weight.block if first.weight is not None else WHOLE
+    assert first.weight is not None and first.data is not None
+    block = first.weight.block
+    if (block, first.data.block) not in PAIRS:
+        return f"no format has the scales of recipe {first.recipe!r}"
     if block == BLOCKS and any(size % 128 for size in weight.shape):
         return f"{weight.shape[0]} x {weight.shape[1]} is no multiple of 128 x 128"
     if block in (GROUP, TILE) and weight.shape[1] % GROUP.columns:
@@ -130,7 +136,7 @@ def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Export
         )
     partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
     strategy, scale_inv = STRATEGIES[scaling.block], _input_scale_inv(known)
-    return ExportedLayer(name, weight, first.recipe, strategy, scaling, known, partners, scale_inv)
+    return ExportedLayer(name, weight, first.recipe, strategy, scaling, first.data.block, known, partners, scale_inv)
 
 
 def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:

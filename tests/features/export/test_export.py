@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import fp8compile
+from fp8compile.features.export.exported_layers import obstacle
+from fp8compile.features.export.forwards import Forward
 from tests.features.export.small import Small, evaluated, next_forward, tokens, trained
 from tests.support.harness import load_scaling, sqnr
 from tests.support.hooks import slots_of
@@ -193,6 +196,15 @@ def test_what_is_not_fp8_is_written_as_it_is(tmp_path: Path) -> None:
     assert sorted(tensors) == ["down.weight", "down.weight_scale", "up.weight", "up.weight_scale"]
 
 
+def test_scales_that_no_format_has() -> None:
+    """Inputs with a scale a row, weights with one for 128 x 128: servers would scale inputs otherwise than training did."""
+    weight, data = fp8compile.Recipe("blockwise"), fp8compile.Recipe("rowwise")
+    made = Forward("new", weight=weight.scaling("weight", "fprop"), data=data.scaling("input", "fprop"))
+    known: Any = [SimpleNamespace(forward=made)]
+    layer = nn.Linear(128, 128)
+    assert obstacle(layer, layer.weight, known, ["up"]) == "no format has the scales of recipe 'new'"
+
+
 @pytest.mark.slow
 def test_configurations(tmp_path: Path) -> None:
     def config(recipe: str, **given: Any) -> dict[str, Any]:
@@ -205,6 +217,9 @@ def test_configurations(tmp_path: Path) -> None:
     assert rowwise["weights"] == {**fp8, "strategy": "channel", "dynamic": False}
     assert rowwise["input_activations"] == {**fp8, "strategy": "token", "dynamic": True}
     assert rowwise["targets"] == ["Linear"]
+    (tiles,) = config("rowwise", options={"weight_tiles": True})["config_groups"].values()
+    assert tiles["weights"] == {**fp8, "strategy": "tensor", "dynamic": False}
+    assert tiles["input_activations"] == {**fp8, "strategy": "token", "dynamic": True}
     (delayed,) = config("delayed")["config_groups"].values()
     assert delayed["input_activations"] == {**fp8, "strategy": "tensor", "dynamic": False}
     (tensorwise,) = config("tensorwise")["config_groups"].values()
