@@ -148,7 +148,8 @@ FEATURES = (
         {"save": "fp8"},
         backward=16.0,
         models=("gated", "mlp", "blocks", "lora"),
-        acted=lambda run: any(graph.kept for graph in _report(run).graphs),
+        # what adapters keep is read by matmuls, unless frozen weights are cast again
+        acted=lambda run: isinstance(run.model, Lora) or any(graph.kept for graph in _report(run).graphs),
     ),
     Feature(
         "merge_matmuls",
