@@ -194,3 +194,25 @@ def test_the_commands_that_a_page_names_exist(page: Path) -> None:
         assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), f"{page.name}: {module}"
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"^make ([a-z]+)", text, re.M)) <= set(made), page.name
+
+
+def reasons() -> set[str]:
+    """How the reasons for high precision begin that passes give, up to what depends on the matmul."""
+    found = set()
+    for name in ("legality", "resolve", "attribute"):
+        tree = ast.parse((ROOT / "fp8compile" / "passes" / f"{name}.py").read_text())
+        given = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+        given += [node.value for node in tree.body if isinstance(node, ast.Assign)]
+        for text in given:
+            for part in (text.body, text.orelse) if isinstance(text, ast.IfExp) else (text,):
+                first = part.values[0] if isinstance(part, ast.JoinedStr) else part
+                if isinstance(first, ast.Constant) and isinstance(first.value, str) and len(first.value) > 1:
+                    found.add(re.split(r"[:(]", first.value)[0].strip())
+    return found
+
+
+def test_every_reason_has_a_row() -> None:
+    page = (ROOT / "docs" / "report.md").read_text()
+    rows = re.findall(r"`([^`]+)`", page[page.index("| reason |") :])
+    missing = {reason for reason in reasons() if not any(row.startswith(reason) or reason.startswith(row) for row in rows)}
+    assert len(reasons()) > 10 and not missing, f"docs/report.md: {missing}"
