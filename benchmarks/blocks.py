@@ -4,6 +4,9 @@ Each family of [benchmarks.kernels](families.py), at a size of a Llama-3-8B or G
 BLOCK_C, warps). `codegen.launch` has those that are chosen from. Several processes compile; one at a time measures. A line for
 each: microseconds, GB/s of the bytes that must move, and each kernel's microseconds.
 
+`--stages 0 2 3 4` also measures kernels that loop over columns with so many loads of a loop under way (0: as they are written,
+one after the other): do norms, at half the rate of a copy, wait for memory?
+
 On a CPU (`--device cpu`), kernels of tiny sizes run in Triton's interpreter, and nothing is timed.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import re
 import statistics
 import subprocess
 import sys
@@ -23,6 +27,7 @@ from unittest import mock
 
 import torch
 
+from fp8compile import compat
 from fp8compile.codegen import launch
 
 from . import lines
@@ -48,24 +53,37 @@ POINTS = {
     "weight": ((14336, 4096), PLAIN),
     "attention": ((8192, 4096), PLAIN),
 }
+LOOPS = ("layer-norm-backward", "rms-norm")  # families whose kernels loop over columns
 TINY = (40, 48)
 RUNS = 11
 
 
-def points(names: list[str]) -> list[tuple[str, Block]]:
-    """(family, block), the first block of each family before the second of any."""
+def points(names: list[str], stages: list[int]) -> list[tuple[str, Block, int]]:
+    """(family, block, stages), the first block of each family before the second of any."""
     most = max(len(POINTS[name][1]) for name in names)
-    return [(name, POINTS[name][1][i]) for i in range(most) for name in names if i < len(POINTS[name][1])]
+    every = [(name, POINTS[name][1][i], s) for i in range(most) for s in stages for name in names if i < len(POINTS[name][1])]
+    return [point for point in every if not point[2] or point[0] in LOOPS]
 
 
-def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dict[str, Any]:
+def pipelined(stages: int) -> contextlib.AbstractContextManager[Any]:
+    """Inside, loops over columns of generated kernels have so many loads under way."""
+    load = compat.triton.load_kernel
+
+    def loaded(name: str, source: str) -> Any:
+        written = re.sub(r"in range\((.*), BLOCK_C\):", rf"in tl.range(\1, BLOCK_C, num_stages={stages}):", source)
+        return load(f"{name}_{stages}", written.replace(name, f"{name}_{stages}"))
+
+    return mock.patch.object(compat.triton, "load_kernel", loaded) if stages else contextlib.nullcontext()
+
+
+def measured(name: str, block: Block, stages: int, timer: Device | None, turn: TextIO) -> dict[str, Any]:
     """One line. `turn`: a file whose lock allows to measure."""
     family, device = FAMILIES[name], "cpu" if timer is None else "cuda"
-    row: dict[str, Any] = {"family": name, "config": block}
+    row: dict[str, Any] = {"family": name, "config": block, "stages": stages}
     try:
         torch.manual_seed(0)
         inputs = family.inputs(Source(*(TINY if timer is None else POINTS[name][0]), device))
-        with mock.patch.object(launch, "configurations", lambda group: (block,)):
+        with mock.patch.object(launch, "configurations", lambda group: (block,)), pipelined(stages):
             plan = Plan(family.function, fused=True, interpreted=timer is None)
             outputs = plan.first(*inputs)
         if timer is None:
@@ -86,6 +104,7 @@ def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dic
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="benchmarks.blocks", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--family", nargs="+", choices=tuple(POINTS), metavar="NAME", help=f"default: all: {', '.join(POINTS)}")
+    parser.add_argument("--stages", nargs="+", type=count(0), default=[0], metavar="N", help="of loops; default: 0")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=count(1), default=8)
     parser.add_argument("--budget", type=count(1), default=600, metavar="SECONDS", help="begin nothing new after this time")
@@ -94,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
-    chosen = points(args.family or [*POINTS])
+    chosen = points(args.family or [*POINTS], args.stages)
     if args.part is None:
         with tempfile.NamedTemporaryFile() as turn:
             more = [[*given, "--turn", turn.name, "--part", str(part)] for part in range(min(args.processes, len(chosen)))]
@@ -104,10 +123,10 @@ def main(argv: list[str] | None = None) -> int:
     with args.turn.open("a") as turn, interpreter() if args.device == "cpu" else contextlib.nullcontext():
         timer = Device(RUNS) if args.device == "cuda" else None
         found = []
-        for name, block in chosen[args.part :: args.processes]:
+        for point in chosen[args.part :: args.processes]:
             if time.monotonic() > end:
                 break
-            found.append(measured(name, block, timer, turn))
+            found.append(measured(*point, timer, turn))
             lines.add(args.json, found[-1])
             print(found[-1], flush=True)
     return int(any("error" in row for row in found))

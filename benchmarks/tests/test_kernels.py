@@ -203,9 +203,12 @@ def test_out_of_time():
 def test_blocks(tmp_path) -> None:
     """Each block of two families, in two processes: the kernels give what the eager operators give."""
     file = tmp_path / "blocks.jsonl"
-    given = ["--device", "cpu", "--processes", "2", "--family", "weight", "rms-norm", "--json", str(file)]
+    given = ["--device", "cpu", "--processes", "2", "--family", "weight", "rms-norm", "--stages", "0", "3", "--json", str(file)]
     assert blocks.main(given) == 0
     found = lines.read(file)
-    wanted = {(name, block) for name in ("weight", "rms-norm") for block in blocks.POINTS[name][1]}
-    assert {(row["family"], tuple(row["config"])) for row in found} == wanted and len(found) == len(wanted)
+    of = (("weight", 0), ("rms-norm", 0), ("rms-norm", 3))
+    wanted = {(name, block, stages) for name, stages in of for block in blocks.POINTS[name][1]}
+    assert {(row["family"], tuple(row["config"]), row["stages"]) for row in found} == wanted and len(found) == len(wanted)
     assert all(row["kernels"] for row in found)
+    for row in found:
+        assert any(name.endswith("_3") for name in row["kernels"]) == (row["stages"] == 3)
