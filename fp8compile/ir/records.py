@@ -3,7 +3,7 @@ what features add. Plain data: it holds no tensor and no node of a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -127,14 +127,6 @@ def of_key(records: Sequence[TableRecord], key: str, of_model: bool) -> tuple[An
 def as_dicts(records: Sequence[TableRecord], of_model: bool) -> dict[str, list[dict[str, Any]]]:
     """The records of each kind by its key, as plain dicts."""
     return {key: [asdict(x) for x in of_key(records, key, of_model)] for key in kinds(of_model)}
-
-
-def by_kind(records: Sequence[TableRecord]) -> Mapping[type[TableRecord], list[Any]]:
-    """The records of each kind that there is."""
-    found: dict[type[TableRecord], list[Any]] = {}
-    for record in records:
-        found.setdefault(type(record), []).append(record)
-    return found
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..ir.records import TableRecord, by_kind
+from ..ir.records import TableRecord
 from .columns import aligned
 from .layer_rows import alike, repeated
 
@@ -27,7 +27,7 @@ class RecordTable(NamedTuple):
 def tables(records: Sequence[TableRecord], collapse: bool = True) -> list[RecordTable]:
     """A table for each kind of records that there is."""
     found = []
-    for kind, of in by_kind(records).items():
+    for kind, of in _by_kind(records).items():
         groups = alike(of, lambda record: record.name, lambda record: record.like, collapse)
         rows = [(shared, len(members), *kind.cells(members)) for shared, members in groups]
         found.append(RecordTable(kind.titles, kind.sides, rows, kind.about))
@@ -36,7 +36,14 @@ def tables(records: Sequence[TableRecord], collapse: bool = True) -> list[Record
 
 def briefs(records: Sequence[TableRecord]) -> list[str]:
     """What the kinds of records say in a few words."""
-    return [brief for kind, of in by_kind(records).items() if (brief := kind.brief(of))]
+    return [brief for kind, of in _by_kind(records).items() if (brief := kind.brief(of))]
+
+
+def _by_kind(records: Sequence[TableRecord]) -> dict[type[TableRecord], list[Any]]:
+    found: dict[type[TableRecord], list[Any]] = {}
+    for record in records:
+        found.setdefault(type(record), []).append(record)
+    return found
 
 
 def sizes(records: Sequence[Any]) -> tuple[str, str]:
