@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8compile
 from fp8compile.compat import process_groups
 from fp8compile.errors import Fp8CompileError, OptionError
-from fp8compile.runtime import calls
+from fp8compile.runtime import agreement
 from tests.support.gpu_steps import compile_mlp
 from tests.support.harness import histories
 from tests.support.hooks import slots_of
@@ -143,7 +143,7 @@ def _alone(rank: int) -> dict[str, Any]:
     model = Branches()
     run = torch.compile(model, backend="fp8", options={"reduce_amax": group})
     found: dict[str, Any] = {"errors": [], "seconds": []}
-    with mock.patch.object(process_groups, "PATIENCE", 3.0), mock.patch.object(calls.logger, "warning") as warning:
+    with mock.patch.object(process_groups, "PATIENCE", 3.0), mock.patch.object(agreement.logger, "warning") as warning:
         for step in range(2):
             found["errors"].append(error_of(run, batch(step, rank)))
         before = histories(model)
