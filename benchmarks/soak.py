@@ -190,7 +190,8 @@ class Trainer:
     def histories(self) -> dict[str, Tensor]:
         scaling = fp8compile.ScalingState(self.model, all_ranks=False)
         state = scaling.state_dict() if fp8compile.report(self.model).graphs else {}
-        return {name: row.clone() for name, row in state.items() if row.numel() > 1}
+        # without signs: that of the limit says that an amax was not finite, and no history moves then
+        return {name: row.abs() for name, row in state.items() if row.numel() > 1}
 
     def overflowed(self, found: Sequence[Any], name: Callable[[Any], str]) -> None:
         self.overflows += [name(overflow) for overflow in found]

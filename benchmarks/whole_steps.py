@@ -32,7 +32,7 @@ from torch import nn
 
 from fp8compile.dryrun import fake_gpu
 from fp8compile.features.weight_cache.weight_cache import WeightCache
-from fp8compile.optim import AdamW, adamw
+from fp8compile.optim import AdamW
 from fp8compile.optim.states import is_small
 from fp8compile.optim.update import compiled
 
@@ -84,7 +84,7 @@ def update(master: str | None, with_amax: bool) -> tuple[Any, float]:
     given = parameters([(4096, 4096)], "cpu")
     optimizer = AdamW(given, master=master, fp8_weights=with_amax)
     compiled.cache_clear()
-    with mock.patch.object(adamw, "casts_of_step", lambda _: frozenset(map(id, given))):
+    with mock.patch.object(AdamW, "_asked", lambda _: frozenset(map(id, given))):
         (kernel,) = fake_gpu.trace(optimizer.step, H200.gpu).kernels
     compiled.cache_clear()
     return kernel, kernel.bytes / given[0].numel()
