@@ -124,7 +124,7 @@ def _spread(nodes: list[Node], inline: Callable[..., Node]) -> dict[Node, tuple[
         (rows, _), (*count, columns, _) = sizes(x.a), sizes(x.b)
         groups = value(x.offs).shape[0]
         shapes += [[groups, columns] if count else [groups * columns], [rows] if count else [groups * rows]]
-        for inverse in reversed(_inverses(node)):
+        for inverse in (x.b_inv, x.a_inv):
             again = inverse.target is aten.as_strided.default and inverse > nodes[0]
             inverses.append(emit(aten.as_strided.default, *inverse.args) if again else inverse)
     # each begins at a multiple of 16 bytes

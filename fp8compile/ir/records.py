@@ -3,8 +3,8 @@ what features add. Plain data: it holds no tensor and no node of a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 FP8: Literal["fp8"] = "fp8"
@@ -170,6 +170,10 @@ class GraphReport:
     device: str = ""
     remarks: tuple[str, ...] = ()
     added: tuple[TableRecord, ...] = ()
+
+    def plus(self, records: Iterable[TableRecord]) -> GraphReport:
+        """With these records of a feature, too."""
+        return replace(self, added=(*self.added, *records))
 
     def __getattr__(self, name: str) -> tuple[Any, ...]:
         return of_key(self.added if "added" in self.__dict__ else (), name, of_model=False)

@@ -35,8 +35,7 @@ class Ledger:
         """Add records to the report of graph `index`. An index that clear() has dropped is ignored."""
         with self._lock:
             if index in self._graphs:
-                graph = self._graphs[index]
-                self._graphs[index] = dataclasses.replace(graph, added=(*graph.added, *added))
+                self._graphs[index] = self._graphs[index].plus(added)
 
     def graph(self, index: int) -> GraphReport:
         """One graph. KeyError if clear() has dropped it."""

@@ -63,11 +63,12 @@ class OptimizerSteps:
         one that had it. If none ever had it (sharded, frozen): the largest count of the optimizers without a parameter by which
         some graph finds its phase, or that only other graphs read. If there is none of these: the largest count of all, or 0 if
         it requires gradients."""
-        had, mine = find(parameter).steps, find(parameter).graphs
+        own = find(parameter)
+        had = own.steps
         counting = [steps for steps in had if steps is had[-1] or id(parameter) in steps.parameters]
         if not counting:
             every, read = list(self.of.values()), all_records()
-            theirs = [key for key, x in read if x.leads or (x.graphs and mine.isdisjoint(x.graphs))]
+            theirs = [key for key, x in read if x.leads or (x.graphs and own.graphs.isdisjoint(x.graphs))]
             counting = [steps for steps in every if steps.parameters.isdisjoint(theirs)]
             counting = counting or ([] if parameter.requires_grad else every)
         return max((steps.count for steps in counting), default=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...extension import Feature, GraphFeature, Pass
@@ -24,7 +23,7 @@ class _Sent(GraphFeature):
         return [f"{x.kind} of {x.tensor} {x.reason or 'fp8'}" for x in done.results.of(Collectives).records]
 
     def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
-        return replace(report, added=(*report.added, *done.results.of(Collectives).records))
+        return report.plus(done.results.of(Collectives).records)
 
 
 class FP8Collectives(Feature):

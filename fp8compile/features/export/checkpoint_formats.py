@@ -21,24 +21,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...codegen.scaled_mm_kind import LINE, MX_BLOCK, SQUARE
 from ...config.recipe import ROW, WHOLE, Block
 from ...errors import ExportError, describe, did_you_mean, near
-from .exported_layers import BLOCKS, GROUP, LINE, Chosen, ExportedLayer, Strategy, WeightCast
+from .exported_layers import Chosen, ExportedLayer, Strategy, WeightCast
 
 COMPRESSED_TENSORS, FINE_GRAINED = "compressed-tensors", "fp8"
-MX = {"strategy": "group", "group_size": GROUP.columns, "scale_dtype": "torch.uint8"}
+MX = {"strategy": "group", "group_size": MX_BLOCK.columns, "scale_dtype": "torch.uint8"}
 # what has a scale, in the words of compressed-tensors
 WEIGHTS: Mapping[Strategy, dict[str, Any]] = {
     "tensor": {"strategy": "tensor"},
     "channel": {"strategy": "channel"},
-    "block": {"strategy": "block", "block_structure": list(BLOCKS)},
+    "block": {"strategy": "block", "block_structure": list(SQUARE)},
     "group": MX,
 }
 INPUTS: Mapping[Block, dict[str, Any]] = {
     WHOLE: {"strategy": "tensor"},
     ROW: {"strategy": "token"},
     LINE: {"strategy": "group", "group_size": LINE.columns},
-    GROUP: MX,
+    MX_BLOCK: MX,
 }
 
 
@@ -124,7 +125,7 @@ def _fine_grained_config(chosen: Chosen) -> dict[str, Any]:
         "quant_method": FINE_GRAINED,
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCKS),
+        "weight_block_size": list(SQUARE),
         "modules_to_not_convert": [_alone(name, chosen.layers) for name in chosen.ignored],
     }
 

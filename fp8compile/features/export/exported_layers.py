@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...codegen.scaled_mm_kind import LINE, MX_BLOCK, MX_TILE, SQUARE
 from ...config.recipe import ROW, WHOLE, Block, Scaling
 from ...devices.formats import E4M3
 from ...errors import ExportError
@@ -27,11 +28,10 @@ from ...runtime.state import Slot
 from . import forwards
 from .forwards import KnownForward
 
-BLOCKS, LINE, GROUP, TILE = Block(128, 128), Block(1, 128), Block(1, 32), Block(32, 32)
 Strategy = Literal["tensor", "channel", "block", "group"]
-STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", BLOCKS: "block", GROUP: "group", TILE: "group"}
+STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", SQUARE: "block", MX_BLOCK: "group", MX_TILE: "group"}
 # the blocks of weight and input that some format can say
-PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (BLOCKS, LINE), (GROUP, GROUP), (TILE, GROUP))
+PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX_BLOCK), (MX_TILE, MX_BLOCK))
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...],
     block = first.weight.block
     if (block, first.data.block) not in PAIRS:
         return f"no format has the scales of recipe {first.recipe!r}"
-    if block == BLOCKS and any(size % 128 for size in weight.shape):
+    if block == SQUARE and any(size % 128 for size in weight.shape):
         return f"{weight.shape[0]} x {weight.shape[1]} is no multiple of 128 x 128"
-    if block in (GROUP, TILE) and weight.shape[1] % GROUP.columns:
-        return f"{weight.shape[0]} x {weight.shape[1]}: the second size is no multiple of {GROUP.columns}"
+    if block in (MX_BLOCK, MX_TILE) and weight.shape[1] % MX_BLOCK.columns:
+        return f"{weight.shape[0]} x {weight.shape[1]}: the second size is no multiple of {MX_BLOCK.columns}"
     return ""
 
 

@@ -145,7 +145,7 @@ class FrozenInGraph(GraphFeature):
         stored = sum(not record.reason for record in found)
         if report.note and job.options.policy.eval != "fp8" and stored:  # an evaluation in high precision
             report = replace(report, note=f"{report.note}; {stored} frozen weights have FP8-rounded values")
-        return replace(report, added=(*report.added, *found))
+        return report.plus(found)
 
 
 def frozen_in(job: Job) -> FrozenInGraph:

@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 from ... import compat, process
+from ...codegen.text import dtype_name
 from ...config.policy import Schedule
 from ...errors import ShardingError, StrictError
 from ...extension import GraphFeature, in_fp8
@@ -115,7 +116,8 @@ class Gathered:
         message = f"{self.parameter.name} was gathered in FP8, and is {reason}: it gets FP8-rounded values"
         if self.strict:
             raise StrictError(f"{message} (strict=True)")
-        say_once(logger, logging.WARNING, f"{message}. It is gathered in {_name(self.parameter.dtype)} from the next step on")
+        dtype = dtype_name(self.parameter.dtype)
+        say_once(logger, logging.WARNING, f"{message}. It is gathered in {dtype} from the next step on")
         self.verdict = Gatherable(reason)
 
     @property
@@ -183,12 +185,8 @@ def _objection(parameter: compat.fsdp.ShardedParameter) -> str:
     if parameter.shard.dim() != 2:
         return "not a matrix"
     if not parameter.shard.is_floating_point() or parameter.shard.element_size() > 4:
-        return f"dtype {_name(parameter.shard.dtype)}"
+        return f"dtype {dtype_name(parameter.shard.dtype)}"
     return "tied: another module has it, too" if parameter.tied else ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class GatheredParameter:

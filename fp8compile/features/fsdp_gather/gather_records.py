@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...codegen.text import dtype_name
 from ...ir.inputs import plain
 from ...ir.records import FP8, HIGH_PRECISION, TableRecord
 from ...reporting.record_tables import WHY
@@ -50,7 +51,7 @@ def gather_records(tensors: Iterable[Any]) -> list[GatherRecord]:
         GatherRecord(
             parameter=plain(entry.parameter.name),
             gathered=FP8 if entry.code else HIGH_PRECISION,
-            dtype=format_of(form_of(entry.code)).name if entry.code else str(entry.parameter.dtype).removeprefix("torch."),
+            dtype=format_of(form_of(entry.code)).name if entry.code else dtype_name(entry.parameter.dtype),
             reason="" if entry.code else entry.reason,
             matrix=entry.parameter.shard.dim() == 2,
         )
