@@ -1,15 +1,16 @@
 """What the documentation site needs beside docs/: the pages at the root, and the files that pages link to.
 
-Pages link as a repository host wants it: `../examples/train_gpt.py` from docs/, `docs/state.md` from CONTRIBUTING.md.
-In the site
+Pages link as a repository host wants it: `../examples/train_gpt.py` from docs/, `docs/state.md` from
+CONTRIBUTING.md. In the site
 
 * CONTRIBUTING.md and CHANGELOG.md are pages, and README.md is index.md, which says the same,
 * a Markdown file outside of docs/ is a page, `source/notes/log.md`,
 * any other text file there is a page that shows it, `source/examples/train_gpt.py.md`,
 * a folder is a page that lists its files, and any other file (an image, data) is copied,
 
-and each link leads there. A link to something that does not exist stays as it is, and the strict build refuses it.
-llms.txt lists the pages of the navigation with their first sentences, for programs that read (llmstxt.org).
+and each link leads there. A link to something that does not exist stays as it is, and the strict build
+refuses it. llms.txt lists the pages of the navigation with their first sentences, for programs that read
+(llmstxt.org).
 """
 
 from __future__ import annotations
@@ -43,14 +44,17 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links to what lies outside of docs/, and write pipes in the code of tables as this Markdown wants them."""
+    """Turn links to what lies outside of docs/, and write pipes in the code of tables as this Markdown wants
+    them."""
     uri = page.file.src_uri
 
     def turned(match: re.Match[str]) -> str:
         path = _path(match[1], uri)
         site = _site(path) if path is not None else None
         found = site is not None and files.get_file_from_path(site) is not None
-        return posixpath.relpath(site, posixpath.dirname(uri) or ".") if site is not None and found else match[1]
+        return (
+            posixpath.relpath(site, posixpath.dirname(uri) or ".") if site is not None and found else match[1]
+        )
 
     return _outside_code(markdown, lambda text: LINK.sub(turned, _pipes(text)))
 
@@ -61,12 +65,19 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     def breakable(code: re.Match[str]) -> str:
         return "<code>" + re.sub(r"(?<=[_.=(,/:])(?=[\w&])", "<wbr>", code[1]) + "</code>"
 
-    return re.sub(r"<td[^>]*>.*?</td>", lambda cell: re.sub(r"<code>([^<]*)</code>", breakable, cell[0]), html, flags=re.S)
+    return re.sub(
+        r"<td[^>]*>.*?</td>",
+        lambda cell: re.sub(r"<code>([^<]*)</code>", breakable, cell[0]),
+        html,
+        flags=re.S,
+    )
 
 
 def on_post_build(config: Any) -> None:
     root = Path(config.config_file_path).parent
-    (Path(config.site_dir) / "llms.txt").write_text(llms(root, config.site_name, config.site_description, config.nav))
+    (Path(config.site_dir) / "llms.txt").write_text(
+        llms(root, config.site_name, config.site_description, config.nav)
+    )
 
 
 def llms(root: Path, name: str, description: str, nav: list[Any]) -> str:
@@ -113,7 +124,9 @@ def _path(target: str, uri: str) -> str | None:
     """The path in the repository of what a page links to; None for another site."""
     if re.match(r"[a-z]+:", target) or target.startswith("/"):
         return None
-    here = ROOT_PAGES.get(uri) or (uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}")
+    here = ROOT_PAGES.get(uri) or (
+        uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}"
+    )
     return posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
 
 
@@ -131,7 +144,9 @@ def _site(path: str) -> str:
 
 def _add_linked(root: Path, page: File, files: Files, config: Any) -> None:
     """Add what a page links to outside of docs/."""
-    _outside_code(page.content_string, lambda text: [_add(root, path, files, config) for path in _targets(text, page)])
+    _outside_code(
+        page.content_string, lambda text: [_add(root, path, files, config) for path in _targets(text, page)]
+    )
 
 
 def _targets(text: str, page: File) -> list[str]:
@@ -144,10 +159,18 @@ def _add(root: Path, path: str, files: Files, config: Any) -> None:
     from mkdocs.structure.files import File
 
     site, source = _site(path), root / path
-    if not source.exists() or not source.resolve().is_relative_to(root.resolve()) or files.get_file_from_path(site) is not None:
+    if (
+        not source.exists()
+        or not source.resolve().is_relative_to(root.resolve())
+        or files.get_file_from_path(site) is not None
+    ):
         return
     if source.is_dir():
-        inside = [entry for entry in sorted(source.iterdir()) if entry.suffix in {*LANGUAGES, ".md"} and entry.is_file()]
+        inside = [
+            entry
+            for entry in sorted(source.iterdir())
+            if entry.suffix in {*LANGUAGES, ".md"} and entry.is_file()
+        ]
         lines = [f"* [{entry.name}]({posixpath.basename(_site(f'{path}/{entry.name}'))})" for entry in inside]
         files.append(File.generated(config, site, content=_page(path, "\n".join(lines))))
         for entry in inside:

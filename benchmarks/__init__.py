@@ -1,1 +1,2 @@
-"""Benchmarks of `backend="fp8"` against bf16 and torchao: `python -m benchmarks.train --case NAME`; see docs/benchmarks.md."""
+"""Benchmarks of `backend="fp8"` against bf16 and torchao: `python -m benchmarks.train --case NAME`; see
+docs/benchmarks.md."""

@@ -1,6 +1,7 @@
 """The arms: ways to compile one model that are compared with each other.
 
-An arm takes a vanilla model and compiles it in place, whole or region by region. To add an arm, add a line to `ARMS`.
+An arm takes a vanilla model and compiles it in place, whole or region by region. To add an arm, add a line to
+`ARMS`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from fp8compile.dryrun.measure import by_torchao
 
 from . import transformer_engine
 
-# FP8 wherever the default policy allows it, without the cost model: the cost model is compared with this policy
+# FP8 wherever the default policy allows it, without the cost model: the cost model is compared with this
+# policy
 ALL = Policy(
     rules=(
         Rule(name="output head", kind="output head", fp8="off"),
@@ -38,8 +40,9 @@ _PROCESS = contextlib.ExitStack()  # its contexts stay open until the process en
 
 @dataclass(frozen=True)
 class Arm:
-    """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager). `around` makes a
-    context for each forward. `kind` is "bf16", "eager", "torchao", "te" (TransformerEngine) or "fp8"."""
+    """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager).
+    `around` makes a context for each forward. `kind` is "bf16", "eager", "torchao", "te" (TransformerEngine)
+    or "fp8"."""
 
     name: str
     kind: str
@@ -64,14 +67,17 @@ def torchao_auto(recipe: str) -> Callable[[nn.Module], None]:
         from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
         config = Float8LinearConfig.from_recipe_name(recipe)
-        convert_to_float8_training(model, config=config, module_filter_fn=_auto_filter_for_recipe(recipe, ["lm_head"]))
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=_auto_filter_for_recipe(recipe, ["lm_head"])
+        )
 
     return prepare
 
 
 def torchao_experts(model: nn.Module) -> None:
-    """Replace stacks of weights by torchao's, whose grouped matmuls are FP8 with scales of rows. torchao leaves it to the model
-    to pad each expert's rows to a multiple of 16; ours does not, so this arm is for estimates."""
+    """Replace stacks of weights by torchao's, whose grouped matmuls are FP8 with scales of rows. torchao
+    leaves it to the model to pad each expert's rows to a multiple of 16; ours does not, so this arm is for
+    estimates."""
     from torchao.prototype.moe_training.config import Float8TrainingOpConfig
     from torchao.quantization import quantize_
 
@@ -141,8 +147,9 @@ def regions(model: nn.Module) -> list[nn.Module]:
 def settings(arm: Arm, accumulate: int, interpreted: bool) -> dict[str, Any] | None:
     """The arguments of Module.compile for `arm`, None for eager.
 
-    max-autotune replays CUDA graphs, and the next replay overwrites their outputs (the gradients). So gradient accumulation
-    uses max-autotune-no-cudagraphs. `interpreted`: AOTAutograd alone instead of Inductor (for tests).
+    max-autotune replays CUDA graphs, and the next replay overwrites their outputs (the gradients). So
+    gradient accumulation uses max-autotune-no-cudagraphs. `interpreted`: AOTAutograd alone instead of
+    Inductor (for tests).
     """
     if arm.how is None:
         return None
@@ -172,13 +179,20 @@ def describe(how: Mapping[str, Any] | None) -> str:
 
 
 def torchao_folder(path: Path, unpack: Path) -> Path:
-    """The folder to put on sys.path for `--torchao path`. `path` is a folder with the package, a wheel, or a folder with a
-    wheel. A wheel is unpacked into `unpack`; only its Python part is needed. ValueError if there is no torchao."""
+    """The folder to put on sys.path for `--torchao path`. `path` is a folder with the package, a wheel, or a
+    folder with a wheel. A wheel is unpacked into `unpack`; only its Python part is needed. ValueError if
+    there is no torchao."""
     if (path / "torchao" / "__init__.py").is_file():
         return path
-    wheels = [str(path)] if path.suffix == ".whl" and path.is_file() else sorted(glob.glob(str(path / "torchao-*.whl")))
+    wheels = (
+        [str(path)]
+        if path.suffix == ".whl" and path.is_file()
+        else sorted(glob.glob(str(path / "torchao-*.whl")))
+    )
     if not wheels:
-        raise ValueError(f"--torchao {path}: neither a torchao wheel, nor a folder with one, nor one with the package")
+        raise ValueError(
+            f"--torchao {path}: neither a torchao wheel, nor a folder with one, nor one with the package"
+        )
     target = unpack / Path(wheels[-1]).stem
     if not (target / "torchao" / "__init__.py").is_file():
         with zipfile.ZipFile(wheels[-1]) as wheel:
@@ -190,7 +204,8 @@ def prepare_process(interpreted: bool, torchao_path: str | None) -> None:
     """Settings that every worker makes before it compiles anything."""
     if torchao_path:
         sys.path.insert(0, torchao_path)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # a silent fall back to eager would be timed as compiled
+    # a silent fall back to eager would be timed as compiled
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch.set_autocast_dtype("cuda", torch.bfloat16)  # torchao reads the dtype for "cuda" on the CPU, too
     torch.set_autocast_dtype("cpu", torch.bfloat16)
     torch.set_float32_matmul_precision("high")

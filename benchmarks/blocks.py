@@ -1,11 +1,12 @@
 """Which blocks are fastest? `python -m benchmarks.blocks --json benchmarks/results/nvidia-h200/blocks.jsonl`.
 
-Each family of [benchmarks.kernels](families.py), at a size of a Llama-3-8B or GPT layer, with each of several blocks (BLOCK_R,
-BLOCK_C, warps). `codegen.launch` has those that are chosen from. Several processes compile; one at a time measures. A line for
-each: microseconds, GB/s of the bytes that must move, and each kernel's microseconds.
+Each family of [benchmarks.kernels](families.py), at a size of a Llama-3-8B or GPT layer, with each of several
+blocks (BLOCK_R, BLOCK_C, warps). `codegen.launch` has those that are chosen from. Several processes compile;
+one at a time measures. A line for each: microseconds, GB/s of the bytes that must move, and each kernel's
+microseconds.
 
-`--stages 0 2 3 4` also measures kernels that loop over columns with so many loads of a loop under way (0: as they are written,
-one after the other): do norms, at half the rate of a copy, wait for memory?
+`--stages 0 2 3 4` also measures kernels that loop over columns with so many loads of a loop under way (0: as
+they are written, one after the other): do norms, at half the rate of a copy, wait for memory?
 
 On a CPU (`--device cpu`), kernels of tiny sizes run in Triton's interpreter, and nothing is timed.
 """
@@ -40,9 +41,25 @@ Block = tuple[int, int, int]
 HEAVY: list[Block] = [(64, 64, 8), (32, 128, 8), (64, 64, 4), (64, 128, 16), (32, 64, 4), (128, 32, 8)]
 HEAVY += [(64, 32, 4), (32, 64, 8), (64, 128, 8), (32, 128, 4), (64, 32, 8), (128, 64, 16)]
 TALL: list[Block] = [(128, 64, 16), (128, 32, 8), (64, 64, 8), (64, 32, 4), (128, 64, 8), (64, 64, 4)]
-ROWS: list[Block] = [(32, 64, 8), (32, 128, 8), (16, 128, 8), (16, 128, 4), (16, 256, 8), (32, 64, 4), (32, 128, 16)]
+ROWS: list[Block] = [
+    (32, 64, 8),
+    (32, 128, 8),
+    (16, 128, 8),
+    (16, 128, 4),
+    (16, 256, 8),
+    (32, 64, 4),
+    (32, 128, 16),
+]
 ROWS += [(16, 64, 4)]
-PLAIN: list[Block] = [(64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 128, 16), (64, 64, 8), (64, 128, 4)]
+PLAIN: list[Block] = [
+    (64, 128, 8),
+    (64, 64, 4),
+    (32, 128, 4),
+    (128, 64, 8),
+    (128, 128, 16),
+    (64, 64, 8),
+    (64, 128, 4),
+]
 PLAIN += [(128, 64, 4)]
 POINTS = {
     "swiglu-backward": ((8192, 14336), HEAVY),
@@ -61,7 +78,13 @@ RUNS = 11
 def points(names: list[str], stages: list[int]) -> list[tuple[str, Block, int]]:
     """(family, block, stages), the first block of each family before the second of any."""
     most = max(len(POINTS[name][1]) for name in names)
-    every = [(name, POINTS[name][1][i], s) for i in range(most) for s in stages for name in names if i < len(POINTS[name][1])]
+    every = [
+        (name, POINTS[name][1][i], s)
+        for i in range(most)
+        for s in stages
+        for name in names
+        if i < len(POINTS[name][1])
+    ]
     return [point for point in every if not point[2] or point[0] in LOOPS]
 
 
@@ -70,7 +93,9 @@ def pipelined(stages: int) -> contextlib.AbstractContextManager[Any]:
     load = compat.triton.load_kernel
 
     def loaded(name: str, source: str) -> Any:
-        written = re.sub(r"in range\((.*), BLOCK_C\):", rf"in tl.range(\1, BLOCK_C, num_stages={stages}):", source)
+        written = re.sub(
+            r"in range\((.*), BLOCK_C\):", rf"in tl.range(\1, BLOCK_C, num_stages={stages}):", source
+        )
         return load(f"{name}_{stages}", written.replace(name, f"{name}_{stages}"))
 
     return mock.patch.object(compat.triton, "load_kernel", loaded) if stages else contextlib.nullcontext()
@@ -103,11 +128,23 @@ def measured(name: str, block: Block, stages: int, timer: Device | None, turn: T
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="benchmarks.blocks", description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--family", nargs="+", choices=tuple(POINTS), metavar="NAME", help=f"default: all: {', '.join(POINTS)}")
-    parser.add_argument("--stages", nargs="+", type=count(0), default=[0], metavar="N", help="of loops; default: 0")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--family",
+        nargs="+",
+        choices=tuple(POINTS),
+        metavar="NAME",
+        help=f"default: all: {', '.join(POINTS)}",
+    )
+    parser.add_argument(
+        "--stages", nargs="+", type=count(0), default=[0], metavar="N", help="of loops; default: 0"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--processes", type=count(1), default=8)
-    parser.add_argument("--budget", type=count(1), default=600, metavar="SECONDS", help="begin nothing new after this time")
+    parser.add_argument(
+        "--budget", type=count(1), default=600, metavar="SECONDS", help="begin nothing new after this time"
+    )
     parser.add_argument("--json", type=Path, required=True, metavar="PATH.jsonl", help="lines are added")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # of these processes
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
@@ -116,7 +153,10 @@ def main(argv: list[str] | None = None) -> int:
     chosen = points(args.family or [*POINTS], args.stages)
     if args.part is None:
         with tempfile.NamedTemporaryFile() as turn:
-            more = [[*given, "--turn", turn.name, "--part", str(part)] for part in range(min(args.processes, len(chosen)))]
+            more = [
+                [*given, "--turn", turn.name, "--part", str(part)]
+                for part in range(min(args.processes, len(chosen)))
+            ]
             made = [subprocess.Popen([sys.executable, "-m", "benchmarks.blocks", *each]) for each in more]
             return max(process.wait() for process in made)
     end = time.monotonic() + args.budget

@@ -4,9 +4,10 @@
                 that a compilation would hand to Triton: distinct sources, each of which is compiled once
     cpu         the first training step on this machine, cold (empty caches) and warm (a new process, the same caches)
 
-Times are CPU seconds of the process and of its children (the C++ compiler), because a machine may be shared. Each figure has a
-process of its own. Kernels are compiled by one process. In both cases a small graph is compiled before, so that imports and
-Inductor's own patterns do not count. On this machine, `import_s` is what a process pays once for importing our backend.
+Times are CPU seconds of the process and of its children (the C++ compiler), because a machine may be shared.
+Each figure has a process of its own. Kernels are compiled by one process. In both cases a small graph is
+compiled before, so that imports and Inductor's own patterns do not count. On this machine, `import_s` is what
+a process pays once for importing our backend.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def first_step(arm: str, layers: int) -> dict[str, Any]:
     shape = LlamaShape(layers=layers, width=256, heads=4, kv_heads=2, hidden=512)
     model = materialise(lambda: Stack(lambda: LlamaBlock(shape, 128), layers), "cpu", torch.bfloat16)
     x = torch.randn(2, 128, shape.width, dtype=torch.bfloat16, requires_grad=True)
-    torch.compile(torch.square)(torch.ones(8, requires_grad=True)).sum().backward()  # imports, and Inductor's own patterns
+    # imports, and Inductor's own patterns
+    torch.compile(torch.square)(torch.ones(8, requires_grad=True)).sum().backward()
     start = sum(cpu_seconds())
     if arms.ARMS[arm].kind == "fp8":
         importlib.import_module("fp8compile.backend")
@@ -90,7 +92,9 @@ def measured(what: str, arm: str, layers: int, cache: str) -> dict[str, Any]:
     one = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
     command = [sys.executable, "-m", "benchmarks.compile_time", "--one", what, arm, str(layers)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, env={**os.environ, **one, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, **one, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{what} {arm}, {layers} layers: failed\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -102,8 +106,12 @@ def shown(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", default=ARMS, help=f"the first is what the others are compared with (default: {ARMS})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arms", default=ARMS, help=f"the first is what the others are compared with (default: {ARMS})"
+    )
     parser.add_argument("--layers", default="4,8,16", help="of the described model (default: 4,8,16)")
     parser.add_argument("--cpu-layers", type=int, default=2, help="of the model on this machine (default: 2)")
     parser.add_argument("--only", choices=("described", "cpu"), help="one of the two tables")
@@ -134,9 +142,16 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as cache:
                 cold, warm = (measured("cpu", name, given.cpu_layers, cache) for _ in range(2))
             first = rows[0] if rows else {"cold_s": cold["cpu_s"], "warm_s": warm["cpu_s"]}
-            row = {"arm": name, "import_s": warm["import_s"], "cold_s": cold["cpu_s"], "of_it_python_s": cold["python_s"]}
+            row = {
+                "arm": name,
+                "import_s": warm["import_s"],
+                "cold_s": cold["cpu_s"],
+                "of_it_python_s": cold["python_s"],
+            }
             row["warm_s"] = warm["cpu_s"]
-            rows.append({**row, "cold": row["cold_s"] / first["cold_s"], "warm": row["warm_s"] / first["warm_s"]})
+            rows.append(
+                {**row, "cold": row["cold_s"] / first["cold_s"], "warm": row["warm_s"] / first["warm_s"]}
+            )
         shown(f"This machine: first training step, {given.cpu_layers} layers", rows)
 
 

@@ -1,4 +1,5 @@
-"""What `benchmarks/device.sh` runs: parts, each in a process of its own with a limit, and an archive of all results.
+"""What `benchmarks/device.sh` runs: parts, each in a process of its own with a limit, and an archive of all
+results.
 
     probe      packages, the device, one generated kernel, a matrix of FP8 matmuls          benchmarks.probe
     tests      the tests that need a GPU                                                    benchmarks.gpu_tests
@@ -9,9 +10,9 @@
     memory     peak memory of step 1 and of warm steps, in bf16 and in FP8
     first      probe, tests, matmuls, kernels, layers
 
-A part that fails, or reaches its limit, leaves what it has written; the next one gets the time that others have left. The
-archive is written anew while parts run, so that it is there whatever happens to this process. Nothing is imported here that may
-be missing.
+A part that fails, or reaches its limit, leaves what it has written; the next one gets the time that others
+have left. The archive is written anew while parts run, so that it is there whatever happens to this process.
+Nothing is imported here that may be missing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ FEW = "--arms fp8-delayed --steps 1 --warmup 1"
 
 
 class Step(NamedTuple):
-    """One command of a part. `seconds`: its share of the time. `cpu`: flags on a CPU; None: it needs a GPU."""
+    """One command of a part. `seconds`: its share of the time. `cpu`: flags on a CPU; None: it needs a
+    GPU."""
 
     seconds: int
     command: str
@@ -57,7 +59,11 @@ PARTS: dict[str, tuple[Step, ...]] = {
         Step(35, "fp8compile calibrate", None),
     ),
     "kernels": (Step(90, "benchmarks.kernels {common}", "--family weight --shape 33x40"),),
-    "layers": (Step(170, f"{TRAIN} llama-8b-layers:layers=2 {FP8},fp8-tensorwise --rounds 2 --steps 5 {{common}}", FEW),),
+    "layers": (
+        Step(
+            170, f"{TRAIN} llama-8b-layers:layers=2 {FP8},fp8-tensorwise --rounds 2 --steps 5 {{common}}", FEW
+        ),
+    ),
     "gpt2": (Step(400, f"{TRAIN} gpt2-124m {FP8},fp8-delayed-all --rounds 3 --steps 5 {{common}}", FEW),),
     "memory": tuple(
         Step(seconds, f"{TRAIN} {case} {FP8} --rebuild --rounds 1 --steps 3 {{common}}", None)
@@ -100,8 +106,14 @@ def stop(number: int, _frame: Any) -> None:
 def missing(parts: Sequence[str]) -> list[str]:
     """What the parts need and is not there, by name."""
     packages = [*NEEDED, *(name for part in parts for name in NEEDED_BY.get(part, ()))]
-    found = [f"{name} (a Python package)" for name in dict.fromkeys(packages) if importlib.util.find_spec(name) is None]
-    return found + [f"{name}/ (this is no checkout)" for name in ("tests", "examples") if not (ROOT / name).is_dir()]
+    found = [
+        f"{name} (a Python package)"
+        for name in dict.fromkeys(packages)
+        if importlib.util.find_spec(name) is None
+    ]
+    return found + [
+        f"{name}/ (this is no checkout)" for name in ("tests", "examples") if not (ROOT / name).is_dir()
+    ]
 
 
 class Run:
@@ -117,11 +129,17 @@ class Run:
         self.steps: list[dict[str, Any]] = []
 
     def all(self, steps: Sequence[tuple[str, Step]]) -> None:
-        """Each step gets its share of the time that is left; on a CPU, where imports take the most of it, equal ones."""
+        """Each step gets its share of the time that is left; on a CPU, where imports take the most of it,
+        equal ones."""
         possible = [step.seconds if self.device == "cuda" else int(step.cpu is not None) for _, step in steps]
         for number, (part, step) in enumerate(steps):
             limit = (self.end - time.monotonic()) * possible[number] / max(1, sum(possible[number:]))
-            said = {"part": part, "command": step.command, "status": "out of time: not begun", "limit": round(limit, 1)}
+            said = {
+                "part": part,
+                "command": step.command,
+                "status": "out of time: not begun",
+                "limit": round(limit, 1),
+            }
             if not possible[number]:
                 said["status"] = "needs a GPU: not begun"
             try:
@@ -134,7 +152,8 @@ class Run:
 
     def command(self, part: str, step: Step, seconds: float) -> list[str]:
         """The arguments of `python -m`, for a step that should end by itself after `seconds`."""
-        budget = max(1, int(0.8 * seconds))  # without imports; `train` begins nothing after it, and ends after 1.25 of it
+        # without imports; `train` begins nothing after it, and ends after 1.25 of it
+        budget = max(1, int(0.8 * seconds))
         common = f"--device {self.device} --budget {budget} --json {self.results}/{part}.jsonl"
         text = step.command.format(common=common, results=self.results, work=self.work)
         if self.device == "cpu":
@@ -150,7 +169,8 @@ class Run:
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "cache")}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         if command[0] == "fp8compile":
-            env["FP8COMPILE_DEVICES"] = str(self.results / "devices.toml")  # what it writes, and no other part reads
+            # what it writes, and no other part reads
+            env["FP8COMPILE_DEVICES"] = str(self.results / "devices.toml")
         log = self.results / f"{part}.log"
         with log.open("ab") as file:
             shown = file.tell()
@@ -215,13 +235,27 @@ def show_from(log: Path, position: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     began, given = time.monotonic(), list(sys.argv[1:] if argv is None else argv)
-    given, more = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    given, more = (
+        (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    )
     names, device = [*PARTS, *GROUPS], os.environ.get("DEVICE", "cuda")
     usage = "%(prog)s PART ... [--limit SECONDS] [--out FOLDER] [-- FLAG ...]"
     parser = argparse.ArgumentParser(prog="benchmarks/device.sh", usage=usage, allow_abbrev=False)
-    parser.add_argument("parts", nargs="+", metavar="PART", help=f"{', '.join(names)}; FLAGs go to the commands of these parts")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="for everything (default: what the parts need)")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "device", help="folder of the archive (default: out/device)")
+    parser.add_argument(
+        "parts",
+        nargs="+",
+        metavar="PART",
+        help=f"{', '.join(names)}; FLAGs go to the commands of these parts",
+    )
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="for everything (default: what the parts need)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "out" / "device",
+        help="folder of the archive (default: out/device)",
+    )
     args = parser.parse_args(given)
     for name, known in (*((part, names) for part in args.parts), (device, ("cuda", "cpu"))):
         if name not in known:

@@ -1,8 +1,9 @@
-"""The families of generated kernels, as functions of plain torch and the operators of `fp8compile::` on a matrix [R, C].
+"""The families of generated kernels, as functions of plain torch and the operators of `fp8compile::` on a
+matrix [R, C].
 
-Each family is the part of a graph around one cast: the producer of the matrix, its FP8 copies in both layouts, its amax, and
-other outputs that read it. Inputs are bfloat16. Forward tensors are cast to E4M3, gradients to E5M2. A delayed scale is an
-input.
+Each family is the part of a graph around one cast: the producer of the matrix, its FP8 copies in both
+layouts, its amax, and other outputs that read it. Inputs are bfloat16. Forward tensors are cast to E4M3,
+gradients to E5M2. A delayed scale is an input.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ def gelu_backward(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
 
 
 @family("SwiGLU backward, two casts", lambda s: (s.full(), s.full(), s.full(), s.scale(E5M2), s.scale(E5M2)))
-def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, scale_gate: Tensor, scale_up: Tensor) -> tuple[Tensor, ...]:
+def swiglu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, scale_gate: Tensor, scale_up: Tensor
+) -> tuple[Tensor, ...]:
     dgate = torch.ops.aten.silu_backward(dy * up, gate)
     return *both(dgate, scale_gate, E5M2), *both(dy * F.silu(gate), scale_up, E5M2)
 
@@ -136,8 +139,8 @@ def _layer_norm_backward(s: Source) -> tuple[Tensor, ...]:
 def layer_norm_backward(
     residual: Tensor, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradient is added to that of the residual stream. The sum goes on in the stream, and is also the output gradient of
-    the previous linear."""
+    """The gradient is added to that of the residual stream. The sum goes on in the stream, and is also the
+    output gradient of the previous linear."""
     f, size = dy.to(torch.float32), x.shape[-1]
     normed, wdy = (x.to(torch.float32) - mean) * rstd, f * weight
     one, two = wdy.sum(-1, keepdim=True), (wdy * normed).sum(-1, keepdim=True)
@@ -157,5 +160,6 @@ def size_of(tensor: Tensor) -> int:
 
 
 def must_move(family: Family, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> int:
-    """Bytes that any implementation moves: each input read once (the first `again` ones twice), each output written once."""
+    """Bytes that any implementation moves: each input read once (the first `again` ones twice), each output
+    written once."""
     return sum(map(size_of, [*inputs, *inputs[: family.again], *outputs]))

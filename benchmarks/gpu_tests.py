@@ -1,14 +1,15 @@
 """Run tests in several processes within a time limit: `python -m benchmarks.gpu_tests --budget 100`.
 
-Without names, the tests that need a GPU (on a CPU: a few that show that this program works). Each of n processes takes each
-n-th test; the first case of each test comes first, so that a run that is stopped has seen something of each. After a test that
-kills its process, or leaves the device unusable to it, another process goes on. Shortly before the limit pytest is interrupted,
-so that it still writes its summary.
+Without names, the tests that need a GPU (on a CPU: a few that show that this program works). Each of n
+processes takes each n-th test; the first case of each test comes first, so that a run that is stopped has
+seen something of each. After a test that kills its process, or leaves the device unusable to it, another
+process goes on. Shortly before the limit pytest is interrupted, so that it still writes its summary.
 
     --json PATH.jsonl    a line when a test begins, and one when it ends
     --junit PATH.xml     what pytest says of all tests
 
-This module is also the plugin of those processes. It needs no plugin of others, and none that pyproject.toml asks for.
+This module is also the plugin of those processes. It needs no plugin of others, and none that pyproject.toml
+asks for.
 """
 
 from __future__ import annotations
@@ -33,8 +34,19 @@ from . import lines
 from .pool import ROOT
 
 FILES = {
-    "cuda": ["-m", "gpu", "tests/backend/test_gpu.py", "tests/codegen/test_scaled_mm.py", "tests/devices/test_catalog.py"],
-    "cpu": ["-k", "emulation_is or calibrate_this", "tests/codegen/test_scaled_mm.py", "tests/devices/test_catalog.py"],
+    "cuda": [
+        "-m",
+        "gpu",
+        "tests/backend/test_gpu.py",
+        "tests/codegen/test_scaled_mm.py",
+        "tests/devices/test_catalog.py",
+    ],
+    "cpu": [
+        "-k",
+        "emulation_is or calibrate_this",
+        "tests/codegen/test_scaled_mm.py",
+        "tests/devices/test_catalog.py",
+    ],
 }
 LINES, PART = "FP8COMPILE_TEST_LINES", "FP8COMPILE_TEST_PART"  # variables: the file of lines; "0/8"
 UNUSABLE = 77  # exit status of a process that the device no longer serves
@@ -43,7 +55,7 @@ GRACE = 10.0  # seconds between an interrupt and the end, at most
 BEGUN = "begun, and did not end"
 
 
-# -- in a process of pytest --------------------------------------------------------------------------------------------
+# -- in a process of pytest ----------------------------------------------------------------------------------
 
 
 def _said(**record: Any) -> None:
@@ -81,8 +93,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" and report.outcome == "passed":
         return
     crash = getattr(report.longrepr, "reprcrash", None)
-    why = crash.message if crash else report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
-    _said(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), why=why.strip()[:2000])
+    why = (
+        crash.message
+        if crash
+        else report.longrepr[2]
+        if isinstance(report.longrepr, tuple)
+        else str(report.longrepr or "")
+    )
+    _said(
+        test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), why=why.strip()[:2000]
+    )
     if report.failed and unusable():
         pytest.exit("the device is unusable to this process", UNUSABLE)
 
@@ -104,7 +124,7 @@ def unusable() -> bool:
     return False
 
 
-# -- the processes -----------------------------------------------------------------------------------------------------
+# -- the processes -------------------------------------------------------------------------------------------
 
 
 def outcomes(path: Path) -> dict[str, dict[str, Any]]:
@@ -122,17 +142,32 @@ class Part:
     def start(self) -> None:
         self.starts += 1
         junit = self.scratch / f"{self.number}-{self.starts}.xml"
-        command = [sys.executable, "-m", "pytest", *"-q --tb=short -o addopts= -W ignore -p no:cacheprovider".split()]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *"-q --tb=short -o addopts= -W ignore -p no:cacheprovider".split(),
+        ]
         command.append("--continue-on-collection-errors")
         command += ["-p", "benchmarks.gpu_tests", f"--junitxml={junit}", *self.args.tests]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        env = {**os.environ, LINES: str(self.args.json), PART: f"{self.number}/{self.args.processes}", "PYTHONPATH": path}
+        env = {
+            **os.environ,
+            LINES: str(self.args.json),
+            PART: f"{self.number}/{self.args.processes}",
+            "PYTHONPATH": path,
+        }
         env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # parallel are the processes
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
 
     def running(self) -> bool:
         code = self.process.poll()
-        if code is not None and (code < 0 or code == UNUSABLE) and not self.interrupted and self.starts <= RESTARTS:
+        if (
+            code is not None
+            and (code < 0 or code == UNUSABLE)
+            and not self.interrupted
+            and self.starts <= RESTARTS
+        ):
             print(f"process {self.number} ended with status {code}: another one goes on", flush=True)
             self.start()
             return True
@@ -182,18 +217,28 @@ def summary(found: dict[str, dict[str, Any]], of: int) -> str:
         if line["outcome"] not in ("passed", "skipped"):
             first = (line.get("why") or line["outcome"]).splitlines()[0][:200]
             failures[re.sub(r"\d+", "N", first)].append(f"{name}: {first}")
-    parts = [f"{tests[0]}{f' (and {len(tests) - 1} like it)' if tests[1:] else ''}" for tests in failures.values()]
+    parts = [
+        f"{tests[0]}{f' (and {len(tests) - 1} like it)' if tests[1:] else ''}" for tests in failures.values()
+    ]
     said = {line["why"] for line in found.values() if line["outcome"] == "skipped"}
     parts += [f"skipped: {why}" for why in sorted(said)]
-    return "\n".join([*parts, ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + f" of {of} tests"])
+    return "\n".join(
+        [*parts, ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + f" of {of} tests"]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu_tests", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu_tests", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("tests", nargs="*", help="files or names of tests, as for pytest")
-    parser.add_argument("--device", choices=tuple(FILES), default="cuda", help="whose tests are run without names")
+    parser.add_argument(
+        "--device", choices=tuple(FILES), default="cuda", help="whose tests are run without names"
+    )
     parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
-    parser.add_argument("--budget", type=float, default=600.0, metavar="SECONDS", help="for everything (default: 600)")
+    parser.add_argument(
+        "--budget", type=float, default=600.0, metavar="SECONDS", help="for everything (default: 600)"
+    )
     parser.add_argument("--json", type=Path, required=True, metavar="PATH.jsonl")
     parser.add_argument("--junit", type=Path, metavar="PATH.xml")
     args = parser.parse_args(argv)

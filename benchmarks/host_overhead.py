@@ -1,18 +1,19 @@
 """What a call costs the host, over Inductor's own: `python -m benchmarks.host_overhead`.
 
-Tiny matrices on a CPU with one thread, so that the host's work is most of a call. Microseconds of forward and backward, apart,
-of the same model compiled with `backend="inductor"`, and by us, with each recipe:
+Tiny matrices on a CPU with one thread, so that the host's work is most of a call. Microseconds of forward and
+backward, apart, of the same model compiled with `backend="inductor"`, and by us, with each recipe:
 
     1, 2, 4, 32    a graph of so many linears
     32 blocks      of two linears each, compiled one by one: one graph, called 32 times a step with other weights
 
-All arms of a case are in one process and take turns. A figure of a turn is a median of its steps; a row has the median over
-turns of the difference to Inductor's own in the same turn, and its quartiles. `code` is the part of it within compiled code:
-other kernels (casts, amaxes, the update of the state) are no host's work, but on a CPU they take the same thread's time. The
-rest is ours to keep small. Times are the thread's CPU time, because a machine may be shared.
+All arms of a case are in one process and take turns. A figure of a turn is a median of its steps; a row has
+the median over turns of the difference to Inductor's own in the same turn, and its quartiles. `code` is the
+part of it within compiled code: other kernels (casts, amaxes, the update of the state) are no host's work,
+but on a CPU they take the same thread's time. The rest is ours to keep small. Times are the thread's CPU
+time, because a machine may be shared.
 
-`--trees A,B` compares checkouts: a process for each, which take turns, too. `--profile` instead says where the time of one arm
-goes, by cProfile.
+`--trees A,B` compares checkouts: a process for each, which take turns, too. `--profile` instead says where
+the time of one arm goes, by cProfile.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def prepare(tree: str) -> None:
     torch.set_num_threads(1)
 
 
-# -- measuring -----------------------------------------------------------------------------------------------------------
+# -- measuring -----------------------------------------------------------------------------------------------
 
 
 def worker(tree: str, recipes: list[str]) -> None:
@@ -145,7 +146,12 @@ class Process:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         one = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": path}
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **one}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, **one},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def ask(self, line: str = "") -> Any:
@@ -183,7 +189,9 @@ def rows_of(case: str, recipes: list[str], turns: list[list[list[float]]]) -> It
         yield row
 
 
-def measured(trees: list[str], cases: list[str], recipes: list[str], turns: int) -> dict[str, list[dict[str, Any]]]:
+def measured(
+    trees: list[str], cases: list[str], recipes: list[str], turns: int
+) -> dict[str, list[dict[str, Any]]]:
     processes = [Process(tree, ",".join(recipes)) for tree in trees]
     found: dict[str, list[dict[str, Any]]] = {tree: [] for tree in trees}
     for case in cases:
@@ -212,7 +220,7 @@ def shown(tree: str, rows: list[dict[str, Any]]) -> None:
     print(f"### {tree}\n\n{table(cells, head, markdown=True)}\n", flush=True)
 
 
-# -- where the time goes -------------------------------------------------------------------------------------------------
+# -- where the time goes -------------------------------------------------------------------------------------
 
 
 def profiled(tree: str, case: str, recipe: str | None, steps: int = 300) -> None:
@@ -237,13 +245,19 @@ def profiled(tree: str, case: str, recipe: str | None, steps: int = 300) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", default=CASES, help=f"default: {CASES}")
     parser.add_argument("--recipes", default=RECIPES, help=f"default: {RECIPES}")
-    parser.add_argument("--turns", type=count(2), default=20, help=f"of {STEPS} steps for each arm (default: 20)")
+    parser.add_argument(
+        "--turns", type=count(2), default=20, help=f"of {STEPS} steps for each arm (default: 20)"
+    )
     parser.add_argument("--trees", default=str(ROOT), help="checkouts to compare (default: this one)")
     parser.add_argument("--json", type=Path, help="also add a line for each checkout to this file")
-    parser.add_argument("--profile", action="store_true", help="where the time of the first case and recipe goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="where the time of the first case and recipe goes"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     cases, recipes = given.cases.split(","), given.recipes.split(",")

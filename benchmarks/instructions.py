@@ -5,25 +5,28 @@
     calls = calls_of(step, names)      how the code launches each Triton kernel of the step
     seconds(call, device)              None where the instructions are not known
 
-Kernels are compiled to machine code for the described GPU, Inductor's and those of others alike: the source is loaded as
-Inductor loads it, and the function is compiled with the types, constants and options that Inductor's autotuner would give it,
-in the first of its configurations. `ptxas` and `nvdisasm` come with Triton; it takes about a CPU second for each source. `sass`
-counts the instructions, loops as often as they run, however ptxas has unrolled them.
+Kernels are compiled to machine code for the described GPU, Inductor's and those of others alike: the source
+is loaded as Inductor loads it, and the function is compiled with the types, constants and options that
+Inductor's autotuner would give it, in the first of its configurations. `ptxas` and `nvdisasm` come with
+Triton; it takes about a CPU second for each source. `sass` counts the instructions, loops as often as they
+run, however ptxas has unrolled them.
 
-A scheduler issues an instruction of one warp in each clock, and an SM has four schedulers. Programs are spread evenly, so the
-busiest scheduler issues those of
+A scheduler issues an instruction of one warp in each clock, and an SM has four schedulers. Programs are
+spread evenly, so the busiest scheduler issues those of
 
     warps = ceil(ceil(programs / SMs) * warps of a program / schedulers)
     clocks = warps * max(instructions of a thread, 8 * special ones)
 
-Special instructions are exponentials, reciprocals and square roots (MUFU). An SM has 16 lanes for them, so that a warp of 32
-takes one of four parts of an SM for 8 clocks. (16 a clock and SM on an H100: FlashAttention-3, arXiv:2407.08608, section 2.2.
-Other GPUs of NVIDIA: assumed.) Other units that are narrower than the schedulers (integers, conversions, shared memory) are
-left out, and so are dependencies, latencies and replays: a real kernel is slower. Clocks are at the described highest rate.
+Special instructions are exponentials, reciprocals and square roots (MUFU). An SM has 16 lanes for them, so
+that a warp of 32 takes one of four parts of an SM for 8 clocks. (16 a clock and SM on an H100:
+FlashAttention-3, arXiv:2407.08608, section 2.2. Other GPUs of NVIDIA: assumed.) Other units that are narrower
+than the schedulers (integers, conversions, shared memory) are left out, and so are dependencies, latencies
+and replays: a real kernel is slower. Clocks are at the described highest rate.
 
-Not counted: kernels with loops or grids of a dynamic size, and those whose loop's end is not seen in the code (one of 36 in
-each graph of two Llama layers, of 600 instructions). Autotuning may choose another configuration than the first: of 41 kernels
-of a Llama layer with two, the other one needs fewer instructions in 12, by at most 6%.
+Not counted: kernels with loops or grids of a dynamic size, and those whose loop's end is not seen in the code
+(one of 36 in each graph of two Llama layers, of 600 instructions). Autotuning may choose another
+configuration than the first: of 41 kernels of a Llama layer with two, the other one needs fewer instructions
+in 12, by at most 6%.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ SCHEDULERS, WARP, SPECIAL_LANES = 4, 32, 16  # of an SM, threads, of an SM
 
 @dataclass(frozen=True)
 class Call:
-    """How the generated code launches a Triton kernel: its source, and its arguments as far as they are numbers."""
+    """How the generated code launches a Triton kernel: its source, and its arguments as far as they are
+    numbers."""
 
     name: str
     source: str
@@ -59,8 +63,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Work:
-    """What a launch executes: so many programs of so many warps, each thread so many instructions, of which `special` go to the
-    special function units (exponentials, reciprocals, square roots)."""
+    """What a launch executes: so many programs of so many warps, each thread so many instructions, of which
+    `special` go to the special function units (exponentials, reciprocals, square roots)."""
 
     programs: int
     warps: int
@@ -83,14 +87,16 @@ def unavailable(device: Device) -> str | None:
 
 
 def _path(tool: str) -> str:
-    return str(getattr(importlib.import_module("triton.knobs").nvidia, tool).path)  # raises where there is none
+    # raises where there is none
+    return str(getattr(importlib.import_module("triton.knobs").nvidia, tool).path)
 
 
-# -- times -------------------------------------------------------------------------------------------------------------
+# -- times ---------------------------------------------------------------------------------------------------
 
 
 def seconds(call: Call, device: Device) -> float | None:
-    """The least time to issue a launch's instructions, without the launch itself. None if they are not known."""
+    """The least time to issue a launch's instructions, without the launch itself. None if they are not
+    known."""
     found = work(call, device.capability)
     return None if found is None else time_of(found, device)
 
@@ -102,7 +108,7 @@ def time_of(work: Work, device: Device) -> float:
     return warps * max(work.instructions, special * work.special) / (1e6 * device.clock_mhz)
 
 
-# -- the code of a graph -----------------------------------------------------------------------------------------------
+# -- the code of a graph -------------------------------------------------------------------------------------
 
 
 def calls(code: str) -> list[Call]:
@@ -111,7 +117,11 @@ def calls(code: str) -> list[Call]:
     sources: dict[str, str] = {}
     made: list[Call] = []
     for node in _in_order(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _called(node.value) == "async_compile.triton":
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and _called(node.value) == "async_compile.triton"
+        ):
             target, text = node.targets[0], node.value.args[1]
             if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
                 sources[target.id] = str(text.value)
@@ -139,8 +149,9 @@ def _number(node: ast.AST) -> int | None:
 
 @contextlib.contextmanager
 def noted() -> Iterator[dict[str, list[str]]]:
-    """Notes, by the code of each graph that Inductor lowers, the names of the scheduler's nodes that launch a generated kernel,
-    in the order of the code. A node may launch none: what some reductions leave is added up by ATen."""
+    """Notes, by the code of each graph that Inductor lowers, the names of the scheduler's nodes that launch a
+    generated kernel, in the order of the code. A node may launch none: what some reductions leave is added up
+    by ATen."""
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
@@ -168,8 +179,8 @@ def noted() -> Iterator[dict[str, list[str]]]:
 
 
 def calls_of(step: Step, names: Mapping[str, list[str]]) -> dict[int, Call]:
-    """The calls of the launches of a step, by the `id` of the launch. `names`: what `noted` has found, which are the names of
-    the launches, too. A launch without a call, or with several, is not there."""
+    """The calls of the launches of a step, by the `id` of the launch. `names`: what `noted` has found, which
+    are the names of the launches, too. A launch without a call, or with several, is not there."""
     found: dict[int, Call] = {}
     for graph in step.graphs:
         made, nodes = calls(graph.code), names[graph.code]
@@ -179,11 +190,12 @@ def calls_of(step: Step, names: Mapping[str, list[str]]) -> dict[int, Call]:
     return found
 
 
-# -- machine code ------------------------------------------------------------------------------------------------------
+# -- machine code --------------------------------------------------------------------------------------------
 
 
 def work(call: Call, capability: tuple[int, int]) -> Work | None:
-    """What a launch executes. None if it is not known: a grid or a loop whose size is not in the code (dynamic sizes)."""
+    """What a launch executes. None if it is not known: a grid or a loop whose size is not in the code
+    (dynamic sizes)."""
     programs = _programs(call)
     counts = _executed(call.source, 10 * capability[0] + capability[1]) if programs is not None else None
     if programs is None or counts is None:
@@ -238,7 +250,11 @@ def compiled(tuner: Any, architecture: int) -> Any:
 
     meta, config = tuner.triton_meta, tuner.configs[0]
     constants = {**meta["constants"], **config.kwargs}
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages, "sanitize_overflow": False}
+    options: dict[str, Any] = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "sanitize_overflow": False,
+    }
     options["debug"] = tuner.inductor_meta.get("assert_indirect_indexing", True)
     options |= {name: meta[name] for name in ("enable_fp_fusion", "launch_pdl") if name in meta}
     source = ASTSource(tuner.fn, meta["signature"], constants, meta["configs"][0])
@@ -250,4 +266,6 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([_path("nvdisasm"), "-ndf", "-c", file.name], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            [_path("nvdisasm"), "-ndf", "-c", file.name], check=True, capture_output=True, text=True
+        ).stdout

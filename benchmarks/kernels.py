@@ -1,13 +1,15 @@
 """Measure generated kernels: `python -m benchmarks.kernels --family gelu swiglu --shape 32768x4096`.
 
-Each family (`families.FAMILIES`) is compiled twice: with generated kernels ("fp8"), and without ("inductor": the same graph,
-lowered to ATen and left to Inductor). Both are compared with a device copy of as many bytes. GB/s are bytes that must move
-(each input read once, each output written once) over the median time of all launches, including the zeroing of amaxes and the
-second stage of column sums. L2 is flushed before each run. "torchao" is torchao's Triton cast, if it has one for the family.
-Before a plan is timed, its outputs are compared with those of the eager operators.
+Each family (`families.FAMILIES`) is compiled twice: with generated kernels ("fp8"), and without ("inductor":
+the same graph, lowered to ATen and left to Inductor). Both are compared with a device copy of as many bytes.
+GB/s are bytes that must move (each input read once, each output written once) over the median time of all
+launches, including the zeroing of amaxes and the second stage of column sums. L2 is flushed before each run.
+"torchao" is torchao's Triton cast, if it has one for the family. Before a plan is timed, its outputs are
+compared with those of the eager operators.
 
-`--static` measures nothing: it counts the bytes and kernels of both compiled plans for a described H200. On a CPU, generated
-kernels are interpreted at tiny sizes: outputs are compared and bytes are counted, but nothing is timed.
+`--static` measures nothing: it counts the bytes and kernels of both compiled plans for a described H200. On a
+CPU, generated kernels are interpreted at tiny sizes: outputs are compared and bytes are counted, but nothing
+is timed.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ from .worker import one_line
 SHAPES = {"full": ("32768x4096", "8192x14336"), "tiny": ("48x64", "33x40")}
 PLANS = ("fp8", "inductor", "torchao")
 GOAL = 0.9  # of a copy's bandwidth
-# Outputs may differ from those of the eager operators where a bfloat16 or a sum is rounded differently. The error of the whole
-# output must be smaller than that of one wrong element in a thousand. Each element may differ by at most the distance to an FP8
-# neighbour (a quarter for E5M2).
+# Outputs may differ from those of the eager operators where a bfloat16 or a sum is rounded differently. The
+# error of the whole output must be smaller than that of one wrong element in a thousand. Each element may
+# differ by at most the distance to an FP8 neighbour (a quarter for E5M2).
 LEAST_DB = 30.0
 NEIGHBOUR, NOTHING = 0.26, 0.02  # allowed error: a part of the element, plus a part of the root mean square
 
@@ -57,12 +59,12 @@ class Wrong(Exception):
     """A plan computes wrong outputs, or launches the wrong kind of kernels."""
 
 
-# -- compiling ---------------------------------------------------------------------------------------------------------
+# -- compiling -----------------------------------------------------------------------------------------------
 
 
 class Plan:
-    """A function compiled by Inductor, with or without generated kernels. `generated`: names of the generated kernels that it
-    launches."""
+    """A function compiled by Inductor, with or without generated kernels. `generated`: names of the generated
+    kernels that it launches."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], fused: bool, interpreted: bool):
         self.fused, self.interpreted = fused, interpreted
@@ -81,7 +83,9 @@ class Plan:
 
     def _backend(self, gm: GraphModule, inputs: Sequence[Tensor]) -> Any:
         # no cache: a cached graph could come from another plan
-        patches = {"post_grad_custom_post_pass": compat.inductor.GraphPass(self._lower, f"kernels-{self.fused}")}
+        patches = {
+            "post_grad_custom_post_pass": compat.inductor.GraphPass(self._lower, f"kernels-{self.fused}")
+        }
         return compat.inductor.compile_fx(gm, inputs, self._compile, {**patches, "fx_graph_cache": False})
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Tensor], **kwargs: Any) -> Any:
@@ -104,19 +108,20 @@ def _name(function: Any) -> str:
 
 @contextlib.contextmanager
 def interpreter() -> Iterator[None]:
-    """Inside the context, CPU graphs get generated kernels, which the tests' interpreter runs. Needs a checkout: an installed
-    package has no tests."""
+    """Inside the context, CPU graphs get generated kernels, which the tests' interpreter runs. Needs a
+    checkout: an installed package has no tests."""
     from tests.support.interpreter import kernels_on_cpu
 
     with kernels_on_cpu():
         yield
 
 
-# -- checking and timing -----------------------------------------------------------------------------------------------
+# -- checking and timing -------------------------------------------------------------------------------------
 
 
 def compare(wanted: Sequence[Tensor], got: Sequence[Tensor | None]) -> None:
-    """Raises `Wrong` if an output of `got` differs too much from `wanted`. None: a peer does not compute this output."""
+    """Raises `Wrong` if an output of `got` differs too much from `wanted`. None: a peer does not compute this
+    output."""
     for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
         if b is None:
             continue
@@ -131,7 +136,9 @@ def compare(wanted: Sequence[Tensor], got: Sequence[Tensor | None]) -> None:
             raise Wrong(f"output {i}: {wrong} of {a.numel()} elements are not those of the eager operators")
         error = noise.square_().sum(dtype=torch.float64).item()
         if error > power * 10 ** (-LEAST_DB / 10):
-            raise Wrong(f"output {i} is {10 * math.log10(power / error):.0f} dB over its error, not {LEAST_DB:.0f}")
+            raise Wrong(
+                f"output {i} is {10 * math.log10(power / error):.0f} dB over its error, not {LEAST_DB:.0f}"
+            )
 
 
 class Device:
@@ -148,7 +155,8 @@ class Device:
             self.flush.zero_()
             call()
         torch.cuda.synchronize()
-        torch.cuda._sleep(20_000_000)  # launches queue up meanwhile, so that the device never waits for the CPU
+        # launches queue up meanwhile, so that the device never waits for the CPU
+        torch.cuda._sleep(20_000_000)
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.runs)]
         for start, end in marks:
             self.flush.zero_()
@@ -162,7 +170,9 @@ class Device:
         """GB/s of a copy that moves `size` bytes: it reads half of them and writes half."""
         if size not in self.copies:
             source, target = (torch.zeros(size // 2, dtype=torch.uint8, device=self.device) for _ in range(2))
-            self.copies[size] = 2 * (size // 2) / statistics.median(self.milliseconds(lambda: target.copy_(source))) / 1e6
+            self.copies[size] = (
+                2 * (size // 2) / statistics.median(self.milliseconds(lambda: target.copy_(source))) / 1e6
+            )
         return self.copies[size]
 
     def profiled(self, call: Callable[[], Any], calls: int = 3) -> list[tuple[str, float]]:
@@ -180,7 +190,10 @@ class Device:
         for name, microseconds in self.profiled(call):
             if name not in self.flushes:
                 times.setdefault(name, []).append(microseconds)
-        return [{"name": name[:200], "us": round(statistics.median(x), 2), "times": len(x)} for name, x in times.items()]
+        return [
+            {"name": name[:200], "us": round(statistics.median(x), 2), "times": len(x)}
+            for name, x in times.items()
+        ]
 
     def timed(self, call: Callable[[], Any], size: int) -> dict[str, Any]:
         times = self.milliseconds(call)
@@ -195,7 +208,7 @@ class Device:
         }
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- rows ----------------------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -210,7 +223,8 @@ class Bench:
         self.began, self.clocks, self.date = time.monotonic(), machine.clocks(), machine.now()
 
     def run(self, ready: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Measures all rows and returns the result. After each family and shape, `ready` gets the result so far."""
+        """Measures all rows and returns the result. After each family and shape, `ready` gets the result so
+        far."""
         points = [(family, shape) for shape in self.args.shape for family in self.args.family]
         for i, (name, shape) in enumerate(points):
             if time.monotonic() > self.deadline:
@@ -239,9 +253,18 @@ class Bench:
                 wanted = family.function(*inputs)
                 size = must_move(family, inputs, wanted)
         except Exception as error:
-            return [{"arm": "reference", "kind": "kernels", "point": f"{family.name} {shape}", "error": one_line(error)}]
+            return [
+                {
+                    "arm": "reference",
+                    "kind": "kernels",
+                    "point": f"{family.name} {shape}",
+                    "error": one_line(error),
+                }
+            ]
         for plan in PLANS:
-            if plan == "torchao" and (not self.cuda or self.missing or family.name not in torchao_casts.CASTS):
+            if plan == "torchao" and (
+                not self.cuda or self.missing or family.name not in torchao_casts.CASTS
+            ):
                 continue
             row = {"arm": plan, "kind": "kernels", "point": f"{family.name} {shape}", "error": None}
             row |= {"family": family.name, "shape": [rows, columns], "bytes": size}
@@ -269,7 +292,11 @@ class Bench:
             what, call, generated = "", lambda: made(*inputs), made.generated
             compare(wanted, call())  # the first call may have tuned
             if (plan == "fp8") != bool(generated):
-                raise Wrong("no kernel was generated" if plan == "fp8" else f"kernels were generated: {', '.join(generated)}")
+                raise Wrong(
+                    "no kernel was generated"
+                    if plan == "fp8"
+                    else f"kernels were generated: {', '.join(generated)}"
+                )
         row = {"checked": True, "generated": generated, "what": what}
         nothing = dict.fromkeys(("ms", "gb_per_s", "copy_gb_per_s", "share", "kernels"))
         return row | (self.timer.timed(call, size) if self.timer else nothing)
@@ -310,7 +337,7 @@ class Bench:
         }
 
 
-# -- command line ------------------------------------------------------------------------------------------------------
+# -- command line --------------------------------------------------------------------------------------------
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -320,9 +347,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--shape", nargs="+", action="extend", metavar="RxC", help=f"default: {' '.join(SHAPES['full'])}")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--size", choices=tuple(SHAPES), help="default shapes: full on cuda, tiny on cpu")
-    add("--static", action="store_true", help="count bytes and kernels for a described GPU instead of measuring")
-    add("--json", type=Path, metavar="PATH", help="result file, or folder (default: benchmarks/results/<device>/)")
-    add("--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not")
+    add(
+        "--static",
+        action="store_true",
+        help="count bytes and kernels for a described GPU instead of measuring",
+    )
+    add(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="result file, or folder (default: benchmarks/results/<device>/)",
+    )
+    add(
+        "--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not"
+    )
     add("--runs", type=count(30), default=50, help="timed runs of each plan, at least 30 (default: 50)")
     add("--budget", type=count(1), metavar="SECONDS", help="begin nothing new after this time")
     args = parser.parse_args(argv)

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "temperature.gpu", "driver_version")
+CLOCKS = (
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "clocks.max.mem",
+    "power.limit",
+    "temperature.gpu",
+    "driver_version",
+)
 
 
 def output_of(*command: str, folder: Path = ROOT) -> str | None:
@@ -22,7 +30,9 @@ def output_of(*command: str, folder: Path = ROOT) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     except (subprocess.SubprocessError, OSError):
         return None
 
@@ -53,14 +63,18 @@ def versions() -> dict[str, str | None]:
 
 
 def commit(tree: Path = ROOT) -> dict[str, Any]:
-    """The commit of a checkout, and whether the package, the benchmarks or the examples differ from it; None without git."""
+    """The commit of a checkout, and whether the package, the benchmarks or the examples differ from it; None
+    without git."""
     name = output_of("git", "rev-parse", "HEAD", folder=tree)
-    changed = output_of("git", "status", "--porcelain", "--", "fp8compile", "benchmarks", "examples", folder=tree)
+    changed = output_of(
+        "git", "status", "--porcelain", "--", "fp8compile", "benchmarks", "examples", folder=tree
+    )
     return {"commit": name, "changed": None if changed is None else bool(changed)}
 
 
 def describe_device(device: str) -> dict[str, Any]:
-    """Name, memory in bytes and capability of the device that torch would use. It initialises CUDA, so call it in a worker."""
+    """Name, memory in bytes and capability of the device that torch would use. It initialises CUDA, so call
+    it in a worker."""
     if device == "cpu":
         return {"name": "cpu", "memory": 0, "capability": None}
     properties = torch.cuda.get_device_properties(0)

@@ -1,12 +1,13 @@
-"""How much headroom should delayed scaling leave, and what does headroom cost? Casts, small models, and models of timm.
+"""How much headroom should delayed scaling leave, and what does headroom cost? Casts, small models, and
+models of timm.
 
     python -m benchmarks.margins                              # all parts, about 15 minutes of one core
     python -m benchmarks.margins --part casts
     python -m benchmarks.margins --show --update notes/accuracy.md
 
-A margin m makes scale = FP8 maximum / (amax * 2^m): a tensor may grow 2^m times beyond its history before it saturates, and
-loses m of the binades of its format. `casts` measures the cost of this headroom, `models` its cost and its benefit, `timm` its
-effect on gradients.
+A margin m makes scale = FP8 maximum / (amax * 2^m): a tensor may grow 2^m times beyond its history before it
+saturates, and loses m of the binades of its format. `casts` measures the cost of this headroom, `models` its
+cost and its benefit, `timm` its effect on gradients.
 
 casts    1,024 tokens of 512 normal features. Each token has its own size, log-uniform over 0 to 32 binades. Measures the signal
          to quantization noise ratio in dB of the whole tensor, and of the median token, where small elements count, too
@@ -58,7 +59,9 @@ HISTORY = 16
 ROLES = ("input", "weight", "gradient")
 CASES = (("input", E4M3), ("weight", E4M3), ("gradient", E5M2), ("gradient", E4M3))
 TIMM_STEPS, GOOD, GOAL = 8, 0.99, 0.97
-TIMM_ARMS = {str(m): {"margin": (0, 0, m)} for m in (0, 6, 8, 10, 11, 12)} | {"tensorwise": {"recipe": "tensorwise"}}
+TIMM_ARMS = {str(m): {"margin": (0, 0, m)} for m in (0, 6, 8, 10, 11, 12)} | {
+    "tensorwise": {"recipe": "tensorwise"}
+}
 KEYS = ("part", "model", "when", "role", "format", "span", "arm")  # they identify a line of the results
 SHOWN = (0, 1, 2, 3, 4, 6, 8, 10, 11, 12)
 
@@ -76,7 +79,7 @@ def db(noise: Tensor, signal: Tensor) -> Tensor:
     return 10.0 * torch.log10(signal / noise.clamp(min=1e-300))
 
 
-# -- casts -------------------------------------------------------------------------------------------------------------
+# -- casts ---------------------------------------------------------------------------------------------------
 
 
 def casts() -> Iterator[Row]:
@@ -88,19 +91,25 @@ def casts() -> Iterator[Row]:
             found = [noise_of(x, scale_of(x.abs().amax().reshape(1), form.max, m), form) for m in MARGINS]
             whole = [float(db(noise.sum(), signal.sum())) for noise, signal in found]
             middle = [float(db(noise, signal).median()) for noise, signal in found]
-            yield {"part": "casts", "format": form.name, "span": span, "tensor": rounded(whole), "token": rounded(middle)}
+            yield {
+                "part": "casts",
+                "format": form.name,
+                "span": span,
+                "tensor": rounded(whole),
+                "token": rounded(middle),
+            }
 
 
 def rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 2) for value in values]
 
 
-# -- tensors of small models -------------------------------------------------------------------------------------------
+# -- tensors of small models ---------------------------------------------------------------------------------
 
 
 class Vision(nn.Module):
-    """A pre-norm vision transformer: [B, patches, width] -> classes. `scale`: initial value of LayerScale; None: no LayerScale.
-    `head`: standard deviation of the head's weight."""
+    """A pre-norm vision transformer: [B, patches, width] -> classes. `scale`: initial value of LayerScale;
+    None: no LayerScale. `head`: standard deviation of the head's weight."""
 
     def __init__(self, scale: float | None = None, head: float = 0.02, width: int = 128, layers: int = 2):
         super().__init__()
@@ -109,7 +118,9 @@ class Vision(nn.Module):
         self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
         self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
-        scales = (nn.Parameter(torch.full((width,), 1.0 if scale is None else scale)) for _ in range(2 * layers))
+        scales = (
+            nn.Parameter(torch.full((width,), 1.0 if scale is None else scale)) for _ in range(2 * layers)
+        )
         self.scales = nn.ParameterList(scales).requires_grad_(scale is not None)
         self.head = nn.Linear(width, 160)
         nn.init.trunc_normal_(self.head.weight, std=head, a=-2 * head, b=2 * head)
@@ -140,7 +151,8 @@ def _text(sequences: Callable[[int], int]) -> Loss:
 
 
 def _classes(model: nn.Module, step: int) -> Tensor:
-    """The loss on synthetic data. Each class is a random picture; an example is the picture of its class plus noise."""
+    """The loss on synthetic data. Each class is a random picture; an example is the picture of its class plus
+    noise."""
     pictures = torch.randn(160, 16, 128, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(step)
     y = torch.randint(160, (16,), generator=generator)
@@ -167,7 +179,8 @@ def small_models() -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
 
 
 class Recorder:
-    """Keeps delayed scales of every linear's tensors for every margin. On request, measures the errors of casts with them."""
+    """Keeps delayed scales of every linear's tensors for every margin. On request, measures the errors of
+    casts with them."""
 
     def __init__(self, model: nn.Module):
         self.now: dict[tuple[str, str], Tensor] = {}
@@ -175,14 +188,20 @@ class Recorder:
         self.found: list[Row] = []
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and "head" not in name:
-                module.register_forward_hook(lambda m, args, out, name=name: self._forward(name, m, args[0], out))
+                module.register_forward_hook(
+                    lambda m, args, out, name=name: self._forward(name, m, args[0], out)
+                )
 
     def _forward(self, name: str, module: nn.Module, x: Tensor, out: Tensor) -> None:
-        self.now[name, "input"], self.now[name, "weight"] = x.detach().flatten(0, -2), module.weight.detach().clone()
+        self.now[name, "input"], self.now[name, "weight"] = (
+            x.detach().flatten(0, -2),
+            module.weight.detach().clone(),
+        )
         out.register_hook(lambda grad: self.now.__setitem__((name, "gradient"), grad.flatten(0, -2)))
 
     def step(self, measured: bool) -> None:
-        """Update all scales at the end of a step; `measured`: measure casts with them before. A page has one row per margin."""
+        """Update all scales at the end of a step; `measured`: measure casts with them before. A page has one
+        row per margin."""
         for role, form in CASES:
             for name in [name for name, seen in self.now if seen == role]:
                 x, key = self.now[name, role], (name, role, form.name)
@@ -190,21 +209,25 @@ class Recorder:
                 if key not in self.pages:
                     gradient = role == "gradient"
                     slots = [
-                        state_page.SlotSettings(form.max / 2.0**m, HISTORY, 1, state_page.limit_of(form.max, m, gradient))
+                        state_page.SlotSettings(
+                            form.max / 2.0**m, HISTORY, 1, state_page.limit_of(form.max, m, gradient)
+                        )
                         for m in MARGINS
                     ]
                     self.pages[key] = state_page.new_page(len(MARGINS), HISTORY, torch.device("cpu"), slots)
                 page = self.pages[key]
                 snapshot = state_page.snapshot_of(page)
                 if measured and amax > 0:
-                    self.found.append({"role": role, "format": form.name, **self._measure(x, amax, snapshot, form)})
+                    self.found.append(
+                        {"role": role, "format": form.name, **self._measure(x, amax, snapshot, form)}
+                    )
                 self.pages[key] = state_page.next_page(page, snapshot, amax.expand(len(MARGINS)))
         self.now.clear()
 
     @staticmethod
     def _measure(x: Tensor, amax: Tensor, snapshot: Tensor, form: Format) -> Row:
-        """For each margin: dB of the tensor, dB of its median token, and whether it saturates. `own`: dB of the tensor when its
-        scale comes from its own amax."""
+        """For each margin: dB of the tensor, dB of its median token, and whether it saturates. `own`: dB of
+        the tensor when its scale comes from its own amax."""
         whole, middle, saturated = [], [], []
         own = db(*(part.sum() for part in noise_of(x, scale_of(amax.reshape(1), form.max, 0), form)))
         for m in MARGINS:
@@ -232,24 +255,31 @@ def of_models() -> Iterator[Row]:
             if step + 1 in (EARLY, STEPS):
                 for role, form in CASES:
                     seen = [x for x in recorder.found if (x["role"], x["format"]) == (role, form.name)]
-                    yield {"part": "models", "model": title, "when": "early" if step < EARLY else "late", **summary(seen)}
+                    yield {
+                        "part": "models",
+                        "model": title,
+                        "when": "early" if step < EARLY else "late",
+                        **summary(seen),
+                    }
                 recorder.found.clear()
 
 
 def summary(seen: Sequence[Row]) -> Row:
-    """For each margin: the mean and the lowest ratio in dB, the percentage of tensors that lose more than 3 dB against a scale
-    from their own amax, and the percentage that saturates."""
+    """For each margin: the mean and the lowest ratio in dB, the percentage of tensors that lose more than 3
+    dB against a scale from their own amax, and the percentage that saturates."""
     row: Row = {"role": seen[0]["role"], "format": seen[0]["format"], "tensors": len(seen)}
     row["own"] = round(statistics.fmean(x["own"] for x in seen), 2)
     for key in ("tensor", "token"):
         row[key] = rounded([statistics.fmean(x[key][m] for x in seen) for m in MARGINS])
     row["lowest"] = rounded([min(x["tensor"][m] for x in seen) for m in MARGINS])
-    row["lost"] = rounded([100 * statistics.fmean(x["tensor"][m] < x["own"] - 3.0 for x in seen) for m in MARGINS])
+    row["lost"] = rounded(
+        [100 * statistics.fmean(x["tensor"][m] < x["own"] - 3.0 for x in seen) for m in MARGINS]
+    )
     row["saturated"] = rounded([100 * statistics.fmean(x["saturated"][m] for x in seen) for m in MARGINS])
     return row
 
 
-# -- timm --------------------------------------------------------------------------------------------------------------
+# -- timm ----------------------------------------------------------------------------------------------------
 
 
 SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 4, "img_size": 64}
@@ -257,7 +287,10 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "beit": ("beit_base_patch16_224", SMALL),
     "deit3": ("deit3_base_patch16_224", SMALL),
     "cait": ("cait_s24_224", SMALL | {"depth_token_only": 1}),
-    "hiera": ("hiera_tiny_224", {"embed_dim": 128, "stages": (1, 1, 2, 1), "num_heads": 2, "img_size": (64, 64)}),
+    "hiera": (
+        "hiera_tiny_224",
+        {"embed_dim": 128, "stages": (1, 1, 2, 1), "num_heads": 2, "img_size": (64, 64)},
+    ),
     "eva": ("eva02_base_patch14_224", SMALL | {"img_size": 56, "mlp_ratio": 4.0}),
 }
 
@@ -269,14 +302,16 @@ def of_timm(arms: Sequence[str]) -> Iterator[Row]:
     for title, (name, settings) in TIMM.items():
         for arm, options in ((arm, TIMM_ARMS[arm]) for arm in arms):
             torch.manual_seed(0)
-            built = timm.create_model(name, pretrained=False, num_classes=100, drop_path_rate=0.0, **settings).train()
+            built = timm.create_model(
+                name, pretrained=False, num_classes=100, drop_path_rate=0.0, **settings
+            ).train()
             found = first_steps(built, options, settings["img_size"])
             yield {"part": "timm", "model": title, "name": name, "settings": settings, "arm": arm, **found}
 
 
 def first_steps(exact: nn.Module, options: dict[str, Any], size: int | tuple[int, int]) -> Row:
-    """Cosines between gradients in FP8 and in float32, for gradients that bf16 gets right (GOOD): the lowest of each step, and
-    the number below the goal."""
+    """Cosines between gradients in FP8 and in float32, for gradients that bf16 gets right (GOOD): the lowest
+    of each step, and the number below the goal."""
     torch.compiler.reset()
     half, model = copy.deepcopy(exact), copy.deepcopy(exact)
     shape = (3, size, size) if isinstance(size, int) else (3, *size)
@@ -302,32 +337,48 @@ def first_steps(exact: nn.Module, options: dict[str, Any], size: int | tuple[int
             cosines.append([cosine(a, c) for a, c in trusted])
             optimizer.step()
     below = sum(value < GOAL for step in cosines for value in step)
-    return {"lowest": [round(min(step), 4) for step in cosines], "below": below, "compared": sum(map(len, cosines))}
+    return {
+        "lowest": [round(min(step), 4) for step in cosines],
+        "below": below,
+        "compared": sum(map(len, cosines)),
+    }
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
     return float(F.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------------------
 
 
 def tabled(rows: Sequence[Row]) -> str:
     """Markdown tables: the cost of a margin, its benefit, and the gradients of timm's models."""
     heads = [str(m) for m in SHOWN]
     parts = []
-    synthetic = sorted((r for r in rows if r["part"] == "casts"), key=lambda r: (r["format"] != E5M2.name, r["span"]))
+    synthetic = sorted(
+        (r for r in rows if r["part"] == "casts"), key=lambda r: (r["format"] != E5M2.name, r["span"])
+    )
     if synthetic:
-        lines = [[f"{r['format']}, {r['span']} binades", *(f"{r['token'][m]:.1f}" for m in SHOWN)] for r in synthetic]
+        lines = [
+            [f"{r['format']}, {r['span']} binades", *(f"{r['token'][m]:.1f}" for m in SHOWN)]
+            for r in synthetic
+        ]
         parts.append(table(lines, ["median token, dB by margin", *heads], markdown=True))
     seen = [r for r in rows if r["part"] == "models"]
     if seen:
         lines = []
         for role, form in CASES:
             group = [r for r in seen if (r["role"], r["format"]) == (role, form.name) and r["when"] == "late"]
-            lines.append([f"{role}, {form.name}", *(f"{statistics.fmean(r['token'][m] for r in group):.1f}" for m in SHOWN)])
+            lines.append(
+                [
+                    f"{role}, {form.name}",
+                    *(f"{statistics.fmean(r['token'][m] for r in group):.1f}" for m in SHOWN),
+                ]
+            )
         parts.append(table(lines, ["late in training, dB by margin", *heads], markdown=True))
-        early = [r for r in seen if (r["role"], r["format"]) == ("gradient", E5M2.name) and r["when"] == "early"]
+        early = [
+            r for r in seen if (r["role"], r["format"]) == ("gradient", E5M2.name) and r["when"] == "early"
+        ]
         lines = [[r["model"], *(f"{r['lowest'][m]:.1f}" for m in SHOWN)] for r in early]
         parts.append(table(lines, ["worst gradient of steps 1 to 16, dB by margin", *heads], markdown=True))
     found = {(r["model"], r["arm"]): r for r in rows if r["part"] == "timm"}
@@ -342,7 +393,9 @@ def of_arm(row: Row | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument("--arm", action="append", choices=tuple(TIMM_ARMS), help="of timm; default: all")
     parser.add_argument("--show", action="store_true", help="measure nothing")
@@ -352,7 +405,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"date": machine.now(), **machine.commit(), "versions": machine.versions()}
     for part in [] if given.show else given.part or PARTS:
-        for row in {"casts": casts, "models": of_models, "timm": lambda: of_timm(given.arm or tuple(TIMM_ARMS))}[part]():
+        for row in {
+            "casts": casts,
+            "models": of_models,
+            "timm": lambda: of_timm(given.arm or tuple(TIMM_ARMS)),
+        }[part]():
             print(*(row[key] for key in KEYS if key in row), file=sys.stderr, flush=True)
             rows = [old for old in rows if [old.get(key) for key in KEYS] != [row.get(key) for key in KEYS]]
             rows.append(row | about)

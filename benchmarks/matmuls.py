@@ -1,8 +1,9 @@
 """Measure what the cost model assumes: `python -m benchmarks.matmuls`.
 
-Every matmul of a Llama-3-8B layer at 8192 and at 2048 tokens, apart and merged (q, k and v; gate and up): in bf16, and in FP8
-with and without fast accumulation. Beside each time stands the one that `devices.cost` computes from the device's description.
-Then attention: the backends that torch may take, in their order, cuDNN's version, and the kernels that ran.
+Every matmul of a Llama-3-8B layer at 8192 and at 2048 tokens, apart and merged (q, k and v; gate and up): in
+bf16, and in FP8 with and without fast accumulation. Beside each time stands the one that `devices.cost`
+computes from the device's description. Then attention: the backends that torch may take, in their order,
+cuDNN's version, and the kernels that ran.
 
     --json PATH    everything as JSON; `.jsonl`: what there is so far in each line, one after each matmul
     --budget N     begin no matmul after N seconds
@@ -29,7 +30,14 @@ from fp8compile.devices.catalog import Device
 
 from . import machine, results, show
 
-LAYERS = {"q, o": (1, 1), "k, v": (0.25, 1), "q+k+v": (1.5, 1), "gate, up": (3.5, 1), "gate+up": (7, 1), "down": (1, 3.5)}
+LAYERS = {
+    "q, o": (1, 1),
+    "k, v": (0.25, 1),
+    "q+k+v": (1.5, 1),
+    "gate, up": (3.5, 1),
+    "gate+up": (7, 1),
+    "down": (1, 3.5),
+}
 WIDTH = {"full": 4096, "tiny": 64}
 TOKENS = {"full": (8192, 2048), "tiny": (64,)}
 WAYS = ("bf16", "fp8", "fp8_precise")
@@ -55,11 +63,17 @@ def matmuls(size: str) -> Iterator[tuple[str, str, tuple[int, int, int]]]:
     for tokens in TOKENS[size]:
         for layer, sides in LAYERS.items():
             n, k = (int(side * WIDTH[size]) for side in sides)
-            for gemm, sizes in (("fprop", (tokens, n, k)), ("dgrad", (tokens, k, n)), ("wgrad", (n, k, tokens))):
+            for gemm, sizes in (
+                ("fprop", (tokens, n, k)),
+                ("dgrad", (tokens, k, n)),
+                ("wgrad", (n, k, tokens)),
+            ):
                 yield layer, gemm, sizes
 
 
-def row(timer: calibrate.Timer, device: torch.device, known: Device | None, sizes: tuple[int, int, int]) -> dict[str, Any]:
+def row(
+    timer: calibrate.Timer, device: torch.device, known: Device | None, sizes: tuple[int, int, int]
+) -> dict[str, Any]:
     """Microseconds of one matmul, measured and by the model; None where the device refuses."""
     found: dict[str, Any] = {}
     for way in WAYS:
@@ -73,12 +87,15 @@ def row(timer: calibrate.Timer, device: torch.device, known: Device | None, size
 
 
 def attention(device: torch.device, size: str) -> dict[str, Any]:
-    """Which backend SDPA takes for a Llama layer, forward and backward, by the names of the kernels that ran."""
+    """Which backend SDPA takes for a Llama layer, forward and backward, by the names of the kernels that
+    ran."""
     from torch.profiler import ProfilerActivity, profile
 
     heads, tokens = (32, 8192) if size == "full" else (2, 64)
     how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
-    q, k, v = (torch.randn(1, count, tokens, 128, **how) for count in (heads, max(1, heads // 4), max(1, heads // 4)))
+    q, k, v = (
+        torch.randn(1, count, tokens, 128, **how) for count in (heads, max(1, heads // 4), max(1, heads // 4))
+    )
 
     def step() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
@@ -100,12 +117,17 @@ def attention(device: torch.device, size: str) -> dict[str, Any]:
 
 
 def measure(
-    device: torch.device, size: str, deadline: float = math.inf, ready: Callable[[dict[str, Any]], None] = lambda found: None
+    device: torch.device,
+    size: str,
+    deadline: float = math.inf,
+    ready: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
     """Everything. `ready` gets what there is so far. No matmul is begun after the deadline."""
     cuda = device.type == "cuda"
     known = catalog.of(device) if cuda else None
-    timer: calibrate.Timer = calibrate.Timer(device, known.l2 if known is not None else 1 << 26) if cuda else Clock()
+    timer: calibrate.Timer = (
+        calibrate.Timer(device, known.l2 if known is not None else 1 << 26) if cuda else Clock()
+    )
     found: dict[str, Any] = {
         "device": machine.describe_device(device.type),
         "versions": machine.versions(),
@@ -118,7 +140,9 @@ def measure(
     for layer, gemm, (m, n, k) in matmuls(size):
         if time.monotonic() > deadline:
             break
-        found["matmuls"].append({"layer": layer, "gemm": gemm, "m": m, "n": n, "k": k, **row(timer, device, known, (m, n, k))})
+        found["matmuls"].append(
+            {"layer": layer, "gemm": gemm, "m": m, "n": n, "k": k, **row(timer, device, known, (m, n, k))}
+        )
         ready(found)
     return found
 
@@ -134,36 +158,56 @@ def table(found: dict[str, Any]) -> str:
         return f"{row[way]:.0f}{'' if model is None else f' ({model:.0f})'} us, {rate:.0f}"
 
     lines = [
-        [row["layer"], row["gemm"], f"{row['m']} x {row['n']} x {row['k']}", *(shown(row, way) for way in WAYS)]
+        [
+            row["layer"],
+            row["gemm"],
+            f"{row['m']} x {row['n']} x {row['k']}",
+            *(shown(row, way) for way in WAYS),
+        ]
         + [f"{row['bf16'] / row[way]:.2f}" if row[way] else "" for way in WAYS[1:]]
         for row in found["matmuls"]
     ]
     head = ["layer", "gemm", "m x n x k", "bf16", "fp8, fast", "fp8, precise", "fast", "precise"]
     said = found["attention"]
-    kernels = "\n".join(f"  {microseconds:10.1f} us  {name}" for name, microseconds in said["kernels"].items())
+    kernels = "\n".join(
+        f"  {microseconds:10.1f} us  {name}" for name, microseconds in said["kernels"].items()
+    )
     return (
-        f"microseconds (in brackets the model's), TFLOP/s; how many times as fast as bf16\n{show.table(lines, head)}\n\n"
+        "microseconds (in brackets the model's), TFLOP/s; how many times as fast as "
+        f"bf16\n{show.table(lines, head)}\n\n"
         f"attention: cuDNN {said['cudnn']}, order of backends {said['priority'] or 'unknown'}\n{kernels}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.matmuls", description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.matmuls", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--size", choices=tuple(WIDTH), help="default: full on cuda, tiny on cpu")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything there")
-    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no matmul after this time")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no matmul after this time"
+    )
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device here")
-    device = torch.device(args.device, torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(args.device, torch.cuda.current_device())
+        if args.device == "cuda"
+        else torch.device("cpu")
+    )
 
     def write(found: dict[str, Any]) -> None:
         if args.json:
             results.store(found, args.json)
 
     began = time.monotonic()
-    found = measure(device, args.size or ("full" if args.device == "cuda" else "tiny"), began + args.budget, write)
+    found = measure(
+        device, args.size or ("full" if args.device == "cuda" else "tiny"), began + args.budget, write
+    )
     print(table(found), flush=True)
     return 0 if any(row["bf16"] for row in found["matmuls"]) else 1
 

@@ -15,15 +15,24 @@ from .cases.base import Task
 
 
 class Runner(measure.Runner):
-    """Trains `task`. The arm has already prepared its model (`Module.compile`). `around` makes a context for each forward."""
+    """Trains `task`. The arm has already prepared its model (`Module.compile`). `around` makes a context for
+    each forward."""
 
-    def __init__(self, task: Task, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext):
+    def __init__(
+        self,
+        task: Task,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ):
         self.task, self.point, self.device, self.around = task, task.point, task.device, around
         self.parameters = list(task.model.parameters())
-        super().__init__(task.device, self.next, self.finish, task.grad, self.point.accumulate, self.point.tokens)
+        super().__init__(
+            task.device, self.next, self.finish, task.grad, self.point.accumulate, self.point.tokens
+        )
 
     def next(self) -> Tensor:
-        autocast = torch.autocast(self.device, torch.bfloat16) if self.point.autocast else contextlib.nullcontext()
+        autocast = (
+            torch.autocast(self.device, torch.bfloat16) if self.point.autocast else contextlib.nullcontext()
+        )
         batch = next(self.task.batches)
         with autocast, self.around():
             return self.task.model(*batch)

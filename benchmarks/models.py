@@ -1,11 +1,12 @@
-"""The models that are measured, in vanilla modules: Llama, a DiT block stack, stacked feed-forward blocks, one linear.
+"""The models that are measured, in vanilla modules: Llama, a DiT block stack, stacked feed-forward blocks,
+one linear.
 
-None of them knows of FP8. A GPT-2 is in examples/train_gpt.py. Every model has `regions()`: the modules to compile when a model
-is compiled block by block instead of whole. In practice, large models are compiled block by block, because one compilation
-serves all blocks.
+None of them knows of FP8. A GPT-2 is in examples/train_gpt.py. Every model has `regions()`: the modules to
+compile when a model is compiled block by block instead of whole. In practice, large models are compiled block
+by block, because one compilation serves all blocks.
 
-A model is made on the meta device and filled by `materialise`, so that billions of parameters are drawn directly on their
-device and in their dtype.
+A model is made on the meta device and filled by `materialise`, so that billions of parameters are drawn
+directly on their device and in their dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 def materialise(build: Callable[[], nn.Module], device: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
-    """`build()` with parameters of `dtype` on `device`: matrices are normal with deviation 0.02, norms one, biases zero.
+    """`build()` with parameters of `dtype` on `device`: matrices are normal with deviation 0.02, norms one,
+    biases zero.
 
     The same seed gives the same weights in every process on one kind of device.
     """
@@ -38,7 +40,8 @@ def materialise(build: Callable[[], nn.Module], device: str, dtype: torch.dtype,
 
 
 def unallocated(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """`build()` on the CPU with unwritten parameters, which use no memory: the system allocates a page at its first write."""
+    """`build()` on the CPU with unwritten parameters, which use no memory: the system allocates a page at its
+    first write."""
     with torch.device("meta"):
         model = build().to(dtype)
     return _with_tables(model.to_empty(device="cpu"))
@@ -62,7 +65,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=False)
 
 
-# -- Llama -------------------------------------------------------------------------------------------------------------
+# -- Llama ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ LLAMA_TINY = LlamaShape(layers=2, width=128, heads=2, kv_heads=1, hidden=256, vo
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding of [B, H, T, D] queries and keys. The angles are float32 whatever the model's dtype."""
+    """Rotary position embedding of [B, H, T, D] queries and keys. The angles are float32 whatever the model's
+    dtype."""
 
     def __init__(self, length: int, head_dim: int, theta: float):
         super().__init__()
@@ -100,7 +104,9 @@ class Rotary(nn.Module):
     def fill(self) -> None:
         """Write the tables in float32, also if `model.to(bfloat16)` has converted them before."""
         device = self.cos.device
-        frequencies = self.theta ** (-torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim)
+        frequencies = self.theta ** (
+            -torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
+        )
         angles = torch.arange(self.length, device=device, dtype=torch.float32)[:, None] * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         self.cos, self.sin = angles.cos(), angles.sin()
@@ -113,7 +119,8 @@ class Rotary(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """A decoder layer, [B, T, C] -> [B, T, C]: RMSNorm, grouped-query attention with RoPE, RMSNorm, SwiGLU."""
+    """A decoder layer, [B, T, C] -> [B, T, C]: RMSNorm, grouped-query attention with RoPE, RMSNorm,
+    SwiGLU."""
 
     def __init__(self, shape: LlamaShape, length: int):
         super().__init__()
@@ -153,7 +160,8 @@ class Head(nn.Module):
 
 
 class Llama(nn.Module):
-    """A whole model with tied embeddings (as Llama-3.2-1B and -3B have): tokens, targets [B, T] -> mean loss in nats."""
+    """A whole model with tied embeddings (as Llama-3.2-1B and -3B have): tokens, targets [B, T] -> mean loss
+    in nats."""
 
     def __init__(self, shape: LlamaShape, length: int, checkpointing: bool = False):
         super().__init__()
@@ -172,7 +180,7 @@ class Llama(nn.Module):
         return [*self.layers, self.head]
 
 
-# -- stacks of blocks --------------------------------------------------------------------------------------------------
+# -- stacks of blocks ----------------------------------------------------------------------------------------
 
 
 def blocks(build: Callable[[], nn.Module], count: int, checkpointing: bool = False) -> nn.ModuleList:
@@ -180,8 +188,8 @@ def blocks(build: Callable[[], nn.Module], count: int, checkpointing: bool = Fal
 
 
 class Stack(nn.Module):
-    """Blocks in a row, without embedding and head. Further inputs (a condition) go to every block. The loss is the mean square
-    of the output: it is cheap and gives every element a different gradient."""
+    """Blocks in a row, without embedding and head. Further inputs (a condition) go to every block. The loss
+    is the mean square of the output: it is cheap and gives every element a different gradient."""
 
     def __init__(self, build: Callable[[], nn.Module], count: int, checkpointing: bool = False):
         super().__init__()
@@ -201,7 +209,11 @@ class FfnBlock(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+        self.up, self.down, self.norm = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.LayerNorm(width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.down(F.gelu(self.up(x))))
@@ -236,7 +248,9 @@ class DitBlock(nn.Module):
         self.modulation = nn.Linear(width, 6 * width)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = (
+            self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
+        )
         h = self.norm1(x) * (1 + scale1) + shift1
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)

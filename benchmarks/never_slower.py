@@ -1,12 +1,13 @@
-"""Is a model ever slower in FP8 than in bf16? Compiles random models for a described GPU and compares their rooflines.
+"""Is a model ever slower in FP8 than in bf16? Compiles random models for a described GPU and compares their
+rooflines.
 
     python -m benchmarks.never_slower [--count 200] [--seed 0] [--device h200] [--json PATH]
 
-Each model is drawn from a seed: a family (MLP, attention, GPT, Llama), widths from 64 to 8192, 16 to 32768 tokens, one to
-three blocks, bf16 weights or float32 under autocast. It is compiled three times: by Inductor alone, and by this backend with
-each of two recipes. The backend decides by the device's description which matmuls become FP8. `static` computes the roofline
-time of a compilation: each kernel that Inductor would launch takes the longer of its bytes and its FLOPs, plus 2 us. Nothing is
-executed, nothing is measured.
+Each model is drawn from a seed: a family (MLP, attention, GPT, Llama), widths from 64 to 8192, 16 to 32768
+tokens, one to three blocks, bf16 weights or float32 under autocast. It is compiled three times: by Inductor
+alone, and by this backend with each of two recipes. The backend decides by the device's description which
+matmuls become FP8. `static` computes the roofline time of a compilation: each kernel that Inductor would
+launch takes the longer of its bytes and its FLOPs, plus 2 us. Nothing is executed, nothing is measured.
 
 The claim is ``roofline(fp8) <= roofline(bf16)`` for every model and recipe. Exits with 1 if it does not hold.
 """
@@ -43,7 +44,8 @@ RECIPES = ("delayed", "tensorwise")
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its input. `hidden` is the inner width of a feed-forward block, `tokens` the number of tokens in a batch."""
+    """A model and its input. `hidden` is the inner width of a feed-forward block, `tokens` the number of
+    tokens in a batch."""
 
     family: str
     tokens: int
@@ -56,11 +58,15 @@ class Shape:
 
     def __str__(self) -> str:
         extras = "".join((" bias" if self.bias else "", " autocast" if self.autocast else ""))
-        return f"{self.family} x{self.blocks}, {self.tokens} tokens, {self.width} wide, {self.hidden} hidden{extras}"
+        return (
+            f"{self.family} x{self.blocks}, {self.tokens} tokens, {self.width} wide, "
+            f"{self.hidden} hidden{extras}"
+        )
 
 
 def draw(seed: int) -> Shape:
-    """A random shape: the same for the same seed on any machine. The logarithms of sizes are uniformly distributed."""
+    """A random shape: the same for the same seed on any machine. The logarithms of sizes are uniformly
+    distributed."""
     rng = random.Random(seed)
 
     def log_uniform(least: int, most: int, step: int) -> int:
@@ -149,8 +155,8 @@ def block(shape: Shape, length: int) -> nn.Module:
 
 
 def compiled(shape: Shape, recipe: str | None, device: str) -> tuple[fake_gpu.Step, Any]:
-    """The launches of one training step, compiled by Inductor alone (`recipe` None) or by this backend, and the backend's
-    report."""
+    """The launches of one training step, compiled by Inductor alone (`recipe` None) or by this backend, and
+    the backend's report."""
     sequences = next(n for n in (4, 2, 1) if n == 1 or (shape.tokens % n == 0 and shape.tokens >= 64 * n))
     length = shape.tokens // sequences
     dtype = torch.float32 if shape.autocast else torch.bfloat16
@@ -186,8 +192,8 @@ def compare(shape: Shape, device: str = "h200") -> dict[str, Any]:
 
 
 def slower(row: dict[str, Any]) -> list[str]:
-    """The recipes with which a row's model is slower than in bf16. Allows for rounding: sums over equal kernels may differ in
-    the last bits."""
+    """The recipes with which a row's model is slower than in bf16. Allows for rounding: sums over equal
+    kernels may differ in the last bits."""
     return [recipe for recipe in RECIPES if row[f"{recipe}_ms"] > row["bf16_ms"] * (1 + 1e-9)]
 
 
@@ -198,15 +204,18 @@ def summary(rows: list[dict[str, Any]]) -> str:
         some = sum(row[f"{recipe}_fp8"] > 0 for row in rows)
         lines.append(
             f"{recipe}: some of it in FP8 for {some}; roofline speed over bf16: worst {speeds[0]:.3f}, "
-            f"median {speeds[len(speeds) // 2]:.3f}, best {speeds[-1]:.3f}; slower: {sum(recipe in slower(r) for r in rows)}"
+            f"median {speeds[len(speeds) // 2]:.3f}, best {speeds[-1]:.3f}; slower: "
+            f"{sum(recipe in slower(r) for r in rows)}"
         )
     return "\n".join(lines)
 
 
 def write(path: Path, rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
-    """Write JSON lines: one for the run, one per model. (The files *.json in that folder are results of `benchmarks.train`, in
-    another format.)"""
-    command = f"python -m benchmarks.never_slower --count {given.count} --seed {given.seed} --device {given.device}"
+    """Write JSON lines: one for the run, one per model. (The files *.json in that folder are results of
+    `benchmarks.train`, in another format.)"""
+    command = (
+        f"python -m benchmarks.never_slower --count {given.count} --seed {given.seed} --device {given.device}"
+    )
     device = f"described {catalog.find(given.device).name}"
     head = {"command": command, "device": device, "torch": torch.__version__, "date": now(), **commit()}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,11 +223,15 @@ def write(path: Path, rows: list[dict[str, Any]], given: argparse.Namespace) -> 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.never_slower", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.never_slower", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the others follow")
     parser.add_argument("--device", default="h200")
-    parser.add_argument("--json", type=Path, help="where to write the results: a line of JSON for the run and one a model")
+    parser.add_argument(
+        "--json", type=Path, help="where to write the results: a line of JSON for the run and one a model"
+    )
     given = parser.parse_args(arguments)
     unavailable = fake_gpu.unavailable()
     if unavailable:

@@ -1,7 +1,7 @@
 """What a step of an optimizer costs: `python -m benchmarks.optimizers`.
 
-Each arm updates the same bf16 parameters: the matrices and norms of `--blocks` Llama-1B blocks. Arms that need another library
-are left out if it cannot be imported.
+Each arm updates the same bf16 parameters: the matrices and norms of `--blocks` Llama-1B blocks. Arms that
+need another library are left out if it cannot be imported.
 
     state      bytes of state for a parameter, masters included; from the optimizer's own tensors
     moved      bytes that a step moves for a parameter, on the schedule that Inductor makes for a described H200. The gradient,
@@ -32,7 +32,17 @@ from . import machine
 from .show import table
 
 Make = Callable[[Sequence[Tensor]], Any]
-BLOCK = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192), (2048,), (2048,)]
+BLOCK = [
+    (2048, 2048),
+    (512, 2048),
+    (512, 2048),
+    (2048, 2048),
+    (8192, 2048),
+    (8192, 2048),
+    (2048, 8192),
+    (2048,),
+    (2048,),
+]
 
 
 def torchao(name: str) -> Make:
@@ -116,7 +126,9 @@ def measured(arms: Sequence[str], blocks: int, steps: int, device: str) -> dict[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add: Callable[..., Any] = parser.add_argument
     add("--arms", default=",".join(ARMS), help="comma-separated (default: %(default)s)")
     add("--blocks", type=int, default=4, help="Llama-1B blocks (default: %(default)s)")
@@ -146,11 +158,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for arm, row in rows.items():
         cells = [row.get(column) for column in columns]
         shown.append((arm, *("" if x is None else f"{x:.2f}" if isinstance(x, float) else x for x in cells)))
-    heads = {"state": "bytes of state", "moved": "bytes moved", "launches": "kernels a matrix", "ms": "ms a step"}
+    heads = {
+        "state": "bytes of state",
+        "moved": "bytes moved",
+        "launches": "kernels a matrix",
+        "ms": "ms a step",
+    }
     print(table(shown, ("optimizer", *(heads[column] for column in columns))))
     if given.out:
         about = {"date": machine.now(), **machine.commit(), "versions": machine.versions()}
-        made = {"arms": rows, "blocks": given.blocks, **about, "device": machine.describe_device(given.device)}
+        made = {
+            "arms": rows,
+            "blocks": given.blocks,
+            **about,
+            "device": machine.describe_device(given.device),
+        }
         given.out.write_text(json.dumps(made, indent=1) + "\n")
     return 0
 

@@ -42,7 +42,9 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130})
+    plt.rcParams.update(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
+    )
     return plt
 
 
@@ -53,33 +55,56 @@ def label(result: Result) -> str:
 
 
 def speed(row: dict[str, Any]) -> float | None:
-    """A row's speed over compiled bf16. For a single linear, it compares the time that the device was busy."""
+    """A row's speed over compiled bf16. For a single linear, it compares the time that the device was
+    busy."""
     return (get(row, "ratio", "busy") if row["point"] else None) or get(row, "ratio", "compiled_bf16")
 
 
 def over(result: Result, arm: str, value: Callable[[dict[str, Any]], float | None]) -> float | None:
     """`value` of an arm in a result: the median over its points; None if no point has a value."""
-    found = [v for row in result["rows"] if row["arm"] == arm and not row["error"] and (v := value(row)) is not None]
+    found = [
+        v
+        for row in result["rows"]
+        if row["arm"] == arm and not row["error"] and (v := value(row)) is not None
+    ]
     return statistics.median(found) if found else None
 
 
 def bars(
-    chosen: Sequence[Result], value: Callable[[dict[str, Any]], float | None], title: str, goals: bool, path: Path
+    chosen: Sequence[Result],
+    value: Callable[[dict[str, Any]], float | None],
+    title: str,
+    goals: bool,
+    path: Path,
 ) -> None:
     """Bars in groups: one group per case, one bar per arm; 1.00 is compiled bf16."""
     plt = pyplot()
     arms = [a for a in COLORS if any(over(r, a, value) is not None for r in chosen)]
-    figure, axes = plt.subplots(figsize=(max(6.0, 1.0 + 0.28 * len(arms) * len(chosen)), 4.4), layout="constrained")
+    figure, axes = plt.subplots(
+        figsize=(max(6.0, 1.0 + 0.28 * len(arms) * len(chosen)), 4.4), layout="constrained"
+    )
     width = 0.82 / max(1, len(arms))
     for i, arm in enumerate(arms):
-        places = [(x - 0.41 + width * (i + 0.5), v) for x, r in enumerate(chosen) if (v := over(r, arm, value)) is not None]
+        places = [
+            (x - 0.41 + width * (i + 0.5), v)
+            for x, r in enumerate(chosen)
+            if (v := over(r, arm, value)) is not None
+        ]
         axes.bar([x for x, _ in places], [v for _, v in places], 0.94 * width, color=COLORS[arm], label=arm)
         for x, v in places:
-            ink = "black" if arm in PALE else "white"  # text stands at the foot of the bar; goals are drawn near its top
+            # text stands at the foot of the bar; goals are drawn near its top
+            ink = "black" if arm in PALE else "white"
             axes.text(x, 0.02, f"{v:.2f}", ha="center", va="bottom", fontsize=7, rotation=90, color=ink)
     for x, result in enumerate(chosen):
         if goals and result["goal"]:
-            axes.hlines(result["goal"], x - 0.45, x + 0.45, color="#a3243b", linewidth=1.6, label="goal" if not x else None)
+            axes.hlines(
+                result["goal"],
+                x - 0.45,
+                x + 0.45,
+                color="#a3243b",
+                linewidth=1.6,
+                label="goal" if not x else None,
+            )
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set_xticks(range(len(chosen)), [label(r) for r in chosen], fontsize=8)
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
@@ -104,8 +129,8 @@ def grid_of(result: Result, arm: str) -> dict[tuple[int, int, int], tuple[float,
 
 
 def heat_map(result: Result, arm: str, title: str, path: Path) -> None:
-    """A panel for each M, with N to the right and K upwards. Blue cells are faster than bf16, red ones slower. A cell in
-    brackets has no FP8."""
+    """A panel for each M, with N to the right and K upwards. Blue cells are faster than bf16, red ones
+    slower. A cell in brackets has no FP8."""
     plt = pyplot()
     cells = grid_of(result, arm)
     ms, ns, ks = (sorted({key[i] for key in cells}) for i in range(3))
@@ -126,7 +151,9 @@ def heat_map(result: Result, arm: str, title: str, path: Path) -> None:
                     shown = f"{ratio:.2f}" if ran else f"({ratio:.2f})"
                     color = "white" if abs(ratio - 1) > 0.35 else "black"
                     weight = "bold" if ratio < 0.98 else "normal"
-                    panel.text(x, y, shown, ha="center", va="center", fontsize=7, color=color, fontweight=weight)
+                    panel.text(
+                        x, y, shown, ha="center", va="center", fontsize=7, color=color, fontweight=weight
+                    )
         panel.set_xticks(range(len(ns)), ns, fontsize=7, rotation=45)
         panel.set_yticks(range(len(ks)), ks, fontsize=7)
         panel.set_title(f"M = {m}", fontsize=9)
@@ -149,19 +176,26 @@ def smooth(values: Sequence[float], weight: float = 0.05) -> list[float]:
 
 
 def curves(result: Result, title: str, path: Path) -> None:
-    """Above: smoothed training losses with the validation losses. Below: the gap of each arm to bf16, in percent."""
+    """Above: smoothed training losses with the validation losses. Below: the gap of each arm to bf16, in
+    percent."""
     plt = pyplot()
     rows = [row for row in result["rows"] if not row["error"] and row["losses"]]
     base = next((row for row in rows if row["kind"] in ("bf16", "eager")), None)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7.5, 6.2), sharex=True, height_ratios=(2, 1), layout="constrained")
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(7.5, 6.2), sharex=True, height_ratios=(2, 1), layout="constrained"
+    )
     for row in rows:
         color = COLORS.get(row["arm"], "black")
         end = f": {row['validation'][-1][1]:.4f} held out" if row["validation"] else ""
-        above.plot(range(1, len(row["losses"]) + 1), smooth(row["losses"]), color=color, label=row["arm"] + end)
+        above.plot(
+            range(1, len(row["losses"]) + 1), smooth(row["losses"]), color=color, label=row["arm"] + end
+        )
         if row["validation"]:
             above.plot(*zip(*row["validation"], strict=True), "o", color=color, markersize=4)
         if base is not None and row is not base:
-            gap = [100 * (b - a) / a for a, b in zip(smooth(base["losses"]), smooth(row["losses"]), strict=False)]
+            gap = [
+                100 * (b - a) / a for a, b in zip(smooth(base["losses"]), smooth(row["losses"]), strict=False)
+            ]
             below.plot(range(1, len(gap) + 1), gap, color=color)
     below.axhline(0.0, color=COLORS["bf16"], linewidth=1)
     above.set(ylabel="loss (nats a byte), moving average", title=title)
@@ -188,7 +222,11 @@ def draw(found: list[Result], out: Path) -> list[Path]:
         charts = [r for r in here if r["case"] != "loss" and not r["variant"].get("grid") and r["rows"]]
         for kind, value, what in (
             ("speed", speed, "Roofline speed" if static else "Tokens/s"),
-            ("memory", lambda row: get(row, "ratio", "memory"), "Kept for backward" if static else "Peak memory"),
+            (
+                "memory",
+                lambda row: get(row, "ratio", "memory"),
+                "Kept for backward" if static else "Peak memory",
+            ),
         ):
             shown = [r for r in charts if any(over(r, arm, value) is not None for arm in COLORS)]
             if shown:
@@ -196,10 +234,14 @@ def draw(found: list[Result], out: Path) -> list[Path]:
                 bars(shown, value, f"{what} over compiled bf16 ({said})", kind == "speed", made[-1])
         maps = [r for r in here if r["variant"].get("grid")]
         for result in [{**maps[-1], "rows": [row for r in maps for row in r["rows"]]}] if maps else []:
-            for arm in dict.fromkeys(row["arm"] for row in result["rows"] if row["kind"] in ("fp8", "torchao")):
+            for arm in dict.fromkeys(
+                row["arm"] for row in result["rows"] if row["kind"] in ("fp8", "torchao")
+            ):
                 if grid_of(result, arm):
                     made.append(out / f"never-slower-{name}-{arm}.png")
-                    heat_map(result, arm, f"{arm}: a linear, forward and backward, over bf16 ({said})", made[-1])
+                    heat_map(
+                        result, arm, f"{arm}: a linear, forward and backward, over bf16 ({said})", made[-1]
+                    )
         for result in (r for r in here if r["case"] == "loss"):
             if any(row.get("losses") for row in result["rows"]):
                 made.append(out / f"loss-{name}.png")
@@ -209,8 +251,12 @@ def draw(found: list[Result], out: Path) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.plot", description="Draw what benchmarks.train wrote.")
-    parser.add_argument("paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "plots", help="default: benchmarks/plots")
+    parser.add_argument(
+        "paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "plots", help="default: benchmarks/plots"
+    )
     args = parser.parse_args(argv)
     try:
         made = draw(results.read(args.paths), args.out)

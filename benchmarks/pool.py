@@ -1,4 +1,5 @@
-"""Starts workers and talks to them. A worker that dies or takes too long raises `WorkerFailed` with a one-line reason."""
+"""Starts workers and talks to them. A worker that dies or takes too long raises `WorkerFailed` with a
+one-line reason."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ class Remote:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs],
-                env={**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "TORCHINDUCTOR_CACHE_DIR": str(cache),
+                    "PYTHONUNBUFFERED": "1",
+                },
                 start_new_session=True,  # so that `kill` ends Inductor's compile workers, too
             )
         os.close(theirs)

@@ -5,11 +5,12 @@
     matmuls    kinds of scaling x fprop, dgrad and wgrad of a linear x sizes x output dtypes x bias, each in a `try`, beside the
                product of the same values in float32
 
-The matmuls are ATen's, called as our lowerings call them (`codegen.scaled_mm`, `codegen.scaled_grouped`). With one scale for an
-operand, its values are small whole numbers: each sum is exact, on tensor cores too, and so the result must be. With several
-scales, values are normal and scales random; each element may be off by its rounding and by a thousandth of the magnitudes that
-are summed, because tensor cores keep about 14 bits of a sum. A result's memory is full of NaN before. Where the package itself
-would not make the call, a refusal or a wrong result is no fault.
+The matmuls are ATen's, called as our lowerings call them (`codegen.scaled_mm`, `codegen.scaled_grouped`).
+With one scale for an operand, its values are small whole numbers: each sum is exact, on tensor cores too, and
+so the result must be. With several scales, values are normal and scales random; each element may be off by
+its rounding and by a thousandth of the magnitudes that are summed, because tensor cores keep about 14 bits of
+a sum. A result's memory is full of NaN before. Where the package itself would not make the call, a refusal or
+a wrong result is no fault.
 
 An error that leaves the device unusable to this process ends it; another process goes on after that matmul.
 """
@@ -50,8 +51,22 @@ OTHERS = "pydantic transformers matplotlib torchao transformer_engine".split()
 # tokens, output features, input features
 SIZES = {
     "full": [
-        *((16, 16, 16), (17, 48, 80), (1, 4096, 4096), (1000, 272, 1040), (1024, 1536, 640), (8192, 768, 768)),
-        *((16, 3072, 9216), (256, 3072, 9216), (8192, 1024, 4096), (4096, 50304, 768), (8192, 4096, 4096), (8192, 14336, 4096)),
+        *(
+            (16, 16, 16),
+            (17, 48, 80),
+            (1, 4096, 4096),
+            (1000, 272, 1040),
+            (1024, 1536, 640),
+            (8192, 768, 768),
+        ),
+        *(
+            (16, 3072, 9216),
+            (256, 3072, 9216),
+            (8192, 1024, 4096),
+            (4096, 50304, 768),
+            (8192, 4096, 4096),
+            (8192, 14336, 4096),
+        ),
     ],
     "tiny": [
         *((16, 16, 16), (17, 48, 80), (1, 256, 256), (100, 272, 144), (128, 192, 640), (512, 48, 48)),
@@ -89,7 +104,8 @@ KINDS = (
 
 
 class Matmul(NamedTuple):
-    """One gemm of a linear: a [m, k] and b [n, k]. `ends`: of the rows of experts; in a wgrad, of their columns."""
+    """One gemm of a linear: a [m, k] and b [n, k]. `ends`: of the rows of experts; in a wgrad, of their
+    columns."""
 
     kind: Kind
     gemm: str
@@ -108,7 +124,10 @@ class Matmul(NamedTuple):
             return gpu is not None
         if self.ends:
             return scaled_mm_kind.how_grouped(gpu, *self.blocks) == self.kind.form
-        return scaled_mm_kind.how(gpu, *self.blocks, self.m, self.n, self.k, dtype, self.gemm == "fprop") == self.kind.form
+        return (
+            scaled_mm_kind.how(gpu, *self.blocks, self.m, self.n, self.k, dtype, self.gemm == "fprop")
+            == self.kind.form
+        )
 
 
 def matmuls(size: str, gpu: Gpu | None) -> Iterator[Matmul]:
@@ -122,17 +141,22 @@ def matmuls(size: str, gpu: Gpu | None) -> Iterator[Matmul]:
             counts.append(tokens - sum(counts))
             if "empty" not in kind.name and not all(counts):
                 continue
-            ends = tuple(itertools.accumulate(-(-count // 16) * 16 if gemm == "wgrad" else count for count in counts))
+            ends = tuple(
+                itertools.accumulate(-(-count // 16) * 16 if gemm == "wgrad" else count for count in counts)
+            )
             k = ends[-1] if gemm == "wgrad" else k
         if kind.form != scaled_mm_kind.MX or support.has_mx(gpu):
             yield Matmul(kind, gemm, m, n, k, ends)
 
 
-# -- operands and products ---------------------------------------------------------------------------------------------
+# -- operands and products -----------------------------------------------------------------------------------
 
 
-def operand(shape: Sequence[int], block: Block, wide: bool, device: str, groups: int = 0) -> tuple[Tensor, Tensor]:
-    """An FP8 copy and the inverses of its scales, powers of two. `groups`: each row has a scale for each of them."""
+def operand(
+    shape: Sequence[int], block: Block, wide: bool, device: str, groups: int = 0
+) -> tuple[Tensor, Tensor]:
+    """An FP8 copy and the inverses of its scales, powers of two. `groups`: each row has a scale for each of
+    them."""
     dtype = formats.pick(wide, formats.fnuz()).dtype
     if block == WHOLE:
         copy = torch.randint(-2, 3, tuple(shape), device=device, dtype=torch.int8)
@@ -178,7 +202,8 @@ def call(matmul: Matmul, given: tuple[Tensor, ...], dtype: torch.dtype, bias: Te
 
 
 def judged(matmul: Matmul, wanted: Tensor, terms: Tensor, got: Tensor) -> tuple[bool, str]:
-    """(whether the result is right, "exact" or its distance from the noise). `terms`: the magnitudes that each element sums."""
+    """(whether the result is right, "exact" or its distance from the noise). `terms`: the magnitudes that
+    each element sums."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False, f"{got.dtype} {list(got.shape)} instead of {wanted.dtype} {list(wanted.shape)}"
     if torch.equal(wanted, got):
@@ -217,7 +242,14 @@ def rows(size: str, device: str, begin: int) -> Iterator[dict[str, Any]]:
         for dtype, biased in matmul.kind.outputs[max(0, begin - number) :]:
             added = bias.to(dtype) if biased else None
             wanted = (reference if added is None else reference + added.to(F32)).to(dtype)
-            row = {"what": "matmul", "kind": matmul.kind.name, "gemm": matmul.gemm, "m": matmul.m, "n": matmul.n, "k": matmul.k}
+            row = {
+                "what": "matmul",
+                "kind": matmul.kind.name,
+                "gemm": matmul.gemm,
+                "m": matmul.m,
+                "n": matmul.n,
+                "k": matmul.k,
+            }
             row |= {"ends": matmul.ends, "out": str(dtype).removeprefix("torch."), "bias": biased}
             row |= {"chosen": matmul.chosen(gpu, scaled_mm.product_dtype(added, dtype)), "error": None}
             torch.full_like(wanted, torch.nan)  # freed at once: the result comes to lie there
@@ -229,11 +261,16 @@ def rows(size: str, device: str, begin: int) -> Iterator[dict[str, Any]]:
         number = last
 
 
-# -- facts and one kernel ----------------------------------------------------------------------------------------------
+# -- facts and one kernel ------------------------------------------------------------------------------------
 
 
 def facts(device: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"what": "facts", "python": platform.python_version(), "cpus": os.cpu_count(), **machine.commit()}
+    found: dict[str, Any] = {
+        "what": "facts",
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        **machine.commit(),
+    }
     found["packages"] = {}
     for name in (*IMPORTED, *OTHERS):
         try:
@@ -242,11 +279,19 @@ def facts(device: str) -> dict[str, Any]:
             found["packages"][name] = importlib.metadata.version(name)
         except Exception as error:
             found["packages"][name] = one_line(error)
-    found |= {"versions": machine.versions(), "cudnn": torch.backends.cudnn.version(), "clocks": machine.clocks()}
+    found |= {
+        "versions": machine.versions(),
+        "cudnn": torch.backends.cudnn.version(),
+        "clocks": machine.clocks(),
+    }
     gpu = gpu_of(torch.device(device))
     if gpu is not None:
         known = catalog.of(torch.device(device, torch.cuda.current_device()))
-        found |= {"device": vars(gpu), "target": gpu.target, "catalog": None if known is None else [known.name, known.origin]}
+        found |= {
+            "device": vars(gpu),
+            "target": gpu.target,
+            "catalog": None if known is None else [known.name, known.origin],
+        }
         found["free"] = torch.cuda.mem_get_info()[0]
         found["fp8"] = {"refusal": support.refusal([torch.device(device)]), "mx": support.has_mx(gpu)}
         found["fp8"] |= {"blocks": support.has_blocks(gpu), "grouped": gpu.architecture.grouped}
@@ -264,7 +309,10 @@ def kernel(device: str) -> dict[str, Any]:
         with interpreter() if device == "cpu" else contextlib.nullcontext():
             plan = Plan(family.function, fused=True, interpreted=device == "cpu")
             got = plan.first(*inputs)
-        same = [torch.equal(*(x.view(BITS[x.element_size()]) for x in pair)) for pair in zip(wanted, got, strict=True)]
+        same = [
+            torch.equal(*(x.view(BITS[x.element_size()]) for x in pair))
+            for pair in zip(wanted, got, strict=True)
+        ]
         wrong = [i for i, equal in enumerate(same) if not equal]
         found |= {"generated": plan.generated, "wrong": wrong, "fine": bool(plan.generated) and not wrong}
     except Exception as error:
@@ -272,12 +320,12 @@ def kernel(device: str) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
 
-# -- what is printed ---------------------------------------------------------------------------------------------------
+# -- what is printed -----------------------------------------------------------------------------------------
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """How many of the calls of each kind and gemm are right, the worst of them, and each different failure once, those of calls
-    that the package makes last."""
+    """How many of the calls of each kind and gemm are right, the worst of them, and each different failure
+    once, those of calls that the package makes last."""
     cells: dict[tuple[str, str], dict[str, list]] = defaultdict(lambda: defaultdict(list))
     failures: dict[tuple[bool, str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in found:
@@ -289,25 +337,45 @@ def table(found: list[dict[str, Any]]) -> str:
     def shown(rows: list) -> str:
         right = [row["found"] for row in rows if row["fine"]]
         worst = min((float(x.split()[0]) for x in right if x != "exact"), default=None)
-        return f"{len(right)}/{len(rows)} {'' if not right else 'exact' if worst is None else f'{worst:.0f} dB'}".strip()
+        return (
+            f"{len(right)}/{len(rows)} {'' if not right else 'exact' if worst is None else f'{worst:.0f} dB'}"
+        ).strip()
 
     outs = list(dict.fromkeys(out for line in cells.values() for out in line))
-    body = [[" ".join(what), *(shown(line[out]) if out in line else "" for out in outs)] for what, line in cells.items()]
+    body = [
+        [" ".join(what), *(shown(line[out]) if out in line else "" for out in outs)]
+        for what, line in cells.items()
+    ]
     parts = ["right results, and the worst of them", show.table(body, ["", *outs])]
     for (chosen, kind, _), rows in sorted(failures.items(), key=lambda item: item[0][0]):
         what = "a fault: the package makes" if chosen else "the package does not make"
         parts.append(f"{kind}, {what} these {len(rows)} calls: {(rows[0]['error'] or 'wrong results')[:200]}")
-        shapes = [f"{r['gemm']} {r['m']}x{r['n']}x{r['k']} {r['name']}{'' if r['error'] else ', ' + r['found']}" for r in rows]
+        shapes = [
+            f"{r['gemm']} {r['m']}x{r['n']}x{r['k']} {r['name']}{'' if r['error'] else ', ' + r['found']}"
+            for r in rows
+        ]
         parts.append(f"    {'; '.join(shapes[:6])}{'; ...' if shapes[6:] else ''}")
     return "\n".join(parts)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.probe", description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.probe", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--size", choices=tuple(SIZES), help="default: full on cuda, tiny on cpu")
-    parser.add_argument("--json", type=Path, required=True, metavar="PATH.jsonl", help="one line for each thing that was asked")
-    parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="begin nothing new then (default: 60)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        required=True,
+        metavar="PATH.jsonl",
+        help="one line for each thing that was asked",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="begin nothing new then (default: 60)"
+    )
     parser.add_argument("--begin", type=int, default=0, help=argparse.SUPPRESS)  # the calls before were made
     args = parser.parse_args(argv)
     size, end = args.size or ("full" if args.device == "cuda" else "tiny"), time.monotonic() + args.budget

@@ -8,28 +8,30 @@
     python -m benchmarks.recipes --seeds 3 --arms bf16,delayed,tuned-0.1%,tuned-0.2%
     python -m benchmarks.recipes --steps 600 --seeds 3 --arms delayed,delayed-optim,delayed-wire --baseline delayed
 
-The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that stays in high
-precision, except in the arm `fast`. Every matmul of its blocks is FP8; the script checks this in the report. A run has 1,500
-steps of 512 bytes of text.
-Weights are float32, the forward pass runs under bf16 autocast, and all arms, also `bf16`, end in Inductor. Runs of one seed
-start from the same weights and see the same batches. So gaps are computed for each seed, and the interval is that of their mean
-(Student's t). Welch's test compares the losses as if runs were not paired. `float32` is the yardstick: it shows the gap between
-two precisions that are both trusted. An arm that ends in `-optim` has `fp8compile.optim.AdamW`. One that ends in `-wire` trains
-on two processes under DDP, each with half of the batch, and with `compress_gradients`. Both are not among the default
-arms. Nor are `bf16-noise-R`, which add noise of R times the gradient's power to bf16's gradients, and `tuned-SHARE`, which
-have the policies that `fp8compile.tune` chose for this much noise in gradients (0.2% of their power is a relative error of
-0.045) when it searched a frontier:
+The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that
+stays in high precision, except in the arm `fast`. Every matmul of its blocks is FP8; the script checks this
+in the report. A run has 1,500 steps of 512 bytes of text.
+Weights are float32, the forward pass runs under bf16 autocast, and all arms, also `bf16`, end in Inductor.
+Runs of one seed start from the same weights and see the same batches. So gaps are computed for each seed, and
+the interval is that of their mean (Student's t). Welch's test compares the losses as if runs were not paired.
+`float32` is the yardstick: it shows the gap between two precisions that are both trusted. An arm that ends in
+`-optim` has `fp8compile.optim.AdamW`. One that ends in `-wire` trains on two processes under DDP, each with
+half of the batch, and with `compress_gradients`. Both are not among the default arms. Nor are `bf16-noise-R`,
+which add noise of R times the gradient's power to bf16's gradients, and `tuned-SHARE`, which have the
+policies that `fp8compile.tune` chose for this much noise in gradients (0.2% of their power is a relative
+error of 0.045) when it searched a frontier:
 
     fp8compile tune benchmarks.recipes:build --like examples/train_gpt.py:build --device h100 --max-error 0.045
 
 and `tuned-demo-0.2%` that of examples/train_gpt.py:build_small, for `--demo`.
 
-The validation loss is the mean over 1,024 windows that are the same for all runs, evaluated in high precision. `late` is its
-mean over the last five evaluations, one every 50 steps. Each arm is one process with one thread, which trains all seeds, so
-that they share compiled code. Each run appends one line of JSON to `--out`; a run that is there is not repeated.
+The validation loss is the mean over 1,024 windows that are the same for all runs, evaluated in high
+precision. `late` is its mean over the last five evaluations, one every 50 steps. Each arm is one process with
+one thread, which trains all seeds, so that they share compiled code. Each run appends one line of JSON to
+`--out`; a run that is there is not repeated.
 
-FP8 on a CPU is emulated, with exact products and float32 sums. The study measures the effect of quantization, not of the
-accumulators of tensor cores.
+FP8 on a CPU is emulated, with exact products and float32 sums. The study measures the effect of quantization,
+not of the accumulators of tensor cores.
 """
 
 from __future__ import annotations
@@ -88,12 +90,16 @@ ARMS: dict[str, dict[str, Any] | None] = {
 }
 STUDIED = list(ARMS)  # by default
 OPTIM, WIRE = "-optim", "-wire"
-ARMS.update({f"{arm}{more}": ARMS[arm] for arm in ("bf16", "delayed") for more in (OPTIM, WIRE, OPTIM + WIRE)})
+ARMS.update(
+    {f"{arm}{more}": ARMS[arm] for arm in ("bf16", "delayed") for more in (OPTIM, WIRE, OPTIM + WIRE)}
+)
 NOISE = {f"bf16-noise-{share}": share for share in (0.03, 0.1, 0.3, 1.0)}  # |noise|^2 / |gradient|^2
 ARMS.update(dict.fromkeys(NOISE))
-TUNED = {f"tuned-{budget}": f"benchmarks/tuned-{budget}.toml" for budget in ("0.1%", "0.2%", "demo-0.2%")}  # by noise
+# by noise
+TUNED = {f"tuned-{budget}": f"benchmarks/tuned-{budget}.toml" for budget in ("0.1%", "0.2%", "demo-0.2%")}
 ARMS.update({arm: {"policy": path} for arm, path in TUNED.items()})
-GOALS = {"rowwise": 0.2, "blockwise": 0.2, **{arm: 0.2 for arm in ARMS if arm.endswith((OPTIM, WIRE))}}  # %; the others: 0.5
+# %; the others: 0.5
+GOALS = {"rowwise": 0.2, "blockwise": 0.2, **{arm: 0.2 for arm in ARMS if arm.endswith((OPTIM, WIRE))}}
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LATE = 5  # evaluations whose mean is the late loss
 EVERY = 50  # steps between them
@@ -105,7 +111,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """The settings that all runs share. `steps` are optimizer steps; `windows` is the number of validation windows."""
+    """The settings that all runs share. `steps` are optimizer steps; `windows` is the number of validation
+    windows."""
 
     steps: int = 1500
     layers: int = 2
@@ -124,28 +131,32 @@ class Study:
 
     @property
     def evaluations(self) -> list[int]:
-        """Steps after which the model is evaluated: every tenth of the run, and the last `LATE` times every `EVERY` steps."""
+        """Steps after which the model is evaluated: every tenth of the run, and the last `LATE` times every
+        `EVERY` steps."""
         late = {self.steps - EVERY * i for i in range(LATE)}
         early = {self.steps * i // 10 for i in range(1, 10)}
         return sorted(step for step in late | {x for x in early if x < min(late)} if step > 0)
 
 
-DEMO = Study(steps=200, layers=4, width=256, context=128, lr=5e-4, windows=128)  # examples/train_gpt.py as it is run
+# examples/train_gpt.py as it is run
+DEMO = Study(steps=200, layers=4, width=256, context=128, lr=5e-4, windows=128)
 
 
 def build(study: Study = Study()) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """The study's model as it begins to train, and its first batch, for `fp8compile tune benchmarks.recipes:build`."""
+    """The study's model as it begins to train, and its first batch, for `fp8compile tune
+    benchmarks.recipes:build`."""
     torch.manual_seed(0)
     model = train_gpt.build_model(study.config)
     text, _ = train_gpt.split_text(train_gpt.load_text(), study.context)
     return model, next(train_gpt.batches(text, study.config, study.batch_size, 0, "cpu"))
 
 
-# -- one run -----------------------------------------------------------------------------------------------------------
+# -- one run -------------------------------------------------------------------------------------------------
 
 
 def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
-    """Train one arm from one seed; returns its line of the results. Raises RuntimeError if a matmul of a block is not FP8."""
+    """Train one arm from one seed; returns its line of the results. Raises RuntimeError if a matmul of a
+    block is not FP8."""
     options, config = ARMS[arm], study.config
     # "medium": FP8 values are exact in bf16, so products of them may take the CPU's bf16 instructions
     torch.set_float32_matmul_precision("highest" if arm == "float32" else "medium")
@@ -155,7 +166,9 @@ def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
     torch.manual_seed(seed)
     model = train_gpt.build_model(config)
     model.compile(backend="fp8" if options else "inductor", options=options, dynamic=False)
-    decayed, others = ([p for p in model.parameters() if (p.dim() >= 2) is matrix] for matrix in (True, False))
+    decayed, others = (
+        [p for p in model.parameters() if (p.dim() >= 2) is matrix] for matrix in (True, False)
+    )
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     adamw: Any = AdamW if OPTIM in arm else functools.partial(torch.optim.AdamW, fused=True)
     optimizer = adamw(groups, lr=study.lr, betas=(0.9, 0.95))
@@ -201,7 +214,8 @@ def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
 
 @torch.no_grad()
 def add_noise(model: nn.Module, ratio: float, seed: int) -> None:
-    """Add normal noise to each gradient: `ratio` times the power of each row of a matrix, or of a whole vector."""
+    """Add normal noise to each gradient: `ratio` times the power of each row of a matrix, or of a whole
+    vector."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         if p.grad is not None:
@@ -233,13 +247,14 @@ def evaluate(model: nn.Module, text: Tensor, study: Study, arm: str) -> float:
 
 
 def converted(model: nn.Module, arm: str, study: Study) -> int:
-    """The number of FP8 matmuls in the training graph. RuntimeError if a matmul of a block is not FP8 (except wgrad, if the
-    recipe keeps it in high precision)."""
+    """The number of FP8 matmuls in the training graph. RuntimeError if a matmul of a block is not FP8 (except
+    wgrad, if the recipe keeps it in high precision)."""
     import fp8compile
 
     report = fp8compile.report(model)  # of this model: tests train others in the same process
     graphs = [graph for graph in report.graphs if graph.name.endswith("training")]
-    last = {(record.fqn, record.gemm): record for graph in graphs for record in graph.matmuls}  # DDP has cut the graph in parts
+    # DDP has cut the graph in parts
+    last = {(record.fqn, record.gemm): record for graph in graphs for record in graph.matmuls}
     fp8 = [record for record in last.values() if record.decision == "fp8"]
     gemms = 2 if arm == "rowwise_with_gw_hp" else 3
     expected = 4 * gemms * study.layers + (3 if arm == "fast" else 0)  # with the head's
@@ -248,18 +263,23 @@ def converted(model: nn.Module, arm: str, study: Study) -> int:
     return len(fp8)
 
 
-# -- all runs ----------------------------------------------------------------------------------------------------------
+# -- all runs ------------------------------------------------------------------------------------------------
 
 
 def read(path: Path, study: Study) -> list[Row]:
     """The lines of a file that were made with these settings; the last line for each arm and seed."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    same = [line for line in lines if all(line.get(name, getattr(Study, name)) == getattr(study, name) for name in FIELDS)]
+    same = [
+        line
+        for line in lines
+        if all(line.get(name, getattr(Study, name)) == getattr(study, name) for name in FIELDS)
+    ]
     return list({(line["arm"], line["seed"]): line for line in same}.values())
 
 
 def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: Study) -> bool:
-    """Train the runs that the file lacks, one process per arm. Returns whether all succeeded; prints failures on stderr."""
+    """Train the runs that the file lacks, one process per arm. Returns whether all succeeded; prints failures
+    on stderr."""
     there = {(row["arm"], row["seed"]) for row in read(path, study)}
     missing = {arm: [seed for seed in range(seeds) if (arm, seed) not in there] for arm in arms}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,10 +288,23 @@ def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: S
     def one(arm: str) -> bool:
         settings = json.dumps({name: getattr(study, name) for name in (*FIELDS, "windows")})
         run = [*TWO, "-m"] if arm.endswith(WIRE) else ["-m"]
-        command = [sys.executable, *run, "benchmarks.recipes", "--worker", arm, "--settings", settings, "--of"]
+        command = [
+            sys.executable,
+            *run,
+            "benchmarks.recipes",
+            "--worker",
+            arm,
+            "--settings",
+            settings,
+            "--of",
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         process = subprocess.Popen(
-            command + [str(seed) for seed in missing[arm]], cwd=machine.ROOT, env=environment, stdout=subprocess.PIPE, text=True
+            command + [str(seed) for seed in missing[arm]],
+            cwd=machine.ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         for line in process.stdout:
@@ -279,7 +312,10 @@ def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: S
             with lock:
                 with path.open("a") as stream:
                     stream.write(line)
-                print(f"{arm}, seed {row['seed']}: {row['late']:.4f}, {row['ms_per_step']:.0f} ms a step", flush=True)
+                print(
+                    f"{arm}, seed {row['seed']}: {row['late']:.4f}, {row['ms_per_step']:.0f} ms a step",
+                    flush=True,
+                )
         if process.wait() != 0:
             print(f"{arm}: failed, see above", file=sys.stderr, flush=True)
         return process.returncode == 0
@@ -302,7 +338,7 @@ def work(arm: str, seeds: Sequence[int], study: Study) -> None:
         dist.destroy_process_group()
 
 
-# -- statistics --------------------------------------------------------------------------------------------------------
+# -- statistics ----------------------------------------------------------------------------------------------
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -315,7 +351,8 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> float:
-    """The p value of Welch's two-sided test that two samples have the same mean; nan if a sample is a single value."""
+    """The p value of Welch's two-sided test that two samples have the same mean; nan if a sample is a single
+    value."""
     from scipy import stats
 
     return math.nan if min(len(a), len(b)) < 2 else float(stats.ttest_ind(a, b, equal_var=False).pvalue)
@@ -337,7 +374,8 @@ class Summary:
 
 
 def summarise(rows: Sequence[Row], baseline: str = BASELINE) -> list[Summary]:
-    """A summary for each arm that has runs, in the order of `ARMS`. ValueError without a run of the baseline."""
+    """A summary for each arm that has runs, in the order of `ARMS`. ValueError without a run of the
+    baseline."""
     found: dict[str, dict[int, Row]] = {}
     for row in rows:
         found.setdefault(row["arm"], {})[row["seed"]] = row
@@ -345,7 +383,10 @@ def summarise(rows: Sequence[Row], baseline: str = BASELINE) -> list[Summary]:
         raise ValueError(f"no run of {baseline!r} with these settings: nothing to compare with")
     made = []
     for arm in (arm for arm in ARMS if arm in found):
-        pairs = [(found[arm][seed], found[baseline][seed]) for seed in sorted(found[arm].keys() & found[baseline].keys())]
+        pairs = [
+            (found[arm][seed], found[baseline][seed])
+            for seed in sorted(found[arm].keys() & found[baseline].keys())
+        ]
         if pairs:
             late = [[row["late"] for row in side] for side in zip(*pairs, strict=True)]
             gaps = [100 * (a["late"] / b["late"] - 1) for a, b in pairs]
@@ -364,7 +405,17 @@ def verdict(gap: float, half: float, goal: float) -> str:
 def overview(summaries: Sequence[Summary], markdown: bool = False, baseline: str = BASELINE) -> str:
     """A table with one row per arm."""
     gap_to = f"gap to {baseline}"
-    head = ("recipe", "seeds", "late loss", gap_to, "95% interval", "largest", "gap at the end", "Welch's p", "goal")
+    head = (
+        "recipe",
+        "seeds",
+        "late loss",
+        gap_to,
+        "95% interval",
+        "largest",
+        "gap at the end",
+        "Welch's p",
+        "goal",
+    )
     rows: list[tuple[Any, ...]] = []
     for x in summaries:
         loss, (gap, half) = f"{statistics.fmean(x.losses):.4f}", mean_interval(x.gaps)
@@ -375,15 +426,18 @@ def overview(summaries: Sequence[Summary], markdown: bool = False, baseline: str
         p = "" if math.isnan(x.p) else f"{x.p:.2f}"
         goal = "" if x.goal is None else f"{x.goal}%: {verdict(gap, half, x.goal)}"
         largest = f"{max(x.gaps, key=abs):+.3f}%"
-        rows.append((x.arm, len(x.losses), loss, f"{gap:+.3f}%", interval, largest, f"{x.final:+.3f}%", p, goal))
+        rows.append(
+            (x.arm, len(x.losses), loss, f"{gap:+.3f}%", interval, largest, f"{x.final:+.3f}%", p, goal)
+        )
     return table(rows, head, markdown)
 
 
-# -- plot --------------------------------------------------------------------------------------------------------------
+# -- plot ----------------------------------------------------------------------------------------------------
 
 
 def plot(rows: Sequence[Row], path: Path, baseline: str = BASELINE) -> None:
-    """Left: each arm's mean validation loss. Right: gaps to the baseline, one dot per seed, with the interval of the mean."""
+    """Left: each arm's mean validation loss. Right: gaps to the baseline, one dot per seed, with the interval
+    of the mean."""
     from .plot import pyplot
 
     plt = pyplot()
@@ -404,17 +458,28 @@ def plot(rows: Sequence[Row], path: Path, baseline: str = BASELINE) -> None:
         if x.goal is not None:
             right.plot([-x.goal, x.goal], [at, at], color="#d9f0e3", lw=14, solid_capstyle="butt", zorder=0)
         right.plot(x.gaps, [at] * len(x.gaps), "o", ms=3.5, color=colors[x.arm], alpha=0.5)
-        right.errorbar([gap], [at], xerr=None if math.isnan(half) else [half], fmt="D", ms=5, color=colors[x.arm], capsize=4)
+        right.errorbar(
+            [gap],
+            [at],
+            xerr=None if math.isnan(half) else [half],
+            fmt="D",
+            ms=5,
+            color=colors[x.arm],
+            capsize=4,
+        )
     right.axvline(0.0, color="black", lw=0.8)
     right.set_yticks(range(len(shown)), [x.arm for x in shown])
-    right.set(xlabel=f"gap of the late validation loss to {baseline}, %", title="Seeds, mean, 95% interval; shaded: the goal")
+    right.set(
+        xlabel=f"gap of the late validation loss to {baseline}, %",
+        title="Seeds, mean, 95% interval; shaded: the goal",
+    )
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-# -- command line ------------------------------------------------------------------------------------------------------
+# -- command line --------------------------------------------------------------------------------------------
 
 
 def names(value: str) -> list[str]:
@@ -426,17 +491,33 @@ def names(value: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add: Callable[..., Any] = parser.add_argument
     default = f"the first {len(STUDIED)}"
     arms = ", ".join(ARMS).replace("%", "%%")
     add("--arms", type=names, default=STUDIED, help=f"comma-separated: {arms} (default: {default})")
-    add("--baseline", choices=list(ARMS), default=BASELINE, help="gaps are to this arm (default: %(default)s)")
+    add(
+        "--baseline", choices=list(ARMS), default=BASELINE, help="gaps are to this arm (default: %(default)s)"
+    )
     add("--seeds", type=train_gpt.positive_int, default=5, help="seeds 0, 1, ... of each arm (default: 5)")
-    add("--steps", type=train_gpt.positive_int, default=Study.steps, help=f"of a run (default: {Study.steps})")
-    add("--experts", type=int, default=Study.experts, help="instead of each MLP, two for each token (default: none)")
+    add(
+        "--steps", type=train_gpt.positive_int, default=Study.steps, help=f"of a run (default: {Study.steps})"
+    )
+    add(
+        "--experts",
+        type=int,
+        default=Study.experts,
+        help="instead of each MLP, two for each token (default: none)",
+    )
     add("--demo", action="store_true", help="the demo's small GPT: 4 layers, 256 wide, 200 steps")
-    add("--jobs", type=train_gpt.positive_int, default=2, help="processes of one thread at a time (default: 2)")
+    add(
+        "--jobs",
+        type=train_gpt.positive_int,
+        default=2,
+        help="processes of one thread at a time (default: 2)",
+    )
     add("--out", type=Path, default=PATH, help=f"results, continued if there are some (default: {PATH.name})")
     add("--show", action="store_true", help="train nothing: the table and plot of what is there")
     add("--plot", type=Path, metavar="PNG", help="draw curves and gaps")

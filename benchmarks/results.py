@@ -3,13 +3,14 @@
     {schema, case, name, size, static, date, command, commit, changed, device, versions, clocks, settings, goal,
      rows: [{arm, kind, point, error, ...}]}
 
-A row of a failed arm has `error` and no measured values. A row of a measurement has tokens_per_s, step_ms, busy_ms, ratio,
-memory, compile_s, kernels, fp8, losses, validation. A row of an estimate has `static` and ratio. Times are in ms, memory in
-bytes. In the case `kernels` (`benchmarks.kernels`), a row is one plan of one family and shape. It has family, shape and bytes,
-and either ms, gb_per_s, copy_gb_per_s and share (null on a CPU), or `static`.
+A row of a failed arm has `error` and no measured values. A row of a measurement has tokens_per_s, step_ms,
+busy_ms, ratio, memory, compile_s, kernels, fp8, losses, validation. A row of an estimate has `static` and
+ratio. Times are in ms, memory in bytes. In the case `kernels` (`benchmarks.kernels`), a row is one plan of
+one family and shape. It has family, shape and bytes, and either ms, gb_per_s, copy_gb_per_s and share (null
+on a CPU), or `static`.
 
-A `.jsonl` has the result so far in each of its lines, so that nothing is lost when a run is stopped: the last line of each
-name counts.
+A `.jsonl` has the result so far in each of its lines, so that nothing is lost when a run is stopped: the last
+line of each name counts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from .cases import CASES
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
-TOP = "schema case name size static date command commit changed device versions clocks settings goal rows".split()
+TOP = (
+    "schema case name size static date command commit changed device versions clocks settings goal rows"
+).split()
 ROW = "arm kind point error".split()
 MEASURED = "how tokens_per_s step_ms busy_ms ratio memory compile_s kernels fp8 losses validation".split()
 ESTIMATED = ("static", "ratio")
@@ -50,9 +53,10 @@ def check(result: Mapping[str, Any]) -> None:
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
     """Add the ratios to every row of each point; a ratio is None if the arm to compare with is missing.
 
-    `compiled_bf16` is the speed over the fastest compiled bf16 arm, `eager_bf16` the speed over eager. `busy` is the device's
-    busy time in compiled bf16 (in eager, if there is no compiled arm) over that of the row. `memory` is the peak memory over
-    that of compiled bf16. An estimate also has `free_casts`, the speed over compiled bf16 if casts were free.
+    `compiled_bf16` is the speed over the fastest compiled bf16 arm, `eager_bf16` the speed over eager. `busy`
+    is the device's busy time in compiled bf16 (in eager, if there is no compiled arm) over that of the row.
+    `memory` is the peak memory over that of compiled bf16. An estimate also has `free_casts`, the speed over
+    compiled bf16 if casts were free.
     """
     for point in dict.fromkeys(row["point"] for row in rows):
         here = [row for row in rows if row["point"] == point and not row["error"]]
@@ -74,8 +78,9 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def free_casts_ms(row: Mapping[str, float], bf16: Mapping[str, float]) -> float:
-    """The estimated time of a row if its casts were free: its matmuls, the optimizer, and the other kernels of bf16 or its own,
-    whichever take less time. (Kernels that write FP8 for matmuls may move less than bf16's do.)"""
+    """The estimated time of a row if its casts were free: its matmuls, the optimizer, and the other kernels
+    of bf16 or its own, whichever take less time. (Kernels that write FP8 for matmuls may move less than
+    bf16's do.)"""
     other = "roofline_ms_outside_matmuls"
     return row["roofline_ms"] - row[other] + min(row[other], bf16[other])
 
@@ -87,7 +92,8 @@ def speed(row: Mapping[str, Any]) -> float:
 
 def _allocated(row: Mapping[str, Any] | None) -> float | None:
     if row is not None and "static" in row:
-        return row["static"]["kept_mb"]  # an estimate compares the memory that the forward keeps for the backward
+        # an estimate compares the memory that the forward keeps for the backward
+        return row["static"]["kept_mb"]
     return row["memory"]["allocated"] if row is not None and row.get("memory") else None
 
 
@@ -110,7 +116,8 @@ def store(result: Mapping[str, Any], path: Path) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """All results in files and folders, oldest first. ValueError, which names the file, if a file is not a result."""
+    """All results in files and folders, oldest first. ValueError, which names the file, if a file is not a
+    result."""
     found = []
     for path in paths:
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
@@ -130,7 +137,11 @@ def counted(result: Mapping[str, Any]) -> bool:
 
 
 def latest(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last result of each case, size and device, in the order of the cases; estimates with instructions are apart."""
+    """The last result of each case, size and device, in the order of the cases; estimates with instructions
+    are apart."""
     newest = {(r["device"]["name"], r["static"], r["size"], r["name"], counted(r)): r for r in results}
     order = list(CASES)
-    return sorted(newest.values(), key=lambda r: (order.index(r["case"]) if r["case"] in order else len(order), r["name"]))
+    return sorted(
+        newest.values(),
+        key=lambda r: (order.index(r["case"]) if r["case"] in order else len(order), r["name"]),
+    )

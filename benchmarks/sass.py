@@ -1,15 +1,16 @@
-"""How many instructions does a thread of a kernel execute? Follows NVIDIA's machine code, as `nvdisasm -c` prints it.
+"""How many instructions does a thread of a kernel execute? Follows NVIDIA's machine code, as `nvdisasm -c`
+prints it.
 
     executed(text)      Counter({"FMUL": 64, "MUFU": 16, "LDG": 4, ...}), or None if a loop's end is not known
 
-ptxas unrolls loops as it likes, so trips of a loop of the source say little about the machine code. The code is therefore
-walked from its entry to its end, as one thread of the first program would. Only what decides about branches is computed:
-integers and predicates that follow from numbers in the code. All else is unknown: what is loaded, arguments, the index of the
-thread.
+ptxas unrolls loops as it likes, so trips of a loop of the source say little about the machine code. The code
+is therefore walked from its entry to its end, as one thread of the first program would. Only what decides
+about branches is computed: integers and predicates that follow from numbers in the code. All else is unknown:
+what is loaded, arguments, the index of the thread.
 
 * A branch backwards whose condition is unknown is a loop of unknown length: there is no count.
-* A branch forwards whose condition is unknown is not taken, so that what it would skip counts. It is taken if it skips a call:
-  calls are slow paths, such as that of an exact division by a denormal number.
+* A branch forwards whose condition is unknown is not taken, so that what it would skip counts. It is taken if
+  it skips a call: calls are slow paths, such as that of an exact division by a denormal number.
 * An instruction whose predicate is false is issued and counts, as on the device. NOPs do not count.
 """
 
@@ -85,7 +86,8 @@ def executed(text: str) -> Counter[str] | None:
 def _taken(code: list[_Instruction], at: int, thread: _Thread, holds: bool | None) -> bool | None:
     """Whether a branch is taken; None for the end of a loop that is not known."""
     now = code[at]
-    if "DIV" in now.modifiers:  # threads of a warp that went different ways meet for a shuffle, which they always do here
+    # threads of a warp that went different ways meet for a shuffle, which they always do here
+    if "DIV" in now.modifiers:
         return False
     if now.target < 0:
         return None
@@ -113,13 +115,16 @@ def _parse(text: str) -> list[_Instruction]:
         name, *modifiers = whole.split(".")
         target = _TARGET.search(operands) if name in ("BRA", "CALL") else None
         parts = tuple(part.strip().removesuffix(".reuse") for part in operands.split(",")) if operands else ()
-        code.append(_Instruction(name, tuple(modifiers), parts, guard, labels.get(target[0], -1) if target else -1))
+        code.append(
+            _Instruction(name, tuple(modifiers), parts, guard, labels.get(target[0], -1) if target else -1)
+        )
     return code
 
 
 @dataclass
 class _Thread:
-    """What is known of the registers of a thread: 32-bit numbers and predicates. What is not there is unknown."""
+    """What is known of the registers of a thread: 32-bit numbers and predicates. What is not there is
+    unknown."""
 
     registers: dict[str, int] = field(default_factory=dict)
     predicates: dict[str, bool] = field(default_factory=dict)
@@ -159,8 +164,8 @@ class _Thread:
         return {operand: value & _MASK, f"{found[1]}{int(found[2]) + 1}": value >> 32 & _MASK}
 
     def execute(self, now: _Instruction, holds: bool | None) -> None:
-        """Note what an instruction writes: its results if they are known and it is executed for sure, else that they are
-        unknown."""
+        """Note what an instruction writes: its results if they are known and it is executed for sure, else
+        that they are unknown."""
         results: dict[str, int | bool | None] = dict.fromkeys(_written(now))
         if holds:
             results |= self._results(now)
@@ -207,7 +212,13 @@ class _Thread:
 
     def _carry(self, now: _Instruction) -> int | None:
         """What IMAD.X adds."""
-        return 0 if "X" not in now.modifiers else self.predicate(now.operands[4]) if len(now.operands) > 4 else None
+        return (
+            0
+            if "X" not in now.modifiers
+            else self.predicate(now.operands[4])
+            if len(now.operands) > 4
+            else None
+        )
 
     def _logic(self, operands: tuple[str, ...]) -> dict[str, int | bool | None]:
         """PLOP3.LUT P0, P1, PT, PT, UP0, 0x80, 0x8: two functions of three predicates, as tables."""
@@ -215,7 +226,10 @@ class _Thread:
         if len(operands) < 7 or None in inputs:
             return {}
         a, b, c = map(int, inputs)  # type: ignore[arg-type]
-        return {to: bool(int(table, 16) >> (4 * a + 2 * b + c) & 1) for to, table in zip(operands, operands[5:7], strict=False)}
+        return {
+            to: bool(int(table, 16) >> (4 * a + 2 * b + c) & 1)
+            for to, table in zip(operands, operands[5:7], strict=False)
+        }
 
     def _sum(self, now: _Instruction) -> dict[str, int | bool | None]:
         """IADD3 R2, P0, PT, R2, 0x1000, RZ: a register and the carries of a sum, which IADD3.X adds up."""
@@ -226,7 +240,9 @@ class _Thread:
         terms = [x for x in now.operands[first:] if not _PREDICATE.match(x)]
         added = [x for x in now.operands[first:] if _PREDICATE.match(x)] if "X" in now.modifiers else []
         wide = "64" in now.modifiers
-        values = [self._long(x) if wide else self.value(x) for x in terms] + [self.predicate(x) for x in added]
+        values = [self._long(x) if wide else self.value(x) for x in terms] + [
+            self.predicate(x) for x in added
+        ]
         if None in values:
             return {}
         total = sum(map(int, values))  # type: ignore[arg-type]
@@ -239,8 +255,8 @@ class _Thread:
         return made
 
     def _comparison(self, now: _Instruction) -> dict[str, int | bool | None]:
-        """ISETP.GE.U32.AND.EX P0, PT, R3, RZ, PT, P1: a comparison, joined with a predicate. EX compares the upper halves of
-        64-bit numbers; its last predicate is the comparison of the lower halves."""
+        """ISETP.GE.U32.AND.EX P0, PT, R3, RZ, PT, P1: a comparison, joined with a predicate. EX compares the
+        upper halves of 64-bit numbers; its last predicate is the comparison of the lower halves."""
         kind = next((x for x in now.modifiers if x in _COMPARE), None)
         if kind is None or len(now.operands) < 5 or "OR" in now.modifiers or "XOR" in now.modifiers:
             return {}
@@ -288,8 +304,13 @@ def _written(now: _Instruction) -> list[str]:
     if now.name in ("ST", "STG", "STS", "STL", "RED", "REDG", "BAR", "BRA", "EXIT", "CALL"):
         return []
     first, *rest = now.operands or ("",)
-    if _PREDICATE.match(first):  # ISETP P0, PT, R1, ...: two predicates; SHFL.DOWN P0, R2, ...: a register, too
-        return [first, *_registers(now, rest[0])] if rest and not _PREDICATE.match(rest[0]) else [first, *rest[:1]]
+    # ISETP P0, PT, R1, ...: two predicates; SHFL.DOWN P0, R2, ...: a register, too
+    if _PREDICATE.match(first):
+        return (
+            [first, *_registers(now, rest[0])]
+            if rest and not _PREDICATE.match(rest[0])
+            else [first, *rest[:1]]
+        )
     made = _registers(now, first)
     for operand in rest if made else ():  # IADD3 R2, P0, P1, R4, ...
         if not _PREDICATE.match(operand) or operand.startswith("!"):

@@ -4,9 +4,10 @@
     python -m benchmarks.sequence_lengths --model mpt-3b --length 512 --length 8192
     python -m benchmarks.sequence_lengths --show           # only the table of the points in that file
 
-A step has 32,768 tokens at every length, in one forward and backward. Attention stays in high precision, and its share of the
-step grows with the length. Each point is estimated with the rate of FlashAttention-2, as it was measured, and again with that
-of FlashAttention-3 or cuDNN, which torch takes now. Estimates extrapolate from 1 and 2 layers.
+A step has 32,768 tokens at every length, in one forward and backward. Attention stays in high precision, and
+its share of the step grows with the length. Each point is estimated with the rate of FlashAttention-2, as it
+was measured, and again with that of FlashAttention-3 or cuDNN, which torch takes now. Estimates extrapolate
+from 1 and 2 layers.
 """
 
 from __future__ import annotations
@@ -38,15 +39,19 @@ TOKENS = 32768
 LENGTHS = (512, 2048, 8192, 32768)
 PATH = RESULTS / "sequence-lengths.jsonl"  # not a .json: those are results of `benchmarks.train`
 
-# llm-foundry, scripts/train/benchmarking/README.md: tokens/s per GPU in FP8 (TransformerEngine) over bf16, MPT on 8 H100 with
-# FlashAttention-2; 20,480 to 98,304 tokens per forward; activation checkpointing at 32,768 tokens. bf16 at 2,048 ran on 16.
+# llm-foundry, scripts/train/benchmarking/README.md: tokens/s per GPU in FP8 (TransformerEngine) over bf16,
+# MPT on 8 H100 with FlashAttention-2; 20,480 to 98,304 tokens per forward; activation checkpointing at 32,768
+# tokens. bf16 at 2,048 ran on 16.
 PUBLISHED = {"mpt-3b": {512: 36527 / 27965, 2048: 30586 / 24142, 8192: 19146 / 16578, 32768: 5856 / 5873}}
 
 # llm-foundry's 3b.yaml: 32 layers of LayerNorm, attention and a GELU MLP, 2560 wide
 MPT_3B = Config(layers=32, width=2560, heads=20, context=TOKENS, vocabulary=50368, steps=0, batch_size=0)
 
 MODELS: dict[str, tuple[str, Callable[[int], nn.Module]]] = {
-    "gpt2-124m": ("GPT-2 124M", lambda length: GPT(dataclasses.replace(CONFIGS["gpt2-124m"], context=length))),
+    "gpt2-124m": (
+        "GPT-2 124M",
+        lambda length: GPT(dataclasses.replace(CONFIGS["gpt2-124m"], context=length)),
+    ),
     "mpt-3b": ("MPT 3B", lambda length: GPT(dataclasses.replace(MPT_3B, context=length))),
     "llama-8b": ("Llama-3-8B", lambda length: Llama(LLAMA_8B, length)),
 }
@@ -109,14 +114,18 @@ def table(points: dict[tuple[str, str, int], dict[str, Any]]) -> str:
             f"{line['speedup_flash_attention_3']:.2f}",
             f"{line['published']:.2f}" if line["published"] else "",
         )
-        for _, line in sorted(points.items(), key=lambda item: (item[0][0], list(MODELS).index(item[0][1]), item[0][2]))
+        for _, line in sorted(
+            points.items(), key=lambda item: (item[0][0], list(MODELS).index(item[0][1]), item[0][2])
+        )
     ]
     sides = ("left", "left") + ("right",) * 8
     return tabulate(rows, head, "github", disable_numparse=True, colalign=sides)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", action="append", choices=tuple(MODELS), help="default: all")
     parser.add_argument("--length", action="append", type=int, choices=LENGTHS, help="default: all")
     parser.add_argument("--device", default="h100", help="a description's key (default: h100)")

@@ -15,7 +15,9 @@ def table(rows: Sequence[Sequence[Any]], head: Sequence[str], markdown: bool = F
     except ImportError:
         return _plain(cells, list(head), markdown)
     align = ["left", *["right"] * (len(head) - 1)]
-    return tabulate(cells, head, tablefmt="github" if markdown else "simple", colalign=align, disable_numparse=True)
+    return tabulate(
+        cells, head, tablefmt="github" if markdown else "simple", colalign=align, disable_numparse=True
+    )
 
 
 def _plain(cells: list[list[str]], head: list[str], markdown: bool) -> str:
@@ -23,7 +25,10 @@ def _plain(cells: list[list[str]], head: list[str], markdown: bool) -> str:
     edge, gap = ("| ", " | ") if markdown else ("", "  ")
 
     def line(row: list[str]) -> str:
-        padded = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        padded = [
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
         return (edge + gap.join(padded) + (" |" if markdown else "")).rstrip()
 
     return "\n".join([line(head), line(["-" * w for w in widths]), *map(line, cells)])
@@ -39,7 +44,9 @@ class Progress:
         except ImportError:
             return
         quiet = not sys.stderr.isatty()
-        self.bar = tqdm(total=total, desc=title, unit="turn", mininterval=10.0 if quiet else 0.2, leave=not quiet)
+        self.bar = tqdm(
+            total=total, desc=title, unit="turn", mininterval=10.0 if quiet else 0.2, leave=not quiet
+        )
 
     def __call__(self, what: str, count: int = 1) -> None:
         """Advance the bar by `count` finished turns; `what` happens next."""

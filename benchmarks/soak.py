@@ -1,12 +1,13 @@
-"""Does training survive what goes wrong in a long run? FSDP2 x TP on 4 processes, with faults planted, beside a clean run.
+"""Does training survive what goes wrong in a long run? FSDP2 x TP on 4 processes, with faults planted, beside
+a clean run.
 
     python -m benchmarks.soak                                 # both arms, 300 steps, 4 processes on a CPU
     python -m benchmarks.soak --show --update notes/soak.md --plot notes/soak.png
 
-A small Llama trains on 2 x 2 ranks: the MLPs are tensor parallel ("tp"), everything is sharded by FSDP2 ("dp"), each block is
-compiled with backend="fp8". The ranks talk by gloo; graphs are interpreted. The loop does what a trainer does: it clips
-gradients, skips a step whose loss or gradient norm over all ranks is not finite, and saves a checkpoint every few steps, with
-`ScalingState`. The faults:
+A small Llama trains on 2 x 2 ranks: the MLPs are tensor parallel ("tp"), everything is sharded by FSDP2
+("dp"), each block is compiled with backend="fp8". The ranks talk by gloo; graphs are interpreted. The loop
+does what a trainer does: it clips gradients, skips a step whose loss or gradient norm over all ranks is not
+finite, and saves a checkpoint every few steps, with `ScalingState`. The faults:
 
 nan        the batch of one dp rank is NaN: the step is skipped, and no slot's history moves on the ranks that had it
 loss       the loss of one dp rank is 1e6 times too large in one step: all gradients of its two ranks overflow
@@ -14,10 +15,10 @@ kill       one process gets SIGKILL; the launcher ends the others and starts all
 weight     one rank's shard of a norm's weight is 4096 times too large in one step: what the norm gives overflows on that rank
            and on the one that shares the shard, but not on their tensor-parallel neighbours
 
-Results: one line of JSON a run. A step that ran twice, before the kill and after it, has to have the same loss bitwise.
-`apart`: how far the copies that tensor-parallel neighbours have of one parameter are apart at the end, `drift`: at checkpoints.
-The last fault drives them apart, since it hits one copy of a norm's weight. DCP keeps one of the copies, so a run that resumed
-after it could not go on bitwise.
+Results: one line of JSON a run. A step that ran twice, before the kill and after it, has to have the same
+loss bitwise. `apart`: how far the copies that tensor-parallel neighbours have of one parameter are apart at
+the end, `drift`: at checkpoints. The last fault drives them apart, since it hits one copy of a norm's weight.
+DCP keeps one of the copies, so a run that resumed after it could not go on bitwise.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Study:
         return replace(self, nan=None, weight=None, loss=None, kill=None)
 
 
-# -- one process -------------------------------------------------------------------------------------------------------
+# -- one process ---------------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -118,7 +119,9 @@ class Trainer:
             fp8_all_gather(self.model)
         self.factor = 1.0  # of what the embedding gives
         self.model.tokens.register_forward_hook(lambda module, args, out: out * self.factor)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=study.lr, betas=(0.9, 0.95), foreach=False)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=study.lr, betas=(0.9, 0.95), foreach=False
+        )
         self.overflows: list[str] = []
 
     def checkpoint(self) -> dict[str, Any]:
@@ -135,7 +138,9 @@ class Trainer:
             return 0
         state = self.checkpoint()
         dcp.load(state, checkpoint_id=found[-1].parent)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         return int(found[-1].parent.name)
 
     def step(self, number: int) -> Row:
@@ -162,13 +167,21 @@ class Trainer:
         self.optimizer.zero_grad()
         mine = {
             "bad": sum(not torch.isfinite(row).all().item() for row in after.values()),
-            "moved": sum(name not in before or not torch.equal(before[name], row) for name, row in after.items()),
+            "moved": sum(
+                name not in before or not torch.equal(before[name], row) for name, row in after.items()
+            ),
             "slots": len(after),
             "overflows": self.overflows,
         }
         ranks: list[Any] = [None] * RANKS
         dist.all_gather_object(ranks, mine)
-        return {"step": number, "loss": whole.item(), "norm": norm.item(), "skipped": not finite, "ranks": ranks}
+        return {
+            "step": number,
+            "loss": whole.item(),
+            "norm": norm.item(),
+            "skipped": not finite,
+            "ranks": ranks,
+        }
 
     def plant(self, number: int) -> Callable[[], None]:
         """The faults of this step that happen before it. Returns what takes them back."""
@@ -207,7 +220,8 @@ class Trainer:
         return both[0], both[1].sqrt()
 
     def apart(self) -> float:
-        """How far the copies on tp ranks of what is not tensor parallel are apart: |difference| / |value|, the largest."""
+        """How far the copies on tp ranks of what is not tensor parallel are apart: |difference| / |value|,
+        the largest."""
         worst = 0.0
         for parameter in self.model.parameters():
             if parameter.device_mesh.ndim == 1:
@@ -246,11 +260,12 @@ def _process(rank: int, arm: str, study: Study, attempt: int, folder: str) -> No
     dist.destroy_process_group()
 
 
-# -- the launcher ------------------------------------------------------------------------------------------------------
+# -- the launcher --------------------------------------------------------------------------------------------
 
 
 def run(arm: str, study: Study) -> Row:
-    """Train once, and again from the last checkpoint if a process is killed. RuntimeError if it hangs or one dies by itself."""
+    """Train once, and again from the last checkpoint if a process is killed. RuntimeError if it hangs or one
+    dies by itself."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         for attempt in range(2 if study.kill is not None else 1):
@@ -261,18 +276,28 @@ def run(arm: str, study: Study) -> Row:
                 raise RuntimeError(f"soak: processes ended with {codes}")
         steps = [json.loads(line) for line in (Path(folder) / "steps").read_text().splitlines()]
         end = json.loads((Path(folder) / "end").read_text())
-    return {"arm": arm, **asdict(study), **end, "seconds": round(time.monotonic() - began), **summary(steps, study)}
+    return {
+        "arm": arm,
+        **asdict(study),
+        **end,
+        "seconds": round(time.monotonic() - began),
+        **summary(steps, study),
+    }
 
 
 def _attempt(arm: str, study: Study, attempt: int, folder: str, deadline: float) -> list[int]:
     """The exit codes. As torchrun does, it ends all processes when one has died."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__])  # torch is imported once
-    processes = [server.Process(target=_process, args=(rank, arm, study, attempt, folder)) for rank in range(RANKS)]
+    processes = [
+        server.Process(target=_process, args=(rank, arm, study, attempt, folder)) for rank in range(RANKS)
+    ]
     for process in processes:
         process.start()
     try:
-        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+        while any(process.is_alive() for process in processes) and not any(
+            process.exitcode for process in processes
+        ):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"soak: {arm}: hangs")
             time.sleep(0.2)
@@ -285,16 +310,22 @@ def _attempt(arm: str, study: Study, attempt: int, folder: str, deadline: float)
 
 
 def summary(steps: Sequence[Row], study: Study) -> Row:
-    """What is kept of the steps. `replayed`: steps that ran before the kill and again after it, `alike` of them bitwise."""
+    """What is kept of the steps. `replayed`: steps that ran before the kill and again after it, `alike` of
+    them bitwise."""
     last = {row["step"]: row for row in steps}
     first = {row["step"]: row for row in steps if row["attempt"] == 0}
     replayed = [row for row in steps if row["attempt"] and row["step"] in first]
     losses = [last[number]["loss"] for number in range(study.steps)]
     late = losses[-max(1, round(study.steps * LATE)) :]
-    faults = {name: last[step] for name in ("nan", "loss", "weight") if (step := getattr(study, name)) is not None}
+    faults = {
+        name: last[step] for name in ("nan", "loss", "weight") if (step := getattr(study, name)) is not None
+    }
     for name, row in faults.items():  # the host sees an overflow before the next call
         behind = last.get(row["step"] + 1, {"ranks": [{"overflows": []}] * RANKS})["ranks"]
-        faults[name] = {**row, "ranks": [{**x, "overflows": y["overflows"]} for x, y in zip(row["ranks"], behind, strict=True)]}
+        faults[name] = {
+            **row,
+            "ranks": [{**x, "overflows": y["overflows"]} for x, y in zip(row["ranks"], behind, strict=True)],
+        }
     return {
         "late": statistics.fmean(late),
         "bad": sum(rank["bad"] for row in steps for rank in row["ranks"]),
@@ -307,7 +338,7 @@ def summary(steps: Sequence[Row], study: Study) -> Row:
     }
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
+# -- what is shown -------------------------------------------------------------------------------------------
 
 
 def read(path: Path = PATH) -> list[Row]:
@@ -318,9 +349,15 @@ def tabled(rows: Sequence[Row]) -> str:
     clean = {row["arm"]: row["late"] for row in rows if row["nan"] is None}
     lines = []
     for row in rows:
-        gap = f"{row['late'] / clean[row['arm']] - 1:+.2%}" if row["arm"] in clean and row["nan"] is not None else ""
+        gap = (
+            f"{row['late'] / clean[row['arm']] - 1:+.2%}"
+            if row["arm"] in clean and row["nan"] is not None
+            else ""
+        )
         replayed = f"{row['alike']} of {row['replayed']}" if row["replayed"] else ""
-        overflows = ["+".join(str(len(x["overflows"])) for x in fault["ranks"]) for fault in row["faults"].values()]
+        overflows = [
+            "+".join(str(len(x["overflows"])) for x in fault["ranks"]) for fault in row["faults"].values()
+        ]
         run = "clean" if row["nan"] is None else "faults"
         cells = [row["arm"], run, f"{row['late']:.4f}", gap, len(row["skipped"]), row["bad"], replayed]
         lines.append([*cells, ", ".join(overflows), f"{row['apart']:.1e}"])
@@ -343,7 +380,15 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             for name in ("nan", "loss", "kill", "weight"):
                 if row[name] is not None:
                     axis.axvline(row[name], color="#e08e45", lw=0.8)
-                    axis.text(row[name], 0.98, name, transform=axis.get_xaxis_transform(), rotation=90, va="top", ha="right")
+                    axis.text(
+                        row[name],
+                        0.98,
+                        name,
+                        transform=axis.get_xaxis_transform(),
+                        rotation=90,
+                        va="top",
+                        ha="right",
+                    )
         axis.set(title=arm, xlabel="step", ylim=(1.8, 6.0))
         axis.legend(loc="lower left")
     axes[0][0].set_ylabel("training loss")
@@ -352,10 +397,14 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arm", action="append", choices=tuple(ARMS), help="default: all")
     parser.add_argument("--only", choices=("clean", "faults"), help="default: both")
-    parser.add_argument("--steps", type=int, default=Study.steps, help="default: %(default)s; the faults need 201")
+    parser.add_argument(
+        "--steps", type=int, default=Study.steps, help="default: %(default)s; the faults need 201"
+    )
     parser.add_argument("--show", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, default=PATH, help="one line of JSON a run")
     parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table into this page")
@@ -365,8 +414,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for arm in () if given.show else given.arm or ARMS:
         study = Study(steps=given.steps)
         for one in {"clean": (study.clean,), "faults": (study,)}.get(given.only, (study.clean, study)):
-            made = {**run(arm, one), "date": machine.now(), **machine.commit(), "versions": machine.versions()}
-            rows = [row for row in rows if (row["arm"], row["nan"] is None) != (arm, one.nan is None)] + [made]
+            made = {
+                **run(arm, one),
+                "date": machine.now(),
+                **machine.commit(),
+                "versions": machine.versions(),
+            }
+            rows = [row for row in rows if (row["arm"], row["nan"] is None) != (arm, one.nan is None)] + [
+                made
+            ]
             given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows.sort(key=lambda row: (row["arm"], row["nan"] is not None))

@@ -1,13 +1,15 @@
-"""How much precision do FP8 matmuls lose? Signal to quantization noise of every recipe and role, on three kinds of data.
+"""How much precision do FP8 matmuls lose? Signal to quantization noise of every recipe and role, on three
+kinds of data.
 
     python -m benchmarks.sqnr                              # all recipes, 3 seeds, about 2 minutes of one core
     python -m benchmarks.sqnr --recipe rowwise --seeds 1
     python -m benchmarks.sqnr --show --update notes/accuracy.md
 
-A float32 model runs forward and backward twice on the same data: in high precision and by `torch.compile(model,
-backend="fp8")`. The ratio is 10 log10(|reference|^2 / |reference - FP8|^2) in dB, for the output y, the input's gradient dx and
-the weights' gradients. 6 dB are one bit. The models are one linear, and a SwiGLU block of three linears. Ratios are taken at
-the third step, when delayed scaling uses the scales of the first two. Every step has different data.
+A float32 model runs forward and backward twice on the same data: in high precision and by
+`torch.compile(model, backend="fp8")`. The ratio is 10 log10(|reference|^2 / |reference - FP8|^2) in dB, for
+the output y, the input's gradient dx and the weights' gradients. 6 dB are one bit. The models are one linear,
+and a SwiGLU block of three linears. Ratios are taken at the third step, when delayed scaling uses the scales
+of the first two. Every step has different data.
 
 normal           x and dy are standard normal
 outliers         as normal, but 1% of the elements of x and dy, at random places, are 50 times larger
@@ -119,13 +121,19 @@ def measure(point: Point, seed: int = 0) -> dict[str, float]:
                 model.zero_grad()
                 leaf = x.clone().requires_grad_()
                 y = run(leaf)
-                dy, _ = data_of(point.data if point.data == "outliers" else "normal", y.shape, 1000 * seed + 500 + step)
+                dy, _ = data_of(
+                    point.data if point.data == "outliers" else "normal", y.shape, 1000 * seed + 500 + step
+                )
                 y.backward(dy)
                 gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
                 results.append({"y": y.detach()[usual], "dx": leaf.grad[usual], **gradients})
             ratios = {role: ratio(results[0][role], results[1][role]) for role in results[0]}
     _assert_fp8(model, point)
-    return {role: ratios[role] for role in ROLES[point.model] if point.data != "outlier tokens" or role in ("y", "dx")}
+    return {
+        role: ratios[role]
+        for role in ROLES[point.model]
+        if point.data != "outlier tokens" or role in ("y", "dx")
+    }
 
 
 def _assert_fp8(model: nn.Module, point: Point) -> None:
@@ -150,8 +158,14 @@ def tabled(lines: dict[Point, dict[str, Any]]) -> str:
     parts = []
     for data in DATA:
         columns = [(model, role) for model, roles in ROLES.items() for role in roles]
-        columns = [x for x in columns if any(x[1] in line["db"] for point, line in lines.items() if point[:2] == (x[0], data))]
-        rows = [[arm, *(cell(lines, Point(model, data, arm), role) for model, role in columns)] for arm in ARMS]
+        columns = [
+            x
+            for x in columns
+            if any(x[1] in line["db"] for point, line in lines.items() if point[:2] == (x[0], data))
+        ]
+        rows = [
+            [arm, *(cell(lines, Point(model, data, arm), role) for model, role in columns)] for arm in ARMS
+        ]
         rows = [row for row in rows if any(row[1:])]
         if rows:
             head = [data, *(f"{model} {title(role)}" for model, role in columns)]
@@ -172,11 +186,15 @@ def cell(lines: dict[Point, dict[str, Any]], point: Point, role: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", action="append", choices=tuple(ARMS), help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--show", action="store_true", help="measure nothing")
-    parser.add_argument("--out", type=Path, default=PATH, help="one line of JSON a recipe, model and kind of data")
+    parser.add_argument(
+        "--out", type=Path, default=PATH, help="one line of JSON a recipe, model and kind of data"
+    )
     parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table into this page")
     given = parser.parse_args(argv)
     points = [Point(model, data, arm) for arm in given.recipe or ARMS for model in MODELS for data in DATA]

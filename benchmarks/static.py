@@ -1,11 +1,13 @@
-"""The estimate without a GPU: compile a step for a described H200, count its launches, and divide by sustained rates.
+"""The estimate without a GPU: compile a step for a described H200, count its launches, and divide by
+sustained rates.
 
-Nothing is executed and nothing is measured. The figures compare compilations of one model: kernels, bytes as Inductor's
-schedule has them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward, and a roofline time, in which
-every kernel takes the longer of its bytes and its FLOPs, plus a launch (`dryrun.roofline`). Matmuls count in waves of tiles.
-With `--instructions`, generated kernels also count by the instructions of their machine code (`instructions`), in figures of
-their own. The optimizer of the benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient
-accumulation, the graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept,
+Nothing is executed and nothing is measured. The figures compare compilations of one model: kernels, bytes as
+Inductor's schedule has them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward,
+and a roofline time, in which every kernel takes the longer of its bytes and its FLOPs, plus a launch
+(`dryrun.roofline`). Matmuls count in waves of tiles. With `--instructions`, generated kernels also count by
+the instructions of their machine code (`instructions`), in figures of their own. The optimizer of the
+benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient accumulation, the
+graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept,
 with `cache_weights`) and the optimizer count once.
 """
 
@@ -35,14 +37,20 @@ def roofline_s(kernel: Any, waves: bool = True) -> float:
 
 
 def optimizer_bytes(model: nn.Module) -> int:
-    """The bytes that a step of the benchmark's fused AdamW (`cases.base.Task`) moves. It reads parameter, gradient and both
-    moments, and writes parameter and both moments. The gradient has the parameter's dtype, and so have the moments, which
-    `torch.optim.AdamW` makes by `zeros_like`: 14 bytes a parameter in bf16, 28 in float32."""
-    return sum(7 * parameter.numel() * parameter.itemsize for parameter in model.parameters() if parameter.requires_grad)
+    """The bytes that a step of the benchmark's fused AdamW (`cases.base.Task`) moves. It reads parameter,
+    gradient and both moments, and writes parameter and both moments. The gradient has the parameter's dtype,
+    and so have the moments, which `torch.optim.AdamW` makes by `zeros_like`: 14 bytes a parameter in bf16, 28
+    in float32."""
+    return sum(
+        7 * parameter.numel() * parameter.itemsize
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    )
 
 
 def kind(kernel: Any) -> str:
-    """The class of a kernel (`kernel_classes`). Generated kernels count as "other", because nothing tells them apart here."""
+    """The class of a kernel (`kernel_classes`). Generated kernels count as "other", because nothing tells
+    them apart here."""
     if kernel.matmul is not None:
         return "fp8_gemm" if kernel.matmul.dtype == "fp8" else "bf16_gemm"
     return "attention" if kernel.attention is not None else "other"
@@ -58,9 +66,12 @@ def launches(step: Any, accumulate: int = 1) -> list[Any]:
 
 
 def by_instructions(kernels: list[Any], calls: Mapping[int, instructions.Call]) -> dict[str, float]:
-    """Totals of the generated kernels, by their instructions. `calls`: of a kernel, by its `id`. `longer_ms`: by how much they
-    take longer than by their bytes, also at a part of the highest issue rate (`SUSTAINED`), to see what depends on it."""
-    made = dict.fromkeys(("count.generated", "count.counted", "count.issue_bound", "issue_ms", "bytes_ms"), 0.0)
+    """Totals of the generated kernels, by their instructions. `calls`: of a kernel, by its `id`. `longer_ms`:
+    by how much they take longer than by their bytes, also at a part of the highest issue rate (`SUSTAINED`),
+    to see what depends on it."""
+    made = dict.fromkeys(
+        ("count.generated", "count.counted", "count.issue_bound", "issue_ms", "bytes_ms"), 0.0
+    )
     longer = {share: 0.0 for share in (1.0, SUSTAINED)}
     for kernel in kernels:
         if kernel.origin not in ("triton", "user"):
@@ -80,10 +91,14 @@ def by_instructions(kernels: list[Any], calls: Mapping[int, instructions.Call]) 
 
 
 def figures(
-    step: Any, optimizer: float = 0.0, accumulate: int = 1, calls: Mapping[int, instructions.Call] | None = None
+    step: Any,
+    optimizer: float = 0.0,
+    accumulate: int = 1,
+    calls: Mapping[int, instructions.Call] | None = None,
 ) -> dict[str, float]:
-    """Totals of a described step, as a flat dict. All of them add up over layers. `optimizer`: the bytes that it moves, which
-    count in `roofline_ms` and `optimizer_ms` only. `calls`: also those of `by_instructions`."""
+    """Totals of a described step, as a flat dict. All of them add up over layers. `optimizer`: the bytes
+    that it moves, which count in `roofline_ms` and `optimizer_ms` only. `calls`: also those of
+    `by_instructions`."""
     kernels = launches(step, accumulate)
     outside = [k for k in kernels if k.matmul is None]
     after = 1e3 * optimizer / H200.bandwidth
@@ -133,8 +148,8 @@ def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int
 
 
 def estimate(static: Static, arm: arms.Arm, counted: bool = False) -> dict[str, Any]:
-    """The row of one arm: its `figures`, and a note that says which layers were compiled. ValueError for an arm that cannot be
-    estimated."""
+    """The row of one arm: its `figures`, and a note that says which layers were compiled. ValueError for an
+    arm that cannot be estimated."""
     unavailable = fake_gpu.unavailable() or (instructions.unavailable(H200) if counted else None)
     if unavailable:
         raise ValueError(unavailable)

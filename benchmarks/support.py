@@ -67,7 +67,7 @@ bf16,fp8-rowwise` adds others.
 """
 
 
-# -- what was compiled ---------------------------------------------------------------------------------------------------
+# -- what was compiled ---------------------------------------------------------------------------------------
 
 
 def targets(test: Callable[..., Any]) -> set[str]:
@@ -91,7 +91,8 @@ def compiled() -> dict[str, dict[str, set[str]]]:
     small = found(test_small_kernels.test_they_compile_to_machine_code)
     plain = found(test_machine_code.test_every_kernel_compiles_to_machine_code) | small
     finer = found(test_machine_code.test_kernels_of_the_finer_recipes_compile_to_machine_code)
-    spills = test_machine_code.test_kernels_of_the_finer_recipes_do_not_spill.__name__  # whose only target is the other one
+    # whose only target is the other one
+    spills = test_machine_code.test_kernels_of_the_finer_recipes_do_not_spill.__name__
     finer = {f"{test}`, `{spills}": {*names, "sm_90"} for test, names in finer.items()} | small
     made = dict.fromkeys(test_machine_code.RECIPES, plain)
     made |= {name.split()[0]: finer for name in test_machine_code.FINER["ffn"]}
@@ -108,7 +109,7 @@ def versions() -> list[str]:
     return re.findall(r"[\d.]+", max(found, key=len))
 
 
-# -- what ran ------------------------------------------------------------------------------------------------------------
+# -- what ran ------------------------------------------------------------------------------------------------
 
 
 def records(folder: Path) -> Iterator[Any]:
@@ -117,7 +118,9 @@ def records(folder: Path) -> Iterator[Any]:
     for archive in sorted(folder.rglob("*.tar.gz")):
         with tarfile.open(archive) as tar:
             inside = [member for member in tar.getmembers() if member.name.endswith(".jsonl")]
-            texts += [(".jsonl", tar.extractfile(member).read().decode(errors="replace")) for member in inside]
+            texts += [
+                (".jsonl", tar.extractfile(member).read().decode(errors="replace")) for member in inside
+            ]
     for suffix, text in texts:
         for part in text.splitlines() if suffix == ".jsonl" else [text]:
             try:
@@ -147,14 +150,19 @@ def ran(folder: Path) -> tuple[Ran, dict[str, Gpu]]:
     return found, others
 
 
-# -- the page ------------------------------------------------------------------------------------------------------------
+# -- the page ------------------------------------------------------------------------------------------------
 
 
 def target_of(gpu: Gpu, known: set[str]) -> str:
-    """The architecture that kernels were compiled for instead of a GPU: its own, or another one of its family."""
+    """The architecture that kernels were compiled for instead of a GPU: its own, or another one of its
+    family."""
     if gpu.target in known:
         return gpu.target
-    family = {name: Gpu(major=int(name[3:-1]), minor=int(name[-1])) for name in sorted(known) if name.startswith("sm_")}
+    family = {
+        name: Gpu(major=int(name[3:-1]), minor=int(name[-1]))
+        for name in sorted(known)
+        if name.startswith("sm_")
+    }
     alike = [name for name, one in family.items() if one.architecture is gpu.architecture and not gpu.gfx]
     return alike[0] if alike else gpu.target
 
@@ -179,26 +187,44 @@ def page(folder: Path = results.RESULTS) -> str:
     gpus |= {name: (name, gpu) for name, gpu in others.items()}
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for title, (key, gpu) in gpus.items():
-        cells = [cell(gpu, recipe, tests[recipe], seen.get((key, recipe), set()), checked) for recipe in RECIPES]
+        cells = [
+            cell(gpu, recipe, tests[recipe], seen.get((key, recipe), set()), checked) for recipe in RECIPES
+        ]
         groups[(gpu.target, *cells)].append(title)
     rows = [[", ".join(titles), *cells] for cells, titles in groups.items()]
     same = {gpu.target: target_of(gpu, known) for _, gpu in gpus.values() if gpu.architecture.fp8}
-    apart = [f" For {target}, kernels were compiled as for {other}." for target, other in same.items() if target != other]
+    apart = [
+        f" For {target}, kernels were compiled as for {other}."
+        for target, other in same.items()
+        if target != other
+    ]
     alike: dict[str, list[str]] = defaultdict(list)
     for recipe, by in tests.items():
-        alike[f"{'<br>'.join(f'`{test}`' for test in by)} | {', '.join(sorted(set.intersection(*by.values())))}"].append(recipe)
+        alike[
+            f"{'<br>'.join(f'`{test}`' for test in by)} | {', '.join(sorted(set.intersection(*by.values())))}"
+        ].append(recipe)
     lines = [f"| {', '.join(f'`{recipe}`' for recipe in names)} | {rest} |" for rest, names in alike.items()]
     devices = sorted({key for key, _ in seen})
     ran_on = ", ".join(f"`{device}`" for device in devices)
-    summary = f"Steps have run on {ran_on}, and on no other GPU." if devices else "Nothing has run on a GPU yet."
-    parts = {"versions": f"{', '.join(checked[:-1])} and {checked[-1]}", "others": "".join(apart), "summary": summary}
+    summary = (
+        f"Steps have run on {ran_on}, and on no other GPU." if devices else "Nothing has run on a GPU yet."
+    )
+    parts = {
+        "versions": f"{', '.join(checked[:-1])} and {checked[-1]}",
+        "others": "".join(apart),
+        "summary": summary,
+    }
     made = table(rows, ["GPU", "architecture", *(f"`{recipe}`" for recipe in RECIPES)], markdown=True) + "\n"
     return TEXT.format(table=made, tests="\n".join(lines) + "\n", **parts)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.support", description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("folder", nargs="?", type=Path, default=results.RESULTS, help="default: benchmarks/results")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.support", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=results.RESULTS, help="default: benchmarks/results"
+    )
     parser.add_argument("--page", type=Path, default=PAGE, help="what to write (default: docs/support.md)")
     args = parser.parse_args(argv)
     args.page.write_text(page(args.folder))

@@ -1,7 +1,8 @@
 """Results as tables: `python -m benchmarks.tables benchmarks/results`, `--markdown` for the docs.
 
-`--update docs/benchmarks.md notes/benchmarks.md` replaces the text between the lines `<!-- table: NAME -->` and `<!-- end -->`,
-in the page that has them; NAME is `static`, `ceilings`, `instructions`, `measured` or `kernels`.
+`--update docs/benchmarks.md notes/benchmarks.md` replaces the text between the lines `<!-- table: NAME -->`
+and `<!-- end -->`, in the page that has them; NAME is `static`, `ceilings`, `instructions`, `measured` or
+`kernels`.
 """
 
 from __future__ import annotations
@@ -69,21 +70,33 @@ STATIC: list[Column] = [
     ("roofline ms", lambda r: number(get(r, "static", "roofline_ms"))),
     ("of it optimizer", lambda r: number(get(r, "static", "optimizer_ms") or None)),
     ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
-    ("if casts were free", lambda r: number(get(r, "ratio", "free_casts")) if get(r, "kind") != "bf16" else ""),
+    (
+        "if casts were free",
+        lambda r: number(get(r, "ratio", "free_casts")) if get(r, "kind") != "bf16" else "",
+    ),
 ]
 LONGER = ("longer_ms", "longer_ms_sustained")
 COMPARED = ("bf16", "fp8-delayed")
 # One line per case; a line maps arms to their rows, and "" to the result.
 CEILING: list[Column] = [
     ("goal", lambda r: number(r[""]["goal"])),
-    ("torchao's best", lambda r: number(max((x for a in r if a.startswith("torchao") and (x := _ratio(r, a))), default=None))),
+    (
+        "torchao's best",
+        lambda r: number(
+            max((x for a in r if a.startswith("torchao") and (x := _ratio(r, a))), default=None)
+        ),
+    ),
     ("fp8-delayed", lambda r: number(_ratio(r, "fp8-delayed"))),
-    ("without waves", lambda r: number(over(*(get(r, arm, "static", "roofline_ms_without_waves") for arm in COMPARED)))),
+    (
+        "without waves",
+        lambda r: number(over(*(get(r, arm, "static", "roofline_ms_without_waves") for arm in COMPARED))),
+    ),
     ("its ceiling: free casts", lambda r: number(get(r, "fp8-delayed", "ratio", "free_casts"))),
 ]
 
 
-# The table has one line per family and shape. A line maps the name of each plan to its row, and "" to their common values.
+# The table has one line per family and shape. A line maps the name of each plan to its row, and "" to their
+# common values.
 KERNEL_SPEED: list[Column] = [
     ("MB that must move", lambda r: number(get(r, "", "bytes"), ",.4g", 1e-6)),
     ("copy GB/s", lambda r: number(get(r, "fp8", "copy_gb_per_s"), ",.0f")),
@@ -100,7 +113,10 @@ KERNEL_BYTES: list[Column] = [
     ("x must", lambda r: number(over(get(r, "fp8", "static", "gb"), get(r, "", "bytes")), ".2f", 1e9)),
     ("kernels", lambda r: number(get(r, "fp8", "static", "kernels"), ".0f")),
     ("Inductor MB", lambda r: number(get(r, "inductor", "static", "gb"), ",.1f", 1e3)),
-    ("Inductor x must", lambda r: number(over(get(r, "inductor", "static", "gb"), get(r, "", "bytes")), ".2f", 1e9)),
+    (
+        "Inductor x must",
+        lambda r: number(over(get(r, "inductor", "static", "gb"), get(r, "", "bytes")), ".2f", 1e9),
+    ),
     ("Inductor kernels", lambda r: number(get(r, "inductor", "static", "kernels"), ".0f")),
 ]
 
@@ -114,7 +130,9 @@ def ceilings(found: list[dict[str, Any]]) -> str:
     made = []
     for result in found:
         rows = {row["arm"]: row for row in result["rows"] if not row["error"]}
-        if len({row["point"] for row in result["rows"]}) == 1 and get(rows, "fp8-delayed", "ratio", "free_casts"):
+        if len({row["point"] for row in result["rows"]}) == 1 and get(
+            rows, "fp8-delayed", "ratio", "free_casts"
+        ):
             made.append([result["name"], *(value({"": result, **rows}) for _, value in CEILING)])
     return table(made, ["", *(name for name, _ in CEILING)], True) + "\n" if made else "No results.\n"
 
@@ -128,10 +146,26 @@ def instructions(found: list[dict[str, Any]]) -> str:
         for row in rows if base else []:
             of, ms = row["static"], [row["static"]["roofline_ms"] + row["static"][x] for x in LONGER]
             counts = [f"{of[f'count.{x}']:.0f}" for x in ("generated", "counted", "issue_bound")]
-            shares = [number(of["issue_ms"] / of["bytes_ms"]), f"{of['roofline_ms']:.2f}", f"{ms[0]:.2f}", f"{ms[1]:.2f}"]
-            ratios = [(base["roofline_ms"] + base.get(x, 0.0)) / (of["roofline_ms"] + of.get(x, 0.0)) for x in ("", *LONGER)]
+            shares = [
+                number(of["issue_ms"] / of["bytes_ms"]),
+                f"{of['roofline_ms']:.2f}",
+                f"{ms[0]:.2f}",
+                f"{ms[1]:.2f}",
+            ]
+            ratios = [
+                (base["roofline_ms"] + base.get(x, 0.0)) / (of["roofline_ms"] + of.get(x, 0.0))
+                for x in ("", *LONGER)
+            ]
             made.append([f"{result['name']} {row['arm']}", *counts, *shares, *map(number, ratios)])
-    head = ["", "generated kernels", "counted", "issue bound", "issue time / bytes time", "ms by bytes", "with instructions"]
+    head = [
+        "",
+        "generated kernels",
+        "counted",
+        "issue bound",
+        "issue time / bytes time",
+        "ms by bytes",
+        "with instructions",
+    ]
     head += ["at 75% of the issue rate", "x bf16 by bytes", "with instructions", "at 75%"]
     return table(made, head, True) + "\n" if made else "No results.\n"
 
@@ -161,7 +195,9 @@ def kernel_table(result: dict[str, Any], markdown: bool = False) -> str:
     lines: dict[str, Row] = {}
     for row in result["rows"]:
         if not row["error"]:
-            lines.setdefault(row["point"], {"": {"bytes": row["bytes"], "goal": result["goal"]}})[row["arm"]] = row
+            lines.setdefault(row["point"], {"": {"bytes": row["bytes"], "goal": result["goal"]}})[
+                row["arm"]
+            ] = row
     columns = KERNEL_BYTES if result["static"] else KERNEL_SPEED
     used = [(name, value) for name, value in columns if any(value(line) for line in lines.values())]
     made = [[point, *(value(line) for _, value in used)] for point, line in lines.items()]
@@ -170,7 +206,10 @@ def kernel_table(result: dict[str, Any], markdown: bool = False) -> str:
 
 def kernel_footnote(result: dict[str, Any]) -> str:
     if result["static"]:
-        return "bytes as Inductor's scheduler counts them, each buffer once a kernel; nothing was run on a device"
+        return (
+            "bytes as Inductor's scheduler counts them, each buffer once a kernel; "
+            "nothing was run on a device"
+        )
     if result["device"]["name"] == "cpu":
         return "outputs were compared, nothing was timed: this is no device"
     what = sorted({row["what"] for row in result["rows"] if row.get("what")})
@@ -247,7 +286,8 @@ def many(result: dict[str, Any]) -> bool:
 
 
 def totals(result: dict[str, Any]) -> str:
-    """A table over the points that every arm finished: each arm's total time, and its worst, median and best ratio to bf16."""
+    """A table over the points that every arm finished: each arm's total time, and its worst, median and best
+    ratio to bf16."""
     good = [row for row in result["rows"] if not row["error"]]
     arms = list(dict.fromkeys(row["arm"] for row in good))
     at = {(row["arm"], row["point"]): row for row in good}
@@ -255,12 +295,18 @@ def totals(result: dict[str, Any]) -> str:
     made = []
     for arm in arms:
         here = [at[arm, p] for p in points]
-        times = [get(r, "static", "roofline_ms") or get(r, "busy_ms") or get(r, "step_ms", "total") for r in here]
+        times = [
+            get(r, "static", "roofline_ms") or get(r, "busy_ms") or get(r, "step_ms", "total") for r in here
+        ]
         over = [cell_ratio(r) for r in here]
         known = [x for x in over if x is not None]
         worst = number(min(known, default=None)), number(statistics.median(known) if known else None)
         made.append([arm, len(points), f"{sum(times):.3f}", *worst, number(max(known, default=None))])
-    slow = [(ratio, f"{r['arm']} {r['point']} {ratio:.2f}") for r in good if 0 < (ratio := cell_ratio(r) or 0) < 0.98]
+    slow = [
+        (ratio, f"{r['arm']} {r['point']} {ratio:.2f}")
+        for r in good
+        if 0 < (ratio := cell_ratio(r) or 0) < 0.98
+    ]
     slow = [text for _, text in sorted(slow) if "bf16" not in text]
     text = table(made, ["total", "points", "ms", "worst x bf16", "median", "best"])
     return text + (f"\nunder 0.98: {len(slow)}, the worst: {'; '.join(slow[:8])}" if slow else "")
@@ -299,7 +345,8 @@ def markdown(found: list[dict[str, Any]]) -> str:
 
 
 def update(pages: Path | Sequence[Path], name: str, body: str) -> None:
-    """Replace the text between the two marks for `name` in the pages that have them. ValueError if none has."""
+    """Replace the text between the two marks for `name` in the pages that have them. ValueError if none
+    has."""
     pages = [pages] if isinstance(pages, Path) else pages
     marks = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     found = [page for page in pages if marks.search(page.read_text())]
@@ -311,10 +358,14 @@ def update(pages: Path | Sequence[Path], name: str, body: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.tables", description="Print results as tables.")
-    parser.add_argument("paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders")
+    parser.add_argument(
+        "paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders"
+    )
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--all", action="store_true", help="every result, not only the last of each case")
-    parser.add_argument("--update", type=Path, metavar="PAGE", nargs="+", help="pages: each table goes where its marks are")
+    parser.add_argument(
+        "--update", type=Path, metavar="PAGE", nargs="+", help="pages: each table goes where its marks are"
+    )
     args = parser.parse_args(argv)
     try:
         found = results.read(args.paths)

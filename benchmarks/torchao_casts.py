@@ -1,8 +1,9 @@
 """torchao's Triton kernels that cast to FP8 with one scale per tensor, as of torchao 0.18.
 
-They are in torchao/prototype/float8nocompile. They read a contiguous matrix and write it row-major and transposed row-major, as
-ours do. They fuse no producer (GELU, norm), so only plain casts are compared. They round the product with the scale to bfloat16
-before the cast. torchao's other Triton casts have scales for rows, blocks or groups, and cannot be compared.
+They are in torchao/prototype/float8nocompile. They read a contiguous matrix and write it row-major and
+transposed row-major, as ours do. They fuse no producer (GELU, norm), so only plain casts are compared. They
+round the product with the scale to bfloat16 before the cast. torchao's other Triton casts have scales for
+rows, blocks or groups, and cannot be compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MODULE = "torchao.prototype.float8nocompile.kernels.fp8_dynamic_tensorwise"
 @dataclass(frozen=True)
 class Peer:
     what: str
-    call: Callable[..., tuple[Tensor | None, ...]]  # the family's outputs; None for an output that torchao does not compute
+    # the family's outputs; None for an output that torchao does not compute
+    call: Callable[..., tuple[Tensor | None, ...]]
 
 
 def missing() -> str | None:

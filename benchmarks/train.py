@@ -1,10 +1,11 @@
 """Measure cases: `python -m benchmarks.train --case gpt2-124m --arms bf16,fp8-delayed`.
 
-Every arm has its own process, so that compile caches, memory and crashes stay apart. All arms share one device and take turns,
-round by round, so that drifts of clocks and temperature affect all arms equally. Waiting arms keep their weights, gradients and
-optimizer state on the device (the `idle` memory in the results). If that needs too much memory, `--rebuild` rebuilds each arm
-for its turn, and no arm waits on the device. The result so far is written after each compilation and turn. `--static` estimates
-the same cases without a device.
+Every arm has its own process, so that compile caches, memory and crashes stay apart. All arms share one
+device and take turns, round by round, so that drifts of clocks and temperature affect all arms equally.
+Waiting arms keep their weights, gradients and optimizer state on the device (the `idle` memory in the
+results). If that needs too much memory, `--rebuild` rebuilds each arm for its turn, and no arm waits on the
+device. The result so far is written after each compilation and turn. `--static` estimates the same cases
+without a device.
 """
 
 from __future__ import annotations
@@ -49,19 +50,33 @@ class ArmRun:
 class Bench:
     """One case: starts workers, gives them turns, collects rows."""
 
-    def __init__(self, args: argparse.Namespace, text: str, torchao: str | None, scratch: Path, workers: dict[str, Remote]):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        text: str,
+        torchao: str | None,
+        scratch: Path,
+        workers: dict[str, Remote],
+    ):
         self.args, self.text, self.torchao, self.scratch, self.workers = args, text, torchao, scratch, workers
         self.case, self.variant, self.name = parse_case(text, CASES)
         self.deadline = time.monotonic() + (args.budget or float("inf"))
         self.end_of_all = time.monotonic() + 1.25 * (args.budget or float("inf"))
-        self.rebuild = bool(args.rebuild if args.rebuild is not None else self.case.rebuild and args.size == "full")
+        self.rebuild = bool(
+            args.rebuild if args.rebuild is not None else self.case.rebuild and args.size == "full"
+        )
         self.fit = [0, 1]
         self.device: dict[str, Any] = {}
         self.skipped = 0
         self.rows: list[dict[str, Any]] = []  # of the points that are finished
         self.runs: list[ArmRun] = []  # of the point that is measured now
         self.point: Point | None = None
-        self.began, self.clocks, self.date, self.commit = time.monotonic(), machine.clocks(), machine.now(), machine.commit()
+        self.began, self.clocks, self.date, self.commit = (
+            time.monotonic(),
+            machine.clocks(),
+            machine.now(),
+            machine.commit(),
+        )
 
     # -- workers --
 
@@ -70,13 +85,18 @@ class Bench:
         if name not in self.workers:
             folder = self.scratch / machine.slug(self.name)
             folder.mkdir(parents=True, exist_ok=True)
-            start = {"device": self.args.device, "interpreted": self.args.interpreted, "torchao": self.torchao}
+            start = {
+                "device": self.args.device,
+                "interpreted": self.args.interpreted,
+                "torchao": self.torchao,
+            }
             log = folder / f"{name}.log"
             self.workers[name] = Remote(name, folder / f"cache-{name}", log, self.args.timeout, **start)
         return self.workers[name]
 
     def end(self, name: str) -> None:
-        """End the process of an arm. Tests (`--interpreted`), which time nothing, keep it for the next case."""
+        """End the process of an arm. Tests (`--interpreted`), which time nothing, keep it for the next
+        case."""
         if name in self.workers and not self.args.interpreted:
             self.workers.pop(name).close()
 
@@ -84,7 +104,8 @@ class Bench:
         return time.monotonic() > self.deadline
 
     def too_late(self, run: ArmRun) -> bool:
-        """Whether an arm is not loaded (again), because the time is over. The first arm of a case is loaded in any case."""
+        """Whether an arm is not loaded (again), because the time is over. The first arm of a case is loaded
+        in any case."""
         if not self.late() or not any(other.warmups for other in self.runs):
             return False
         if not run.warmups:
@@ -92,7 +113,8 @@ class Bench:
         return True
 
     def attempt(self, run: ArmRun, do: str, **arguments: Any) -> dict[str, Any] | None:
-        """Ask the arm's worker. If that fails, the error is recorded, the arm takes no further part, and the answer is None."""
+        """Ask the arm's worker. If that fails, the error is recorded, the arm takes no further part, and the
+        answer is None."""
         if run.error is not None:
             return None
         try:
@@ -139,7 +161,10 @@ class Bench:
 
     def all_rows(self) -> list[dict[str, Any]]:
         """The rows so far, those of the point that is measured now among them."""
-        return [*self.rows, *(row_of(run, self.point, self.args.warmup) for run in self.runs if self.point is not None)]
+        return [
+            *self.rows,
+            *(row_of(run, self.point, self.args.warmup) for run in self.runs if self.point is not None),
+        ]
 
     def load(self, run: ArmRun, index: int) -> None:
         made = self.attempt(
@@ -216,7 +241,11 @@ class Bench:
                 row |= {"meta": dict(point.meta), "tokens": point.tokens}
                 try:
                     made = self.worker("static").ask(
-                        "static", case=self.text, index=index, arm=arm.name, instructions=self.args.instructions
+                        "static",
+                        case=self.text,
+                        index=index,
+                        arm=arm.name,
+                        instructions=self.args.instructions,
                     )
                     row |= {"static": made["figures"], "note": made["note"]}
                 except WorkerFailed as failure:
@@ -277,8 +306,18 @@ def kill(workers: dict[str, Remote]) -> None:
 
 def row_of(run: ArmRun, point: Point, warmup: int) -> dict[str, Any]:
     """One row of the results."""
-    row: dict[str, Any] = {"arm": run.arm.name, "kind": run.arm.kind, "point": point.label, "error": run.error}
-    row |= {"note": point.note, "meta": dict(point.meta), "tokens": point.tokens * point.accumulate, "how": run.how}
+    row: dict[str, Any] = {
+        "arm": run.arm.name,
+        "kind": run.arm.kind,
+        "point": point.label,
+        "error": run.error,
+    }
+    row |= {
+        "note": point.note,
+        "meta": dict(point.meta),
+        "tokens": point.tokens * point.accumulate,
+        "how": run.how,
+    }
     if run.error is None and not run.turns:
         row["error"] = "no round was run"
     if row["error"]:
@@ -304,17 +343,26 @@ def proof(count: float | None, decided: dict[str, Any] | None) -> str:
         return f"{count:g} FP8 GEMM kernels a step seen by the profiler"
     text = "not applicable: emulated"
     if decided is not None:
-        text += f"; {decided['fp8']} of {decided['fp8'] + decided['high_precision']} matmuls of the graphs are FP8"
+        text += (
+            f"; {decided['fp8']} of {decided['fp8'] + decided['high_precision']} "
+            "matmuls of the graphs are FP8"
+        )
     return text
 
 
-# -- command line ------------------------------------------------------------------------------------------------------
+# -- command line --------------------------------------------------------------------------------------------
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="benchmarks.train", description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--case", action="append", required=True, metavar="NAME[:KEY=VALUE,...]", help=f"{', '.join(CASES)}; or all")
+    add(
+        "--case",
+        action="append",
+        required=True,
+        metavar="NAME[:KEY=VALUE,...]",
+        help=f"{', '.join(CASES)}; or all",
+    )
     add("--arms", default=DEFAULT, help=f"comma-separated: {', '.join(ARMS)}")
     add("--size", choices=("full", "tiny"), help="default: full on cuda, tiny on cpu")
     add("--rounds", type=count(1), default=5, help="turns of each arm (default: 5)")
@@ -322,16 +370,49 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--warmup", type=count(1), default=3, help="steps after compilation starts, untimed (default: 3)")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--static", action="store_true", help="estimate for a described GPU instead of measuring")
-    add("--instructions", action="store_true", help="with --static: count the instructions of generated kernels, too")
+    add(
+        "--instructions",
+        action="store_true",
+        help="with --static: count the instructions of generated kernels, too",
+    )
     add("--json", type=Path, metavar="PATH", help="file, or folder (default: benchmarks/results/<device>/)")
-    add("--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not")
-    add("--rebuild", action="store_true", default=None, help="make each arm anew every round: one on the device at a time")
-    add("--resident", action="store_false", dest="rebuild", help="keep all arms on the device (default for what fits)")
-    add("--no-warm-compile", action="store_false", dest="warm_compile", help="do not time compilation on warm caches")
-    add("--budget", type=count(1), metavar="SECONDS", help="begin nothing new after this time, end after 1.25 of it")
-    add("--timeout", type=count(1), default=1800, metavar="SECONDS", help="for one compilation or turn (default: 1800)")
+    add(
+        "--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not"
+    )
+    add(
+        "--rebuild",
+        action="store_true",
+        default=None,
+        help="make each arm anew every round: one on the device at a time",
+    )
+    add(
+        "--resident",
+        action="store_false",
+        dest="rebuild",
+        help="keep all arms on the device (default for what fits)",
+    )
+    add(
+        "--no-warm-compile",
+        action="store_false",
+        dest="warm_compile",
+        help="do not time compilation on warm caches",
+    )
+    add(
+        "--budget",
+        type=count(1),
+        metavar="SECONDS",
+        help="begin nothing new after this time, end after 1.25 of it",
+    )
+    add(
+        "--timeout",
+        type=count(1),
+        default=1800,
+        metavar="SECONDS",
+        help="for one compilation or turn (default: 1800)",
+    )
     add("--keep", type=Path, metavar="FOLDER", help="leave logs and compile caches there")
-    add("--interpreted", action="store_true", help=argparse.SUPPRESS)  # no Inductor: for tests of this program
+    # no Inductor: for tests of this program
+    add("--interpreted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.given = argv
     try:

@@ -1,7 +1,8 @@
-"""TransformerEngine's arms: linears of a model become TransformerEngine's, and a forward runs in TransformerEngine's autocast.
+"""TransformerEngine's arms: linears of a model become TransformerEngine's, and a forward runs in
+TransformerEngine's autocast.
 
-TransformerEngine has no graph: its modules call kernels of its own. So `torch.compile` breaks the graph at each of them and
-compiles what is between them. The names were read in TransformerEngine 1.x and 2.x:
+TransformerEngine has no graph: its modules call kernels of its own. So `torch.compile` breaks the graph at
+each of them and compiles what is between them. The names were read in TransformerEngine 1.x and 2.x:
 
     transformer_engine.pytorch            Linear, LayerNormLinear, autocast (recipe=; from 2.8) or fp8_autocast (fp8_recipe=)
     transformer_engine.common.recipe      Format, DelayedScaling, Float8CurrentScaling (from 2.2)
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# A LayerNorm whose output goes to one linear and nowhere else, by their names in a block (examples/train_gpt.py)
+# A LayerNorm whose output goes to one linear and nowhere else, by their names in a block
+# (examples/train_gpt.py)
 FUSED = {"attn_norm": "attn.qkv", "mlp_norm": "mlp.up"}
 
 
@@ -30,8 +32,8 @@ def _module(name: str) -> Any:
 
 
 def prepare(heads: tuple[str, ...]) -> Callable[[nn.Module], None]:
-    """Replace linears by TransformerEngine's, with the same values: all but `heads` and those with a size that is no multiple
-    of 16. A LayerNorm before a single linear is replaced with it."""
+    """Replace linears by TransformerEngine's, with the same values: all but `heads` and those with a size
+    that is no multiple of 16. A LayerNorm before a single linear is replaced with it."""
 
     def replace(model: nn.Module) -> None:
         te = _module("pytorch")
@@ -50,8 +52,8 @@ def prepare(heads: tuple[str, ...]) -> Callable[[nn.Module], None]:
 
 
 def autocast(recipe: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The context of a forward, by the name of a recipe: "DelayedScaling" or "Float8CurrentScaling". E4M3 in forward and E5M2
-    in backward."""
+    """The context of a forward, by the name of a recipe: "DelayedScaling" or "Float8CurrentScaling". E4M3 in
+    forward and E5M2 in backward."""
 
     def context() -> contextlib.AbstractContextManager[Any]:
         te, recipes = _module("pytorch"), _module("common.recipe")

@@ -1,8 +1,9 @@
 """What a whole optimizer step costs, with the casts of weights in it: `python -m benchmarks.whole_steps`.
 
 The layers of Llama-3-8B (`--layers`, `--seq` tokens, `--accumulate` micro-batches a step) and the update by
-`fp8compile.optim.AdamW`, compiled for a described H200. Nothing is executed or measured: kernels and bytes are those of
-Inductor's schedule, and a kernel takes the longer of its bytes and its FLOPs, plus a launch (`benchmarks.static`).
+`fp8compile.optim.AdamW`, compiled for a described H200. Nothing is executed or measured: kernels and bytes
+are those of Inductor's schedule, and a kernel takes the longer of its bytes and its FLOPs, plus a launch
+(`benchmarks.static`).
 
     plain            weights are cast in each micro-batch
     cached           `cache_weights`: cast in the first forward after a step
@@ -12,8 +13,9 @@ Inductor's schedule, and a kernel takes the longer of its bytes and its FLOPs, p
     casts       the graph that casts weights, once a step: bytes a parameter that is cast, kernels, ms
     update      bytes a parameter, ms. One kernel a parameter, and the reduction of amaxes of blocks
 
-The bytes that must move once a step, for a bf16 weight whose two FP8 copies are kept: the update reads and writes its tensors
-(`benchmarks.optimizers`), the casts read 2 bytes and write 2. What reads the weight again for its amax reads 2 more.
+The bytes that must move once a step, for a bf16 weight whose two FP8 copies are kept: the update reads and
+writes its tensors (`benchmarks.optimizers`), the casts read 2 bytes and write 2. What reads the weight again
+for its amax reads 2 more.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from .optimizers import parameters
 from .show import table
 from .static import H200, roofline_s
 
-ARMS = {"plain": (False, False), "cached": (True, False), "cached-by-step": (True, True)}  # cache_weights, fp8_weights
+# cache_weights, fp8_weights
+ARMS = {"plain": (False, False), "cached": (True, False), "cached-by-step": (True, True)}
 COLUMNS = ("micro_ms", "cast_bytes", "cast_kernels", "cast_ms", "update_bytes", "update_ms", "ms")
 HEADS = ("micro ms", "casts: bytes", "kernels", "ms", "update: bytes", "ms", "step, ms")
 
@@ -90,14 +93,19 @@ def update(master: str | None, with_amax: bool) -> tuple[Any, float]:
     return kernel, kernel.bytes / given[0].numel()
 
 
-def row(arm: str, recipe: str, master: str | None, layers: int, seq: int, accumulate: int) -> dict[str, float]:
+def row(
+    arm: str, recipe: str, master: str | None, layers: int, seq: int, accumulate: int
+) -> dict[str, float]:
     micro, casts, model = traced(arm, recipe, layers, seq)
     kernel, each = update(master, ARMS[arm][1])
     sizes = [p.numel() for p in model.parameters() if not is_small(p)]
     updates = [dataclasses.replace(kernel, bytes=int(each * size)) for size in sizes]
-    if ARMS[arm][1]:  # torch's kernel that takes the largest amax of a block; one launch for about a hundred weights
+    # torch's kernel that takes the largest amax of a block; one launch for about a hundred weights
+    if ARMS[arm][1]:
         read = 2 * sum(-(-size // 128) for size in sizes)
-        updates += [dataclasses.replace(kernel, bytes=read if i == 0 else 0) for i in range(-(-len(sizes) // 100))]
+        updates += [
+            dataclasses.replace(kernel, bytes=read if i == 0 else 0) for i in range(-(-len(sizes) // 100))
+        ]
     made = {
         "micro_ms": 1e3 * accumulate * sum(map(roofline_s, micro)),
         "micro_gb_outside_matmuls": accumulate * sum(k.bytes for k in micro if k.matmul is None) / 1e9,
@@ -111,10 +119,17 @@ def row(arm: str, recipe: str, master: str | None, layers: int, seq: int, accumu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add: Any = parser.add_argument
     add("--recipes", default="delayed,tensorwise", help="comma-separated (default: %(default)s)")
-    add("--master", choices=("none", "bf16+remainder", "float32"), default="bf16+remainder", help="default: %(default)s")
+    add(
+        "--master",
+        choices=("none", "bf16+remainder", "float32"),
+        default="bf16+remainder",
+        help="default: %(default)s",
+    )
     add("--layers", type=int, default=2, help="default: %(default)s")
     add("--seq", type=int, default=2048, help="tokens of a micro-batch (default: %(default)s)")
     add("--accumulate", type=int, default=8, help="micro-batches a step (default: %(default)s)")
@@ -127,14 +142,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, dict[str, dict[str, float]]] = {}
     shown = []
     for recipe in given.recipes.split(","):
-        rows[recipe] = {arm: row(arm, recipe, master, given.layers, given.seq, given.accumulate) for arm in ARMS}
+        rows[recipe] = {
+            arm: row(arm, recipe, master, given.layers, given.seq, given.accumulate) for arm in ARMS
+        }
         for arm, figures in rows[recipe].items():
-            cells = [f"{figures[name]:.2f}" if isinstance(figures[name], float) else figures[name] for name in COLUMNS]
+            cells = [
+                f"{figures[name]:.2f}" if isinstance(figures[name], float) else figures[name]
+                for name in COLUMNS
+            ]
             shown.append((f"{recipe}, {arm}", *cells, f"{rows[recipe]['plain']['ms'] / figures['ms']:.3f}"))
     print(table(shown, ("", *HEADS, "x plain")))
     if given.out:
-        chosen = {"master": given.master, "layers": given.layers, "seq": given.seq, "accumulate": given.accumulate}
-        about = {"date": machine.now(), **machine.commit(), "versions": machine.versions(), "device": f"described {H200.name}"}
+        chosen = {
+            "master": given.master,
+            "layers": given.layers,
+            "seq": given.seq,
+            "accumulate": given.accumulate,
+        }
+        about = {
+            "date": machine.now(),
+            **machine.commit(),
+            "versions": machine.versions(),
+            "device": f"described {H200.name}",
+        }
         given.out.write_text(json.dumps({"recipes": rows, **chosen, **about}, indent=1) + "\n")
     return 0
 

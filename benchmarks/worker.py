@@ -40,8 +40,8 @@ class Worker:
         return machine.describe_device(self.device)
 
     def load(self, case: str, size: str, fit: list[int], index: int, arm: str, warmup: int) -> dict[str, Any]:
-        """Make the point and run `warmup` steps. Returns times in seconds: `build_s`, and `warmup_s` of these steps, which
-        compile; and their peak memory."""
+        """Make the point and run `warmup` steps. Returns times in seconds: `build_s`, and `warmup_s` of these
+        steps, which compile; and their peak memory."""
         chosen, variant, _ = parse_case(case, CASES)
         point = chosen.points(size, variant, Fit(*fit))[index]
         began = time.perf_counter()
@@ -51,7 +51,11 @@ class Worker:
         task.start()
         self.runner = Runner(task, arms.ARMS[arm].around)
         self.runner.wait()
-        return {"build_s": time.perf_counter() - began, "how": arms.describe(how), **self.runner.warm_up(warmup)}
+        return {
+            "build_s": time.perf_counter() - began,
+            "how": arms.describe(how),
+            **self.runner.warm_up(warmup),
+        }
 
     def turn(self, steps: int, lead: int) -> dict[str, Any]:
         assert self.runner is not None
@@ -79,7 +83,8 @@ class Worker:
 
 
 def cast_kernels(cache: Path) -> set[str]:
-    """Names of the Triton kernels in an Inductor cache folder that have an FP8 pointer among their arguments."""
+    """Names of the Triton kernels in an Inductor cache folder that have an FP8 pointer among their
+    arguments."""
     names = set()
     for path in cache.rglob("*.py"):
         for name, source in _TRITON_SOURCE.findall(path.read_text(errors="ignore")):

@@ -1,7 +1,8 @@
-"""A mixture-of-experts layer in plain torch: each token is computed by the `top_k` experts that a router chooses for it.
+"""A mixture-of-experts layer in plain torch: each token is computed by the `top_k` experts that a router
+chooses for it.
 
-Tokens are sorted by expert, and `grouped_mm` multiplies the rows of each expert with its own matrix. No size depends on the
-data.
+Tokens are sorted by expert, and `grouped_mm` multiplies the rows of each expert with its own matrix. No size
+depends on the data.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 
 class Experts(nn.Module):
-    """Two linears with a GELU between them for each expert, as stacks of matrices: [rows, width] -> [rows, width].
+    """Two linears with a GELU between them for each expert, as stacks of matrices: [rows, width] -> [rows,
+    width].
 
-    `ends` are the ends of each expert's rows. The weights are multiplied in the dtype of autocast, which has no rule for
-    `grouped_mm`.
+    `ends` are the ends of each expert's rows. The weights are multiplied in the dtype of autocast, which has
+    no rule for `grouped_mm`.
     """
 
     def __init__(self, count: int, width: int, hidden: int, layers: int):

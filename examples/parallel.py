@@ -4,9 +4,9 @@
     fsdp    each process keeps a part of every parameter and gathers a block when it is needed (FSDP2)
     tp      each process computes a part of every linear of the blocks; embeddings, norms and the head are whole
 
-With ddp and fsdp, each process takes an equal part of every batch. So the processes together see the data of one process, and
-the mean of their losses is the loss of one process. With tp, every process sees the whole batch. Weights are drawn from the
-same seed everywhere. Nothing in this file knows of FP8.
+With ddp and fsdp, each process takes an equal part of every batch. So the processes together see the data of
+one process, and the mean of their losses is the loss of one process. With tp, every process sees the whole
+batch. Weights are drawn from the same seed everywhere. Nothing in this file knows of FP8.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ START = "torchrun --nproc-per-node 2 examples/train_gpt.py --parallel"
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run; this one is number `rank` of `count`. `kind` is one of KINDS, or "" for a process of its own."""
+    """The processes of a run; this one is number `rank` of `count`. `kind` is one of KINDS, or "" for a
+    process of its own."""
 
     kind: str = ""
     rank: int = 0
@@ -46,7 +47,8 @@ class Processes:
     def distribute(self, model: nn.Module, device: str) -> tuple[nn.Module, list[nn.Module]]:
         """Make the model parallel, in place. Returns the module to call, and the modules to compile.
 
-        FSDP2's hooks break a graph, so that each block is compiled on its own. The rest of the model then runs as it is.
+        FSDP2's hooks break a graph, so that each block is compiled on its own. The rest of the model then
+        runs as it is.
         """
         if self.kind == "ddp":
             replica = nn.parallel.DistributedDataParallel(model)
@@ -64,8 +66,8 @@ class Processes:
         return model, [model]
 
     def _split_linears(self, model: nn.Module, device: str) -> None:
-        """Attention's heads and the MLP's hidden features are divided among the processes. The second linear of either adds the
-        parts up by an all-reduce."""
+        """Attention's heads and the MLP's hidden features are divided among the processes. The second linear
+        of either adds the parts up by an all-reduce."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
         mesh = dist.device_mesh.init_device_mesh(device, (self.count,))
@@ -102,26 +104,30 @@ class Processes:
         return total / self.count
 
     def clip_gradients(self, parameters: Iterable[Tensor], most: float) -> None:
-        """`nn.utils.clip_grad_norm_`; with tp, over parameters that are split and parameters that are whole."""
+        """`nn.utils.clip_grad_norm_`; with tp, over parameters that are split and parameters that are
+        whole."""
         if self.kind != "tp":
             nn.utils.clip_grad_norm_(parameters, most)
             return
         groups = alike(parameters)
-        norms = [_whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
+        norms = [
+            _whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups
+        ]
         norm = torch.stack(norms).norm()
         for group in groups:
             nn.utils.clip_grads_with_norm_(group, most, norm)
 
     def finish(self) -> None:
-        """Wait for all processes. A process that ends at once after a collective can abort: gloo's thread may still hold the
-        collective's tensor, and cannot free it when Python is gone."""
+        """Wait for all processes. A process that ends at once after a collective can abort: gloo's thread may
+        still hold the collective's tensor, and cannot free it when Python is gone."""
         if self.kind:
             dist.barrier()
             dist.destroy_process_group()
 
 
 def alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The parameters that are split among processes, and the others: one operator cannot take both. No list is empty."""
+    """The parameters that are split among processes, and the others: one operator cannot take both. No list
+    is empty."""
     groups: dict[bool, list[Tensor]] = {}
     for parameter in parameters:
         groups.setdefault(hasattr(parameter, "full_tensor"), []).append(parameter)
@@ -132,21 +138,38 @@ def _whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def start(kind: str | None, *, heads: int, batch_size: int, device: str, error: Callable[[str], NoReturn]) -> Processes:
+def start(
+    kind: str | None, *, heads: int, batch_size: int, device: str, error: Callable[[str], NoReturn]
+) -> Processes:
     """Join the processes that torchrun started. Wrong use calls `error` with one line."""
     count, rank, local = (int(os.environ.get(name, 0)) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
     if kind is None:
         if count > 1:
-            error(f"torchrun started {count} processes: say how they share the work, --parallel {'|'.join(KINDS)}")
+            error(
+                
+                    f"torchrun started {count} processes: say how they share the work, --parallel "
+                    f"{'|'.join(KINDS)}"
+                
+            )
         return Processes()
     if count == 0:
         error(f"--parallel {kind} needs torchrun: {START} {kind}")
     if count == 1:
-        error(f"--parallel {kind} on one process has nothing to share: leave it out, or start more: {START} {kind}")
+        error(
+            
+                f"--parallel {kind} on one process has nothing to share: leave it out, or "
+                f"start more: {START} {kind}"
+            
+        )
     if kind == "tp" and heads % count:
         error(f"--parallel tp: {count} processes cannot divide {heads} heads equally")
     if kind != "tp" and batch_size % count:
-        error(f"--parallel {kind}: {count} processes cannot divide a batch of {batch_size} equally; give another --batch-size")
+        error(
+            
+                f"--parallel {kind}: {count} processes cannot divide a batch of {batch_size} equally; give "
+                "another --batch-size"
+            
+        )
     if device == "cuda":
         here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", count)), torch.cuda.device_count()
         if here > gpus:
@@ -157,7 +180,9 @@ def start(kind: str | None, *, heads: int, batch_size: int, device: str, error: 
 
 
 def leave_it_to_the_first(status: int) -> None:
-    """Before an error that all processes meet: the first one returns and says it, the others wait and exit."""
+    """Before an error that all processes meet: the first one returns and says it, the others wait and
+    exit."""
     if int(os.environ.get("RANK", 0)) != 0:
-        time.sleep(10)  # torchrun ends all processes as soon as one has failed, which has to be the one that says why
+        # torchrun ends all processes as soon as one has failed, which has to be the one that says why
+        time.sleep(10)
         sys.exit(status)

@@ -2,9 +2,10 @@
 
     python examples/phases.py                        # 2 CPU cores, under 5 minutes; writes out/phases.png
 
-The schedule is part of the policy that the backend gets; the training loop does not know of it. A second run, in bf16
-throughout, starts from the same weights and sees the same batches. At each switch, weights and optimizer state are compared bit
-by bit, before and after the first forward and backward in the other precision: the switch must not change them.
+The schedule is part of the policy that the backend gets; the training loop does not know of it. A second run,
+in bf16 throughout, starts from the same weights and sees the same batches. At each switch, weights and
+optimizer state are compared bit by bit, before and after the first forward and backward in the other
+precision: the switch must not change them.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def run(
     config: train_gpt.Config, text: Tensor, steps: int, device: str, schedule: dict[str, int] | None
 ) -> tuple[list[float], dict[int, tuple[str, str]]]:
-    """Training losses; and, for each step at which the phase changes, the fingerprints before and after its forward and
-    backward."""
+    """Training losses; and, for each step at which the phase changes, the fingerprints before and after its
+    forward and backward."""
     torch.manual_seed(0)
     model = train_gpt.build_model(config).to(device)
     name = "bf16" if schedule is None else "bf16, fp8, bf16"
@@ -73,7 +74,13 @@ def plot(plain: list[float], scheduled: list[float], warmup: int, cooldown: int,
     above.plot(steps, scheduled, "--", color="tab:orange", label="bf16, FP8, bf16")
     below.plot(steps, [100 * (b - a) / a for a, b in zip(plain, scheduled, strict=True)], color="tab:gray")
     for axes in (above, below):
-        axes.axvspan(warmup + 0.5, cooldown + 0.5, color="tab:orange", alpha=0.12, label="FP8" if axes is above else None)
+        axes.axvspan(
+            warmup + 0.5,
+            cooldown + 0.5,
+            color="tab:orange",
+            alpha=0.12,
+            label="FP8" if axes is above else None,
+        )
         axes.grid(alpha=0.3)
     above.set(ylabel="training loss (nats a byte)", title="One run in three phases, without a relaunch")
     below.set(xlabel="step", ylabel="gap, %")
@@ -108,7 +115,12 @@ def main() -> None:
         ("bf16", args.cooldown_at, args.steps),
     ):
         a, b = (sum(losses[start:stop]) / (stop - start) for losses in (plain, scheduled))
-        print(f"steps {start + 1}-{stop} in {name}: mean loss {b:.4f}, all in bf16 {a:.4f} ({100 * (b - a) / a:+.2f}%)")
+        print(
+            
+                f"steps {start + 1}-{stop} in {name}: mean loss {b:.4f}, all in bf16 {a:.4f} "
+                f"({100 * (b - a) / a:+.2f}%)"
+            
+        )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     plot(plain, scheduled, args.warmup_steps, args.cooldown_at, args.out)
     print(f"loss curves: {args.out}")

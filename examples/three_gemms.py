@@ -1,8 +1,9 @@
 """The three matmuls of a linear layer in FP8, in plain PyTorch: `python examples/three_gemms.py`
 
-This is what `torch.compile(model, backend="fp8", options={"recipe": "tensorwise"})` writes into a graph, without the kernels
-that make it fast. FP8 matmuls want both operands "K-major": the contracted dimension lies last. So the input, the weight and
-the gradient are each cast twice, once as they are and once transposed, with one scale for both copies.
+This is what `torch.compile(model, backend="fp8", options={"recipe": "tensorwise"})` writes into a graph,
+without the kernels that make it fast. FP8 matmuls want both operands "K-major": the contracted dimension lies
+last. So the input, the weight and the gradient are each cast twice, once as they are and once transposed,
+with one scale for both copies.
 
     fprop   y  = x  @ w.T    contracts the input features     x  [M, K]    w   [N, K]
     dgrad   dx = dy @ w      contracts the output features    dy [M, N]    w.T [K, N]
@@ -20,8 +21,8 @@ def quantize(x, dtype):
 
 
 def matmul(a, b, a_inv, b_inv):
-    """[M, K] and [N, K] -> [M, N]. On a GPU this is one FP8 matmul, `torch._scaled_mm`. A CPU multiplies the same values in
-    float32."""
+    """[M, K] and [N, K] -> [M, N]. On a GPU this is one FP8 matmul, `torch._scaled_mm`. A CPU multiplies the
+    same values in float32."""
     return (a.float() @ b.float().t()) * (a_inv * b_inv)
 
 

@@ -4,14 +4,16 @@
     python examples/train_gpt.py --device cuda --config gpt2-124m
     torchrun --nproc-per-node 2 examples/train_gpt.py --parallel ddp    # or fsdp, or tp: see parallel.py
 
-The model is nanoGPT's, in vanilla modules, and knows nothing of FP8: one string in this file names the backend. Both runs
-start from the same weights and see the same batches. Weights and optimizer state are float32; the forward pass runs under
-bf16 autocast. The bf16 run is compiled by Inductor, the FP8 run by `backend="fp8"` (which ends in Inductor, too). So only the
-precision of the matmuls differs between the two. Text is read as bytes, so that no tokenizer is needed.
+The model is nanoGPT's, in vanilla modules, and knows nothing of FP8: one string in this file names the
+backend. Both runs start from the same weights and see the same batches. Weights and optimizer state are
+float32; the forward pass runs under bf16 autocast. The bf16 run is compiled by Inductor, the FP8 run by
+`backend="fp8"` (which ends in Inductor, too). So only the precision of the matmuls differs between the two.
+Text is read as bytes, so that no tokenizer is needed.
 
-The script prints both losses, their gap, times and the FP8 report. It writes two files into `--out`: `losses.png`, the two
-curves, and `gpt_fp8.pt`, the FP8-trained weights as a plain checkpoint. It loads the checkpoint into an uncompiled model, to
-show that it is one. On a CPU it ends with an estimate of the gain from FP8 on an H200.
+The script prints both losses, their gap, times and the FP8 report. It writes two files into `--out`:
+`losses.png`, the two curves, and `gpt_fp8.pt`, the FP8-trained weights as a plain checkpoint. It loads the
+checkpoint into an uncompiled model, to show that it is one. On a CPU it ends with an estimate of the gain
+from FP8 on an H200.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Config:
 
 CONFIGS = {
     "small": Config(layers=4, width=256, heads=4, context=128, vocabulary=256, steps=200, batch_size=8),
-    "gpt2-124m": Config(layers=12, width=768, heads=12, context=1024, vocabulary=50304, steps=500, batch_size=16),
+    "gpt2-124m": Config(
+        layers=12, width=768, heads=12, context=1024, vocabulary=50304, steps=500, batch_size=16
+    ),
 }
 
 
@@ -70,7 +74,9 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).flatten(2))
 
@@ -121,13 +127,15 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif name.endswith(("proj.weight", "down.weight")):  # GPT-2: smaller, because every residual branch adds variance
+            elif name.endswith(("proj.weight", "down.weight")):
+                # GPT-2: smaller, because every residual branch adds variance
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Tokens [B, T] to logits [B, T, vocabulary]; with targets [B, T], to the mean cross-entropy in nats instead."""
+        """Tokens [B, T] to logits [B, T, vocabulary]; with targets [B, T], to the mean cross-entropy in nats
+        instead."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -143,14 +151,16 @@ def build_model(config: Config) -> GPT:
 
 
 def build() -> tuple[GPT, tuple[Tensor, Tensor]]:
-    """The larger model and a batch, for `fp8compile explain examples/train_gpt.py:build`. bf16 weights replace autocast."""
+    """The larger model and a batch, for `fp8compile explain examples/train_gpt.py:build`. bf16 weights
+    replace autocast."""
     config = CONFIGS["gpt2-124m"]
     tokens = torch.zeros(config.batch_size, config.context, dtype=torch.int64)
     return build_model(config).bfloat16(), (tokens, tokens)
 
 
 def build_small() -> tuple[GPT, tuple[Tensor, Tensor]]:
-    """The small model as its training begins, and the first batch, for `fp8compile tune examples/train_gpt.py:build_small`."""
+    """The small model as its training begins, and the first batch, for `fp8compile tune
+    examples/train_gpt.py:build_small`."""
     config = CONFIGS["small"]
     torch.manual_seed(0)
     model = build_model(config)
@@ -161,13 +171,22 @@ def build_small() -> tuple[GPT, tuple[Tensor, Tensor]]:
 def load_text(path: Path | str | None = None) -> Tensor:
     """The bytes of a file, or of all UTF-8 files under a folder, as a uint8 vector of at most MAX_TEXT_BYTES.
 
-    Without a path: the Python standard library's own source files, tests left out. Files are put in a fixed random order,
-    so that the end of the text, which is held out for validation, resembles the rest. Raises OSError if the path cannot be
-    read and ValueError if there is no text in it.
+    Without a path: the Python standard library's own source files, tests left out. Files are put in a fixed
+    random order, so that the end of the text, which is held out for validation, resembles the rest. Raises
+    OSError if the path cannot be read and ValueError if there is no text in it.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "lib2to3", "pydoc_data"}
+        skipped = {
+            "site-packages",
+            "dist-packages",
+            "test",
+            "tests",
+            "idlelib",
+            "encodings",
+            "lib2to3",
+            "pydoc_data",
+        }
         files = [f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts)]
         from_folder = True
     else:
@@ -186,7 +205,8 @@ def load_text(path: Path | str | None = None) -> Tensor:
         with file.open("rb") as stream:
             content = stream.read(MAX_TEXT_BYTES)
         if from_folder and not _is_utf8(content):
-            continue  # a folder may contain images and other binary files; a file given by name is not checked
+            # a folder may contain images and other binary files; a file given by name is not checked
+            continue
         text += content
     if not text:
         raise ValueError(f"no text in {root}")
@@ -202,10 +222,14 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def split_text(text: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """(training, validation) parts, nine tenths and one tenth. ValueError if the smaller cannot fill one context."""
+    """(training, validation) parts, nine tenths and one tenth. ValueError if the smaller cannot fill one
+    context."""
     boundary = len(text) * 9 // 10
     if len(text) - boundary <= context:
-        raise ValueError(f"{len(text)} bytes of text are too few: a context of {context} needs at least {10 * (context + 1)}")
+        raise ValueError(
+            f"{len(text)} bytes of text are too few: a context of {context} needs at least "
+f"{10 * (context + 1)}"
+        )
     return text[:boundary], text[boundary:]
 
 
@@ -215,7 +239,9 @@ def windows(text: Tensor, starts: Tensor, context: int, device: str) -> tuple[Te
     return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
 
 
-def batches(text: Tensor, config: Config, batch_size: int, seed: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    text: Tensor, config: Config, batch_size: int, seed: int, device: str
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields random batches without end; they depend on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -230,7 +256,9 @@ def evaluate(
     """Mean loss over EVAL_BATCHES batches spread evenly over the text."""
     was_training = model.training
     model.eval()
-    starts = torch.linspace(0, len(text) - config.context - 1, EVAL_BATCHES * batch_size, dtype=torch.float64).long()
+    starts = torch.linspace(
+        0, len(text) - config.context - 1, EVAL_BATCHES * batch_size, dtype=torch.float64
+    ).long()
     losses = []
     for part in starts.split(batch_size):
         inputs, targets = processes.part(windows(text, part, config.context, device))
@@ -286,9 +314,10 @@ def train(
 ) -> Run:
     """Train a fresh GPT for `steps` under bf16 autocast; float32 weights, AdamW, gradients clipped to norm 1.
 
-    `backend` and `options` go to torch.compile; None trains eagerly. Weights and batches depend on the seed alone, so runs with
-    one seed differ only in their backend. The validation loss is computed `evaluations` times, the last time after the last
-    step. With several `processes`, all of them call this with the same arguments and return the same losses.
+    `backend` and `options` go to torch.compile; None trains eagerly. Weights and batches depend on the seed
+    alone, so runs with one seed differ only in their backend. The validation loss is computed `evaluations`
+    times, the last time after the last step. With several `processes`, all of them call this with the same
+    arguments and return the same losses.
     """
     steps, batch_size = steps or config.steps, batch_size or config.batch_size
     train_text, val_text = split_text(text, config.context)
@@ -353,13 +382,16 @@ def train(
         compile_seconds=compile_seconds,
         train_seconds=train_seconds,
         total_seconds=time.perf_counter() - started,
-        tokens_per_second=(steps - 1) * batch_size * config.context / train_seconds if train_seconds else float("nan"),
+        tokens_per_second=(steps - 1) * batch_size * config.context / train_seconds
+        if train_seconds
+        else float("nan"),
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
     )
 
 
 def reload(checkpoint: Path, config: Config, device: str) -> GPT:
-    """A vanilla, uncompiled GPT with the checkpoint's weights; RuntimeError if a key, shape or number of keys differs."""
+    """A vanilla, uncompiled GPT with the checkpoint's weights; RuntimeError if a key, shape or number of keys
+    differs."""
     model = build_model(config)
     model.load_state_dict(torch.load(checkpoint, map_location="cpu", weights_only=True), strict=True)
     return model.to(device)
@@ -378,7 +410,13 @@ def plot(runs: list[Run], path: Path) -> None:
         for loss in run.train_losses:
             average += 0.3 * (loss - average)
             smooth.append(average)
-        axes.plot(range(1, len(smooth) + 1), smooth, style, color=color, label=f"{run.name}, training (moving average)")
+        axes.plot(
+            range(1, len(smooth) + 1),
+            smooth,
+            style,
+            color=color,
+            label=f"{run.name}, training (moving average)",
+        )
         axes.plot(*zip(*run.val_losses, strict=True), "o" if style == "-" else "x", color=color, markersize=8,
                   label=f"{run.name}, validation: {run.val_loss:.4f} at the end")  # fmt: skip
     axes.set(xlabel="step", ylabel="loss (nats a byte)", title="The same GPT and batches, bf16 and FP8")
@@ -404,11 +442,16 @@ def print_estimate(name: str, batch_size: int, options: dict[str, Any]) -> None:
     with torch.device("meta"):
         model, tokens = build_model(config), torch.zeros(batch_size, config.context, dtype=torch.int64)
     try:
-        found = fp8compile.estimate(model, tokens, tokens, device="h200", options=options, extrapolate=config.layers > 4)
+        found = fp8compile.estimate(
+            model, tokens, tokens, device="h200", options=options, extrapolate=config.layers > 4
+        )
     except fp8compile.Fp8CompileError as error:
         print(f"  {name}: {error}")
         return
-    print(f"  {name}, {batch_size * config.context} tokens: {found.summary()}\n    {found.report.summary()}", flush=True)
+    print(
+        f"  {name}, {batch_size * config.context} tokens: {found.summary()}\n    {found.report.summary()}",
+        flush=True,
+    )
 
 
 def print_comparison(bf16: Run, fp8: Run) -> None:
@@ -457,23 +500,43 @@ def positive_float(value: str) -> float:
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[OneLineParser, argparse.Namespace]:
-    parser = OneLineParser(description="Train a small GPT in bf16 and in FP8 and compare.", allow_abbrev=False)
+    parser = OneLineParser(
+        description="Train a small GPT in bf16 and in FP8 and compare.", allow_abbrev=False
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--config", choices=tuple(CONFIGS), default="small", help="size of the model (default: small)")
-    parser.add_argument("--steps", type=positive_int, help="training steps of each run (default: the configuration's)")
-    parser.add_argument("--batch-size", type=positive_int, help="sequences a step (default: the configuration's)")
+    parser.add_argument(
+        "--config", choices=tuple(CONFIGS), default="small", help="size of the model (default: small)"
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, help="training steps of each run (default: the configuration's)"
+    )
+    parser.add_argument(
+        "--batch-size", type=positive_int, help="sequences a step (default: the configuration's)"
+    )
     parser.add_argument("--lr", type=positive_float, default=5e-4, help="peak learning rate (default: 5e-4)")
-    parser.add_argument("--seed", type=whole_number, default=0, help="of the weights and the batches (default: 0)")
+    parser.add_argument(
+        "--seed", type=whole_number, default=0, help="of the weights and the batches (default: 0)"
+    )
     recipes = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
-    parser.add_argument("--recipe", choices=recipes, default="delayed", help="how scales are found (default: delayed)")
+    parser.add_argument(
+        "--recipe", choices=recipes, default="delayed", help="how scales are found (default: delayed)"
+    )
     formats = "hybrid: gradients are E5M2 (default: the recipe's)"
     parser.add_argument("--fp8-format", choices=("hybrid", "e4m3"), help=formats)
-    parser.add_argument("--experts", type=whole_number, default=0, help="experts instead of each MLP (default: 0, none)")
-    parser.add_argument("--top-k", type=positive_int, default=2, help="experts that compute a token (default: 2)")
+    parser.add_argument(
+        "--experts", type=whole_number, default=0, help="experts instead of each MLP (default: 0, none)"
+    )
+    parser.add_argument(
+        "--top-k", type=positive_int, default=2, help="experts that compute a token (default: 2)"
+    )
     shared = "how the processes that torchrun started share the work (default: there is one)"
     parser.add_argument("--parallel", choices=KINDS, help=shared)
-    parser.add_argument("--data", type=Path, help="a text file or a folder (default: the standard library's sources)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the plot and the checkpoint (default: out)")
+    parser.add_argument(
+        "--data", type=Path, help="a text file or a folder (default: the standard library's sources)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder for the plot and the checkpoint (default: out)"
+    )
     return parser, parser.parse_args(argv)
 
 
@@ -499,9 +562,12 @@ def main(argv: list[str] | None = None) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out: {error.filename}: {error.strerror}")
-    processes = start(args.parallel, heads=config.heads, batch_size=batch_size, device=args.device, error=parser.error)
+    processes = start(
+        args.parallel, heads=config.heads, batch_size=batch_size, device=args.device, error=parser.error
+    )
     if args.device == "cpu":
-        # FP8 values are exact in bf16: this lets float32 matmuls of such values use the CPU's bf16 instructions.
+        # FP8 values are exact in bf16: this lets float32 matmuls of such values use the CPU's bf16
+        # instructions.
         torch.set_float32_matmul_precision("medium")
 
     parameters = sum(p.numel() for p in build_model(config).parameters())
@@ -510,11 +576,15 @@ def main(argv: list[str] | None = None) -> None:
             f"GPT {args.config}: {config.layers} layers, {config.width} wide, context {config.context}, "
             f"{f'{config.experts} experts, ' if config.experts else ''}"
             f"{parameters / 1e6:.1f}M parameters\n"
-            f"{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} tokens on {args.device}\n"
-            f"both runs: float32 weights, bf16 autocast, seed {args.seed}{processes.note}; the FP8 run: {args.recipe} scaling",
+            f"{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} "
+            f"tokens on {args.device}\n"
+            f"both runs: float32 weights, bf16 autocast, seed {args.seed}{processes.note}; the FP8 run: "
+f"{args.recipe} scaling",
             flush=True,
         )
-    settings = dict(steps=steps, batch_size=batch_size, lr=args.lr, seed=args.seed, device=args.device, progress=True)
+    settings = dict(
+        steps=steps, batch_size=batch_size, lr=args.lr, seed=args.seed, device=args.device, progress=True
+    )
     settings["processes"] = processes
     bf16 = train(config, text, backend="inductor", name="bf16", **settings)
     fp8_options = {"recipe": args.recipe, **({"fp8_format": args.fp8_format} if args.fp8_format else {})}
@@ -526,13 +596,18 @@ def main(argv: list[str] | None = None) -> None:
         plot([bf16, fp8], args.out / "losses.png")
         checkpoint = args.out / "gpt_fp8.pt"
         torch.save(weights, checkpoint)
-        reloaded = evaluate(reload(checkpoint, config, args.device), val_text, config, batch_size, args.device)
+        reloaded = evaluate(
+            reload(checkpoint, config, args.device), val_text, config, batch_size, args.device
+        )
         print(f"loss curves: {args.out / 'losses.png'}")
-        print(f"{checkpoint}, loaded with strict=True into an uncompiled model: validation loss {reloaded:.4f} "
+        print(f"{checkpoint}, loaded with strict=True into an uncompiled model: "
+f"validation loss {reloaded:.4f} "
               f"(compiled: {fp8.val_loss:.4f})")  # fmt: skip
         if args.device == "cpu":
-            print("\nFP8 on a CPU is an emulation, and slower: values are rounded to FP8 and multiplied in a wider format.\n"
-                  "On a GPU with FP8 tensor cores large matmuls gain. A step on an H200, estimated and not measured:",
+            print("\nFP8 on a CPU is an emulation, and slower: values are rounded to FP8 and "
+"multiplied in a wider format.\n"
+                  "On a GPU with FP8 tensor cores large matmuls gain. A step on an H200, "
+"estimated and not measured:",
                   flush=True)  # fmt: skip
             sizes = {args.config: batch_size}
             sizes.setdefault("gpt2-124m", CONFIGS["gpt2-124m"].batch_size)

@@ -5,12 +5,15 @@ Dynamo hands over a graph of the user's forward. We
 1. validate the options and load the policy (`config`),
 2. read the facts that only this graph holds: parameters' names, whether the model is training (`ir.inputs`),
 3. give the graph two more inputs, the scaling state of forward and backward (`ir.state_page`),
-4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul, decide,
-   quantize, update the state, and lower our operators before code is generated (`passes.pipeline` has the order),
+4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul,
+   decide, quantize, update the state, and lower our operators before code is generated (`passes.pipeline` has
+   the order),
 5. report every matmul with its decision (`reporting`), and
-6. return a callable that finds the state of the parameters it is called with, and starts cold slots (`runtime`).
+6. return a callable that finds the state of the parameters it is called with, and starts cold slots
+   (`runtime`).
 
-A graph that has nothing to differentiate, or whose model is in eval mode, takes the same way and stays in high precision.
+A graph that has nothing to differentiate, or whose model is in eval mode, takes the same way and stays in
+high precision.
 """
 
 from __future__ import annotations
@@ -47,13 +50,13 @@ from .runtime.ledger import Ledger
 logger = get_logger(__name__)
 
 FLAT = (
-    "FullyShardedDataParallel (FSDP1) with use_orig_params=False: Dynamo leaves all of it to eager, so nothing becomes FP8. "
-    "Wrap the model with use_orig_params=True (in Accelerate, fsdp_use_orig_params: true), or use FSDP2: fully_shard (in "
-    "Accelerate, fsdp_version: 2)"
+    "FullyShardedDataParallel (FSDP1) with use_orig_params=False: Dynamo leaves all of it to eager, so "
+    "nothing becomes FP8. Wrap the model with use_orig_params=True (in Accelerate, fsdp_use_orig_params: "
+    "true), or use FSDP2: fully_shard (in Accelerate, fsdp_version: 2)"
 )
 INLINED = (
-    "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every tensor is scaled by its "
-    "current amax, as with recipe 'tensorwise'"
+    "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every "
+    "tensor is scaled by its current amax, as with recipe 'tensorwise'"
 )
 
 
@@ -66,12 +69,14 @@ def fp8(
     inner: Inner = INDUCTOR,
     phase: str | None = None,
 ) -> Callable:
-    """The Dynamo backend. `mode` and `options` are those of `torch.compile`; `options.parse` validates them. `inner` compiles
-    the graphs that our passes leave. `functools.partial(fp8, inner=runtime.inner.INTERPRETER)` is a backend without Inductor's
-    code generation: it shows whether a fault comes from there. `phase`: compile for "fp8" or for "high_precision" alone,
-    whatever the schedule says, and keep no copies of weights between calls. Such a high-precision graph has no state.
+    """The Dynamo backend. `mode` and `options` are those of `torch.compile`; `options.parse` validates them.
+    `inner` compiles the graphs that our passes leave. `functools.partial(fp8,
+    inner=runtime.inner.INTERPRETER)` is a backend without Inductor's code generation: it shows whether a
+    fault comes from there. `phase`: compile for "fp8" or for "high_precision" alone, whatever the schedule
+    says, and keep no copies of weights between calls. Such a high-precision graph has no state.
 
-    Raises OptionError (a ValueError) for bad options and, with `strict`, StrictError if nothing can run in FP8.
+    Raises OptionError (a ValueError) for bad options and, with `strict`, StrictError if nothing can run in
+    FP8.
     """
     try:
         chosen = parse(options, mode)
@@ -84,8 +89,11 @@ def fp8(
             chosen.warn(refusal)
             process.of(Ledger).add(GraphReport(0, inputs.root, (), (), refusal))
             return compat.inductor.compile_fx(gm, example_inputs, inner.compile, chosen.inductor)
-        if compat.autograd.in_compiled_autograd():  # a copy of backwards that our passes have rewritten and reported
-            logger.info("fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own")
+        # a copy of backwards that our passes have rewritten and reported
+        if compat.autograd.in_compiled_autograd():
+            logger.info(
+                "fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own"
+            )
             return compat.inductor.compile_fx(gm, example_inputs, inner.compile, lowering(chosen))
         _check_encoding(inputs.devices, chosen)
         _check_features(chosen)
@@ -137,7 +145,9 @@ def _compile(
         made = None
         if only is None and graph.converts and job.learns:
             later = functools.partial(_compiled, job, record=graph.record)
-            made = next(filter(None, (feature.callable(job, graph, later) for feature in extension.features())), None)
+            made = next(
+                filter(None, (feature.callable(job, graph, later) for feature in extension.features())), None
+            )
         return made or graph
     except Retrace as again:
         after = again.then
@@ -154,13 +164,23 @@ def _compiled(job: Job, phase: str, record: int | None = None) -> CompiledGraph:
 
 
 def _facts(job: Job) -> str | None:
-    """What decides about a graph beside the policy, if a later process may have it from AOTAutograd's cache, else None."""
+    """What decides about a graph beside the policy, if a later process may have it from AOTAutograd's cache,
+    else None."""
     policy, theirs = job.options.policy, job.options.inductor
     passes = [name for name in theirs if "pass" in name or "partitioner" in name]
-    if policy.schedule is not None or passes or compat.inductor.cuda_graphs(theirs) or compat.triton.reorders():
+    if (
+        policy.schedule is not None
+        or passes
+        or compat.inductor.cuda_graphs(theirs)
+        or compat.triton.reorders()
+    ):
         return None
     devices = sorted(job.inputs.devices, key=str)
-    known = catalog.find(policy.device) if policy.device is not None else [catalog.of(device) for device in devices]
+    known = (
+        catalog.find(policy.device)
+        if policy.device is not None
+        else [catalog.of(device) for device in devices]
+    )
     return warm_start.facts(job.gm, job.given, job.inputs, [known, formats.fnuz(), skipped()])
 
 
@@ -180,7 +200,9 @@ def _check_features(options: Options) -> None:
     for key, feature in missing.items():
         for recipe in policy.possible:
             if getattr(recipe, key) not in (False, getattr(usual, key)):
-                raise OptionError.of(key, getattr(recipe, key), f"{getattr(usual, key)!r}: features/{feature} is not here")
+                raise OptionError.of(
+                    key, getattr(recipe, key), f"{getattr(usual, key)!r}: features/{feature} is not here"
+                )
     for key, value, usually in (("save", policy.save, Policy().save), ("schedule", policy.schedule, None)):
         if value != usually and key not in known:
             raise OptionError.of(key, value, f"{usually!r}: features/{key} is not here")

@@ -1,8 +1,8 @@
 """The compilation of one Dynamo graph: the core, and what features add to it.
 
-The graph gets inputs for the scaling state, and for what features give it. AOTAutograd traces forward and backward into one
-joint graph, which our passes rewrite. There, they give the new inputs the sizes that are needed. Then the partitioner makes a
-forward and a backward, and `runtime.halves` lets Inductor compile each.
+The graph gets inputs for the scaling state, and for what features give it. AOTAutograd traces forward and
+backward into one joint graph, which our passes rewrite. There, they give the new inputs the sizes that are
+needed. Then the partitioner makes a forward and a backward, and `runtime.halves` lets Inductor compile each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from .runtime.inner import Inner
 from .runtime.owners import Owners
 
 logger = get_logger(__name__)
-RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, merged.side_by_side, merged.both_sides)
+RECOMPUTABLE = (
+    ops.quantize,
+    ops.quantize_both,
+    ops.amax_blocks,
+    ops.transposed,
+    merged.side_by_side,
+    merged.both_sides,
+)
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,9 @@ class Job:
     """A graph to compile, and what is known of it before it is traced.
 
     `given`: the inputs of its first call, in Dynamo's own list. `only`: the phase that is asked for,
-    whatever the schedule says. `history`: how many amaxes its slots keep; 0: it has no scaling state. `facts`: what a later
-    process has to know for certain, see `runtime.warm_start`; None: without the cache. `shared`: what features keep for both
-    phases of one graph.
+    whatever the schedule says. `history`: how many amaxes its slots keep; 0: it has no scaling state.
+    `facts`: what a later process has to know for certain, see `runtime.warm_start`; None: without the cache.
+    `shared`: what features keep for both phases of one graph.
     """
 
     gm: GraphModule
@@ -92,21 +99,32 @@ class Compilation:
     def run(self) -> CompiledGraph:
         """Compile it."""
         gm, example_inputs = self._with_inputs()
-        # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled twice
+        # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled
+        # twice
         at_once = self.options.policy.schedule is not None
         restore = self.halves.restore if self.facts is not None else None
-        function = compat.inductor.compile_fx(gm, example_inputs, self.halves.compile, self._patches(), at_once, restore)
+        function = compat.inductor.compile_fx(
+            gm, example_inputs, self.halves.compile, self._patches(), at_once, restore
+        )
         done = self.halves.rewritten
         if self.halves.restored:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
             if done is not None and done.findings is not None:
                 self.record = tell(done.findings, self.options.warn)
         made = CompiledGraph(
-            function, self.interface, self.calls, self.owners, self.record, self.halves.converts, self.parts, self.options
+            function,
+            self.interface,
+            self.calls,
+            self.owners,
+            self.record,
+            self.halves.converts,
+            self.parts,
+            self.options,
         )
         for part in self.parts:
             part.compiled(self.job, made)
-        self.job = dataclasses.replace(self.job, given=())  # what is compiled keeps this object, and is to keep no input
+        # what is compiled keeps this object, and is to keep no input
+        self.job = dataclasses.replace(self.job, given=())
         return made
 
     def _with_inputs(self) -> tuple[GraphModule, list[Any]]:
@@ -123,7 +141,9 @@ class Compilation:
             part.place(len(examples))
             for i in range(part.inputs):
                 name = f"fp8_{type(part).__name__.lower()}_{i}"
-                examples.append(compat.dynamo.add_input(gm, name, torch.empty(1, device=device), stable=False))
+                examples.append(
+                    compat.dynamo.add_input(gm, name, torch.empty(1, device=device), stable=False)
+                )
         return gm, examples
 
     def _rewrite(self, graph: Graph) -> Rewritten:
@@ -144,7 +164,10 @@ class Compilation:
         if done.groups:
             records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)
             decisions = [f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records]
-            self.calls.decisions = (*decisions, *(line for part in self.parts for line in part.decisions(done)))
+            self.calls.decisions = (
+                *decisions,
+                *(line for part in self.parts for line in part.decisions(done)),
+            )
         if self.phase == FP8:
             found = findings(done, inputs, policy.eval, device, self._report)
             done, self.record = dataclasses.replace(done, findings=found), tell(found, self.options.warn)
@@ -170,10 +193,15 @@ class Compilation:
         policy, theirs, inputs = self.options.policy, self.options.inductor, self.job.inputs
         after = any(part.partitions for part in self.parts)
         if after and theirs.get("custom_partitioner_fn"):
-            self.options.warn("save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept")
+            self.options.warn(
+                "save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept"
+            )
         key = f"{policy.key}-{self.interface.stateful}-{self.phase}-{inputs.inlined}-{sorted(inputs.gathered)}-{skipped()}"
         partitioner = compat.inductor.Partitioner(
-            [op.name() for op in RECOMPUTABLE], self._partitioned if after else None, f"-{after}-{skipped()}", inputs.packed
+            [op.name() for op in RECOMPUTABLE],
+            self._partitioned if after else None,
+            f"-{after}-{skipped()}",
+            inputs.packed,
         )
         return {
             **lowering(self.options),
@@ -190,11 +218,15 @@ def lowering(options: Options) -> dict[str, Any]:
     ours: dict[str, Callable[[Graph], None]] = {"post_grad_custom_post_pass": run_post_grad}
     if compat.inductor.async_tensor_parallel(theirs):
         ours["post_grad_custom_pre_pass"] = run_early_post_grad
-    return {**theirs, **{name: compat.inductor.GraphPass(run, key, theirs.get(name)) for name, run in ours.items()}}
+    return {
+        **theirs,
+        **{name: compat.inductor.GraphPass(run, key, theirs.get(name)) for name, run in ours.items()},
+    }
 
 
 def described(options: Options, graph: Graph) -> Device | None:
-    """The device for which the cost model weighs FP8: the policy's, else the graph's own, if that is described."""
+    """The device for which the cost model weighs FP8: the policy's, else the graph's own, if that is
+    described."""
     if options.policy.device is not None:
         return catalog.find(options.policy.device)
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))

@@ -1,7 +1,9 @@
-"""Every exception that fp8compile raises on purpose, and helpers that describe an error of other code in one line.
+"""Every exception that fp8compile raises on purpose, and helpers that describe an error of other code in one
+line.
 
-All derive from :class:`Fp8CompileError`, and from the builtin that a caller would expect (``ValueError`` for a bad
-option), so that nobody has to import this package to catch them. Messages say which value was given, and what to write instead.
+All derive from :class:`Fp8CompileError`, and from the builtin that a caller would expect (``ValueError`` for
+a bad option), so that nobody has to import this package to catch them. Messages say which value was given,
+and what to write instead.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class OptionError(Fp8CompileError, ValueError):
 
     @classmethod
     def of(cls, key: str, value: Any, allowed: str, near: Sequence[str] = ()) -> OptionError:
-        """The error for ``options[key] = value``; `allowed` completes "must be ...", `near` are suggestions."""
+        """The error for ``options[key] = value``; `allowed` completes "must be ...", `near` are
+        suggestions."""
         error = cls(f"fp8 option {key!r} must be {allowed}; got {describe(value)}.{did_you_mean(near)}")
         error.key, error.value = key, value
         return error
@@ -54,7 +57,10 @@ class StateError(Fp8CompileError, ValueError):
 
     @classmethod
     def of(cls, differences: Sequence[str], fix: str, most: int = 20) -> StateError:
-        shown = [*differences[:most], *([f"and {len(differences) - most} more"] if len(differences) > most else [])]
+        shown = [
+            *differences[:most],
+            *([f"and {len(differences) - most} more"] if len(differences) > most else []),
+        ]
         error = cls("this scaling state is of another model or policy:\n  " + "\n  ".join(shown) + f"\n{fix}")
         error.differences = tuple(differences)
         return error
@@ -77,7 +83,8 @@ class Unfrozen(Fp8CompileError):
 
 
 class Retrace(Fp8CompileError):
-    """Internal: the model has to change before its graph is compiled. `then` changes it; Dynamo traces the frame again."""
+    """Internal: the model has to change before its graph is compiled. `then` changes it; Dynamo traces the
+    frame again."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         super().__init__("the model is changed, and its graph is traced again")
@@ -98,15 +105,19 @@ def did_you_mean(near: Sequence[str]) -> str:
     quoted = [repr(name) for name in near]
     if not quoted:
         return ""
-    return " Did you mean " + (f"{', '.join(quoted[:-1])} or {quoted[-1]}" if len(quoted) > 1 else quoted[0]) + "?"
+    return (
+        " Did you mean "
+        + (f"{', '.join(quoted[:-1])} or {quoted[-1]}" if len(quoted) > 1 else quoted[0])
+        + "?"
+    )
 
 
 def near(given: Any, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
-    """Up to `count` of `names` that somebody who wrote `given` may have meant, best first; [] if `given` is not a str.
-    `least`: how alike they have to be, from 0 to 1.
+    """Up to `count` of `names` that somebody who wrote `given` may have meant, best first; [] if `given` is
+    not a str. `least`: how alike they have to be, from 0 to 1.
 
-    Case does not matter, and "-" and " " count as "_". Dotted names are compared whole and by their last part: "cudagraphs"
-    finds "triton.cudagraphs".
+    Case does not matter, and "-" and " " count as "_". Dotted names are compared whole and by their last
+    part: "cudagraphs" finds "triton.cudagraphs".
     """
     if not isinstance(given, str):
         return []
@@ -130,8 +141,8 @@ def one_of(key: str, value: Any, allowed: Collection[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line: its class and the first line of its message. For an error of Dynamo's: the error that Dynamo
-    met."""
+    """An error in one line: its class and the first line of its message. For an error of Dynamo's: the error
+    that Dynamo met."""
     text = str(error)
     met = re.search(r"""Explanation: .*\bgot (\w+)\((['"])(.*)\2,?\)$""", text, re.MULTILINE)
     if met:
@@ -141,7 +152,8 @@ def one_line(error: BaseException) -> str:
 
 
 def one_line_where(error: BaseException) -> str:
-    """An error in one line, and where in the user's code it was raised: the last of the user's frames in its traceback."""
+    """An error in one line, and where in the user's code it was raised: the last of the user's frames in its
+    traceback."""
     frames = user_frames(error)
     where = f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return one_line(error) + where
@@ -150,7 +162,8 @@ def one_line_where(error: BaseException) -> str:
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's code in the traceback of `error`.
 
-    While Dynamo traces, the user's code has no frames of its own. Dynamo's errors carry the frames that it would have had.
+    While Dynamo traces, the user's code has no frames of its own. Dynamo's errors carry the frames that it
+    would have had.
     """
     frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
     return [frame for frame in frames if not is_foreign(frame.filename)]

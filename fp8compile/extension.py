@@ -1,8 +1,9 @@
-"""What a feature may add to the core. The core calls features through this file alone; `features` lists those that there are.
+"""What a feature may add to the core. The core calls features through this file alone; `features` lists those
+that there are.
 
-A `Feature` is one object of the process: its passes, and what it knows between graphs. For each graph that is compiled it may
-make a `GraphFeature`, which gives the graph more inputs, tells the passes what they need, and hears of calls. Each method
-here adds nothing: a feature overrides those that it needs.
+A `Feature` is one object of the process: its passes, and what it knows between graphs. For each graph that is
+compiled it may make a `GraphFeature`, which gives the graph more inputs, tells the passes what they need, and
+hears of calls. Each method here adds nothing: a feature overrides those that it needs.
 
 What is called in the life of a graph, in this order:
 
@@ -14,7 +15,8 @@ What is called in the life of a graph, in this order:
     measure                                       at calls that are measured
     arguments                                     at each call, with `inputs`
 
-So what a later process needs of the passes is in `joint.results`, which is plain data; the cache has it, and the report.
+So what a later process needs of the passes is in `joint.results`, which is plain data; the cache has it, and
+the report.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ if TYPE_CHECKING:
     from .runtime.compiled_graph import CompiledGraph
     from .runtime.probe import CastKind, Look
 
+
 @dataclass(frozen=True)
 class Pass:
-    """`run` changes its argument and returns a result for the log, such as a count. `optional`: the graph is right without this
-    pass, and FP8COMPILE_SKIP may name it. A name is that of one pass."""
+    """`run` changes its argument and returns a result for the log, such as a count. `optional`: the graph is
+    right without this pass, and FP8COMPILE_SKIP may name it. A name is that of one pass."""
 
     name: str
     run: Callable[[Any], object]
@@ -48,8 +51,8 @@ class Pass:
 
 
 class GraphFeature:
-    """A feature's part in one compiled graph. It lives as long as the compiled code, and must not keep the `Job`, which holds
-    the inputs of the first call."""
+    """A feature's part in one compiled graph. It lives as long as the compiled code, and must not keep the
+    `Job`, which holds the inputs of the first call."""
 
     partitions: bool = False  # its passes after the partitioner are to run
     warm: bool = True  # AOTAutograd's cache may keep the graph for later processes
@@ -66,8 +69,8 @@ class GraphFeature:
         return ()
 
     def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
-        """Add to the report of the graph: records of its own to `added`, or a line to `remarks` (as passes do with
-        `joint.remarks`)."""
+        """Add to the report of the graph: records of its own to `added`, or a line to `remarks` (as passes do
+        with `joint.remarks`)."""
         return report
 
     def after(self, job: Job, done: Rewritten) -> None:
@@ -77,17 +80,19 @@ class GraphFeature:
         """The passes have run over both halves. `record`: the graph's index in the ledger."""
 
     def compiled(self, job: Job, graph: CompiledGraph) -> None:
-        """The graph is about to serve calls. What has to see every call wraps `graph.function`; DDPOptimizer calls it
-        with fake tensors, too."""
+        """The graph is about to serve calls. What has to see every call wraps `graph.function`; DDPOptimizer
+        calls it with fake tensors, too."""
 
     def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
-        """The first call with these weights. `args` are those that the user holds; `owners` are the weights, by input."""
+        """The first call with these weights. `args` are those that the user holds; `owners` are the weights,
+        by input."""
 
     def measure(self, args: Sequence[Any], look: Look) -> None:
         """A call that is measured begins."""
 
     def arguments(self, args: Sequence[Any], look: Look | None) -> Sequence[Tensor]:
-        """The tensors for its inputs in this call; fewer than `inputs` if the graph does not read the last ones."""
+        """The tensors for its inputs in this call; fewer than `inputs` if the graph does not read the last
+        ones."""
         return ()
 
     def stand_ins(self, device: torch.device) -> Sequence[Tensor]:
@@ -96,8 +101,9 @@ class GraphFeature:
 
 
 class Feature:
-    """A feature, once a process. `passes` says after which pass of the core its own stand: in their order, after those of
-    the features before it. `joint`, `partitioned`, `early_post_grad` and `post_grad` stand for the beginning."""
+    """A feature, once a process. `passes` says after which pass of the core its own stand: in their order,
+    after those of the features before it. `joint`, `partitioned`, `early_post_grad` and `post_grad` stand for
+    the beginning."""
 
     name: str = ""
     passes: Mapping[str, Sequence[Pass]] = {}
@@ -110,22 +116,26 @@ class Feature:
         """Its part in a graph that is about to be traced for "fp8" or for "high_precision"."""
         return None
 
-    def callable(self, job: Job, graph: CompiledGraph, compiled: Callable[[str], CompiledGraph]) -> Callable[..., Any] | None:
-        """What Dynamo gets instead of `graph`, which is for training and has FP8 matmuls. Only the first feature that wants
-        this has its way. `compiled` compiles the same for another phase."""
+    def callable(
+        self, job: Job, graph: CompiledGraph, compiled: Callable[[str], CompiledGraph]
+    ) -> Callable[..., Any] | None:
+        """What Dynamo gets instead of `graph`, which is for training and has FP8 matmuls. Only the first
+        feature that wants this has its way. `compiled` compiles the same for another phase."""
         return None
 
     def in_fp8(self, parameter: Tensor, schedule: Schedule) -> bool:
-        """Whether the model with this parameter computes in FP8 in this step and in the next one, as far as is known."""
+        """Whether the model with this parameter computes in FP8 in this step and in the next one, as far as
+        is known."""
         return True
 
     def statistics(self, model: Module) -> Sequence[Mapping[str, Any]]:
-        """Rows of statistics of a model, beside those of its tensors. A row has a "name", "role", "recipe" and "format", and
-        those of the other columns (`Stats.rows`) that it knows."""
+        """Rows of statistics of a model, beside those of its tensors. A row has a "name", "role", "recipe"
+        and "format", and those of the other columns (`Stats.rows`) that it knows."""
         return ()
 
     def cast_outside(self, weight: Tensor) -> tuple[CastKind, Callable[[], Mapping[str, float]]] | None:
-        """How a weight is cast before graphs read it, and its amax, scale and inverse, by the names of statistics."""
+        """How a weight is cast before graphs read it, and its amax, scale and inverse, by the names of
+        statistics."""
         return None
 
     def records(self, tensors: Sequence[Tensor]) -> Sequence[TableRecord]:
@@ -133,12 +143,15 @@ class Feature:
         return ()
 
     def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
-        """The parameters (ids) whose amaxes it can use at the end of this optimizer's step. None if it needs none of this
-        optimizer, and expects none."""
+        """The parameters (ids) whose amaxes it can use at the end of this optimizer's step. None if it needs
+        none of this optimizer, and expects none."""
         return None
 
-    def step_wrote(self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
-        """Called in a step: it has written these weights, and their amaxes, of one element each, are exact."""
+    def step_wrote(
+        self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]
+    ) -> None:
+        """Called in a step: it has written these weights, and their amaxes, of one element each, are
+        exact."""
 
     def reset(self) -> None:
         """torch._dynamo.reset() was called: all graphs are gone."""

@@ -1,9 +1,12 @@
-"""Logging, dumps, and the names of fp8compile's environment variables: here, because every room may import this module.
+"""Logging, dumps, and the names of fp8compile's environment variables: here, because every room may import
+this module.
 
-``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its format.
+``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its
+format.
 
-Loggers live under "fp8compile". INFO is shown by default, so that users who configured nothing see the summary line. Users who
-configured logging (a root handler, a handler on "fp8compile", TORCH_LOGS) get the records from their own handlers only.
+Loggers live under "fp8compile". INFO is shown by default, so that users who configured nothing see the
+summary line. Users who configured logging (a root handler, a handler on "fp8compile", TORCH_LOGS) get the
+records from their own handlers only.
 """
 
 from __future__ import annotations
@@ -25,10 +28,16 @@ POLICY_VARIABLE = "FP8COMPILE_POLICY"
 DEVICES_VARIABLE = "FP8COMPILE_DEVICES"
 SKIP_VARIABLE = "FP8COMPILE_SKIP"
 VARIABLES = {
-    DUMP_VARIABLE: "a folder for the graph after each pass and the source of each kernel, one numbered file each",
-    POLICY_VARIABLE: "the policy where the option `policy` is not given: a file, or the name of a shipped policy",
+    DUMP_VARIABLE: (
+        "a folder for the graph after each pass and the source of each kernel, one numbered file each"
+    ),
+    POLICY_VARIABLE: (
+        "the policy where the option `policy` is not given: a file, or the name of a shipped policy"
+    ),
     DEVICES_VARIABLE: "the file in which `fp8compile calibrate` keeps what it has measured",
-    SKIP_VARIABLE: "names of optional passes to leave out, separated by commas, to find the one that breaks a model",
+    SKIP_VARIABLE: (
+        "names of optional passes to leave out, separated by commas, to find the one that breaks a model"
+    ),
 }
 
 _numbers = itertools.count()
@@ -39,11 +48,14 @@ class Said(set[tuple[str, int, str]]):
 
 
 class DefaultHandler(logging.Handler):
-    """Writes to the current sys.stderr, unless another handler gets the record. Looks for other handlers at each record,
-    because they may be added after the import, or before it (TORCH_LOGS). INFO is written by rank 0 only."""
+    """Writes to the current sys.stderr, unless another handler gets the record. Looks for other handlers at
+    each record, because they may be added after the import, or before it (TORCH_LOGS). INFO is written by
+    rank 0 only."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._handled_elsewhere(record.name) or (record.levelno <= logging.INFO and rank() not in (None, 0)):
+        if self._handled_elsewhere(record.name) or (
+            record.levelno <= logging.INFO and rank() not in (None, 0)
+        ):
             return
         try:
             label = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
@@ -55,7 +67,10 @@ class DefaultHandler(logging.Handler):
     def _handled_elsewhere(self, name: str) -> bool:
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:
-            if any(handler is not self and not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            if any(
+                handler is not self and not isinstance(handler, logging.NullHandler)
+                for handler in logger.handlers
+            ):
                 return True
             logger = logger.parent if logger.propagate else None
         return False
@@ -68,8 +83,8 @@ def get_logger(name: str = ROOT) -> logging.Logger:
 
 
 def say_once(logger: logging.Logger, level: int, message: str, key: str = "") -> bool:
-    """Log `message` unless this process has already logged it, or another one with this `key`, with this logger and level;
-    returns whether it was new."""
+    """Log `message` unless this process has already logged it, or another one with this `key`, with this
+    logger and level; returns whether it was new."""
     known = (logger.name, level, key or message)
     if known in process.of(Said):
         return False
@@ -112,8 +127,9 @@ def dump_dir() -> Path | None:
 def dump(name: str, text: str | Callable[[], str]) -> None:
     """Write `text` to the next numbered file in dump_dir() and hand it to torch's structured trace (tlparse).
 
-    `name` becomes the file's name; ".txt" is added if it has no suffix. `text` may be a function: it is called only if
-    someone reads. A directory that cannot be written is a warning: a dump never stops a compilation.
+    `name` becomes the file's name; ".txt" is added if it has no suffix. `text` may be a function: it is
+    called only if someone reads. A directory that cannot be written is a warning: a dump never stops a
+    compilation.
     """
     payload = text if callable(text) else lambda: text
     _trace(name, payload)
@@ -136,7 +152,8 @@ def dump(name: str, text: str | Callable[[], str]) -> None:
 
 
 def _trace(name: str, payload: Callable[[], str]) -> None:
-    # torch 2.11-2.15: calls its lambdas only while a trace is being collected (TORCH_TRACE, TORCH_COMPILE_DEBUG)
+    # torch 2.11-2.15: calls its lambdas only while a trace is being collected (TORCH_TRACE,
+    # TORCH_COMPILE_DEBUG)
     from torch._logging import trace_structured
 
     trace_structured(

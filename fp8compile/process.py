@@ -1,8 +1,9 @@
 """What this process knows, in one place: one object of each class, made when it is first asked for.
 
-`of(Ledger)` is the list of compiled graphs, `of(Records)` has the records of parameters, and so on. What belongs to a model, a
-graph or a checkpoint is kept there, or weakly by it, and goes with it. The steps that optimizers have taken
-(`runtime.optimizer_steps`) and the phase that the user has set are facts of the training, which `set_aside` does not hide.
+`of(Ledger)` is the list of compiled graphs, `of(Records)` has the records of parameters, and so on. What
+belongs to a model, a graph or a checkpoint is kept there, or weakly by it, and goes with it. The steps that
+optimizers have taken (`runtime.optimizer_steps`) and the phase that the user has set are facts of the
+training, which `set_aside` does not hide.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Extras:
         return self._values.get(kind)
 
     def of(self, kind: type[T]) -> T:
-        """The value of this class; a new one, if there is none yet. Threads that ask at once get the same one."""
+        """The value of this class; a new one, if there is none yet. Threads that ask at once get the same
+        one."""
         found = self._values.get(kind)
         return self._values.setdefault(kind, kind()) if found is None else found
 

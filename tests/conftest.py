@@ -1,4 +1,5 @@
-"""Fixtures of all tests: Dynamo starts afresh, random numbers are fixed, and a fall back to eager is an error."""
+"""Fixtures of all tests: Dynamo starts afresh, random numbers are fixed, and a fall back to eager is an
+error."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.support import hooks
 
 pytest_plugins = ["tests.support.budget", "tests.support.tiers"]
 
-gc.set_threshold(20_000, 20, 20)  # a compilation makes millions of objects: with Python's 700, a tenth of the time goes there
+# a compilation makes millions of objects: with Python's 700, a tenth of the time goes there
+gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_configure() -> None:
@@ -46,16 +48,18 @@ _compiled_for: list[str] = []  # the file whose tests share the code that Dynamo
 def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test compiles from nothing, with the same seeds.
 
-    Past its recompile limit, Dynamo runs a function in eager mode and at best logs it: the test then compares the model with
-    itself. Whether a test reaches the limit depends on the tests before it in the process. So nothing is kept between tests,
-    and reaching the limit is an error. Tests of a file that is marked `shares_graphs` keep what the file's earlier tests have
-    compiled: another instance of a class, with the same options and shapes, runs the same graph with a state of its own.
+    Past its recompile limit, Dynamo runs a function in eager mode and at best logs it: the test then compares
+    the model with itself. Whether a test reaches the limit depends on the tests before it in the process. So
+    nothing is kept between tests, and reaching the limit is an error. Tests of a file that is marked
+    `shares_graphs` keep what the file's earlier tests have compiled: another instance of a class, with the
+    same options and shapes, runs the same graph with a state of its own.
 
     AOTAutograd's cache is off: tests put other passes instead of ours, which is no part of a cache key.
-    `FP8COMPILE_TEST_CACHE=1` leaves it on. The full garbage collection that Dynamo runs after each compilation is off, too.
+    `FP8COMPILE_TEST_CACHE=1` leaves it on. The full garbage collection that Dynamo runs after each
+    compilation is off, too.
 
-    pytest gives its handlers to all loggers that do not propagate. At torch's structured trace, they would make torch write
-    down every graph and guard, which takes about a twentieth of the time.
+    pytest gives its handlers to all loggers that do not propagate. At torch's structured trace, they would
+    make torch write down every graph and guard, which takes about a twentieth of the time.
     """
     trace = logging.getLogger("torch.__trace")
     trace.propagate = True
@@ -82,10 +86,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Graphs are rewritten as usual, and run on our reference operators: Inductor's C++ costs 10 s a graph, lowering a third.
+    """Graphs are rewritten as usual, and run on our reference operators: Inductor's C++ costs 10 s a graph,
+    lowering a third.
 
-    A whole module can ask for this fixture: its tests that are marked `compiled` are compiled all the same, those marked
-    `lowered` run the graph that our passes have lowered.
+    A whole module can ask for this fixture: its tests that are marked `compiled` are compiled all the same,
+    those marked `lowered` run the graph that our passes have lowered.
     """
     if request.node.get_closest_marker("compiled"):
         yield

@@ -4,7 +4,8 @@
     python -m tests.without_features merge save   these, in turn
     python -m tests.without_features --all        all at once
 
-To delete a feature is to delete its folder, its import and its line in fp8compile/features/__init__.py, and its tests.
+To delete a feature is to delete its folder, its import and its line in fp8compile/features/__init__.py, and
+its tests.
 """
 
 from __future__ import annotations
@@ -41,21 +42,37 @@ def delete(folder: Path, names: Collection[str]) -> None:
 
 
 def run(names: Collection[str], jobs: str, tests: Collection[str] = CORE) -> tuple[int, str]:
-    """The exit code of pytest in a copy without these features, and the end of what it says. `tests`: inside of tests/."""
+    """The exit code of pytest in a copy without these features, and the end of what it says. `tests`: inside
+    of tests/."""
     with tempfile.TemporaryDirectory(prefix="without-features-") as temporary:
         folder = Path(temporary) / "project"
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
         delete(folder, names)
-        command = [sys.executable, "-m", "pytest", "-q", "-n", jobs, "--dist", "loadfile", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            jobs,
+            "--dist",
+            "loadfile",
+            "-p",
+            "no:cacheprovider",
+        ]
         chosen = ["-m", "not slow and not weekly and not compiled", *[f"tests/{one}" for one in tests]]
         path = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, *chosen], cwd=folder, env=path, capture_output=True, text=True, timeout=LIMIT)
+        done = subprocess.run(
+            [*command, *chosen], cwd=folder, env=path, capture_output=True, text=True, timeout=LIMIT
+        )
     return done.returncode, done.stderr[-2000:] + done.stdout[-6000:]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.without_features")
-    parser.add_argument("features", nargs="*", choices=[*FEATURES, []], help="these in turn; none: each, then all at once")
+    parser.add_argument(
+        "features", nargs="*", choices=[*FEATURES, []], help="these in turn; none: each, then all at once"
+    )
     parser.add_argument("--all", action="store_true", help="all of them at once")
     parser.add_argument("--jobs", default="2", help="test processes")
     chosen = parser.parse_args()
@@ -66,7 +83,10 @@ def main() -> int:
         begun = time.monotonic()
         code, said = run(names, chosen.jobs)
         last = said.strip().splitlines()[-1] if said.strip() else ""
-        print(f"without {'any' if names == FEATURES else names[0]}: {last} ({time.monotonic() - begun:.0f} s)", flush=True)
+        print(
+            f"without {'any' if names == FEATURES else names[0]}: {last} ({time.monotonic() - begun:.0f} s)",
+            flush=True,
+        )
         if code:
             bad += 1
             print(said)

@@ -21,7 +21,8 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """One training step to measure. `build` makes the model on the current device; `batches` yields inputs without end."""
+    """One training step to measure. `build` makes the model on the current device; `batches` yields inputs
+    without end."""
 
     label: str
     build: Callable[[], nn.Module]
@@ -32,7 +33,8 @@ class Point:
     compile: str = "whole"  # or "block": each region is compiled separately
     optimizer: bool = True
     own_init: bool = False  # the model draws its own weights
-    grad: Callable[[str, torch.dtype], Tensor] | None = None  # of the output; None: the output is a scalar loss
+    # of the output; None: the output is a scalar loss
+    grad: Callable[[str, torch.dtype], Tensor] | None = None
     schedule: Callable[[int], float] | None = None  # step -> learning rate
     validate: Callable[[nn.Module, str], float] | None = None  # loss on held-out data
     clip: float | None = None
@@ -49,8 +51,8 @@ class Point:
 class Static:
     """How a point is estimated without a GPU. `point(n)` is the same point with n layers.
 
-    `extrapolate`: the model has parts outside of its layers (embedding, head), so it is compiled with one and with two layers
-    and extrapolated linearly to `layers`. Otherwise it is compiled with `layers` layers.
+    `extrapolate`: the model has parts outside of its layers (embedding, head), so it is compiled with one and
+    with two layers and extrapolated linearly to `layers`. Otherwise it is compiled with `layers` layers.
     """
 
     point: Callable[[int], Point]  # layers -> Point
@@ -60,15 +62,16 @@ class Static:
 
 @dataclass(frozen=True)
 class Case:
-    """A case. `points(size, variant, fit)` and `static(variant)` take the full variant: checked values, and defaults for the
-    others."""
+    """A case. `points(size, variant, fit)` and `static(variant)` take the full variant: checked values, and
+    defaults for the others."""
 
     name: str
     title: str
     variants: Mapping[str, int | str]  # allowed keys with their defaults
     points: Callable[[str, Mapping[str, Any], Fit], list[Point]]
     static: Callable[[Mapping[str, Any]], list[Static]]
-    goal: Callable[[Mapping[str, Any]], float | None] = lambda variant: None  # over compiled bf16, on one H200
+    # over compiled bf16, on one H200
+    goal: Callable[[Mapping[str, Any]], float | None] = lambda variant: None
     rebuild: bool = False  # at full size, the arms do not fit on one device together
     continues: bool = False  # training goes on from round to round, so that arms cannot be rebuilt
 
@@ -77,7 +80,9 @@ class Case:
         made: dict[str, Any] = dict(self.variants)
         for key, value in given.items():
             if key not in made:
-                raise ValueError(f"case {self.name} has no variant {key!r} (it has: {', '.join(made) or 'none'})")
+                raise ValueError(
+                    f"case {self.name} has no variant {key!r} (it has: {', '.join(made) or 'none'})"
+                )
             if isinstance(made[key], int):
                 if not value.isdecimal():
                     raise ValueError(f"{self.name}:{key}={value} is not a whole number")
@@ -89,25 +94,30 @@ class Case:
         return made
 
 
-CHOICES = {"compile": ("whole", "block"), "weights": ("bf16", "fp32"), "experts": ("qwen3", "deepseek", "mixtral")}
+CHOICES = {
+    "compile": ("whole", "block"),
+    "weights": ("bf16", "fp32"),
+    "experts": ("qwen3", "deepseek", "mixtral"),
+}
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The limits for "as many layers as fit". `memory`: bytes of the device. `arms`: how many arms are resident at a time."""
+    """The limits for "as many layers as fit". `memory`: bytes of the device. `arms`: how many arms are
+    resident at a time."""
 
     memory: int
     arms: int
 
     def layers(self, kept: float, active: float, at_most: int) -> int:
-        """Layers that fit in 85% of the memory: each costs `kept` bytes for each resident arm (weights, gradients, optimizer
-        state) and `active` bytes for the arm that runs (activations)."""
+        """Layers that fit in 85% of the memory: each costs `kept` bytes for each resident arm (weights,
+        gradients, optimizer state) and `active` bytes for the arm that runs (activations)."""
         return max(1, min(at_most, int(0.85 * self.memory / (kept * self.arms + active))))
 
 
 def parse_case(text: str, cases: Mapping[str, Case]) -> tuple[Case, dict[str, Any], str]:
-    """ "name:key=value,..." to the case, its full variant, and a canonical name that shows the values that differ from the
-    defaults."""
+    """ "name:key=value,..." to the case, its full variant, and a canonical name that shows the values that
+    differ from the defaults."""
     name, _, rest = text.partition(":")
     if name not in cases:
         raise ValueError(f"no case {name!r} (there are: {', '.join(cases)})")
@@ -130,10 +140,14 @@ def normal(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=dtype)
 
 
-def noise(shape: tuple[int, ...], seed: int = 0, target: Callable[[Tensor], Tensor] | None = None, count: int = 4):
-    """Batches for a Point: `count` normal tensors in turn, on the device before timing starts; with `target`, (x, target(x)).
+def noise(
+    shape: tuple[int, ...], seed: int = 0, target: Callable[[Tensor], Tensor] | None = None, count: int = 4
+):
+    """Batches for a Point: `count` normal tensors in turn, on the device before timing starts; with `target`,
+    (x, target(x)).
 
-    x requires grad, as the output of an embedding would, so that the first block does the same work as the others.
+    x requires grad, as the output of an embedding would, so that the first block does the same work as the
+    others.
     """
 
     def batches(device: str, dtype: torch.dtype) -> Iterator[Batch]:
@@ -165,7 +179,11 @@ def weights(variant: Mapping[str, Any]) -> torch.dtype:
 
 def stack_static(point: Callable[[int], Point], layers: int, shown: int = 2) -> list[Static]:
     """A stack of equal blocks: an estimate of `shown` of them is enough."""
-    return [Static(lambda count: replace(point(count), note=f"{shown} of {layers} layers"), shown, extrapolate=False)]
+    return [
+        Static(
+            lambda count: replace(point(count), note=f"{shown} of {layers} layers"), shown, extrapolate=False
+        )
+    ]
 
 
 class Task:
@@ -186,4 +204,6 @@ class Task:
     def start(self) -> None:
         """Make the optimizer. Call it after the arm, which may replace modules."""
         if self.point.optimizer:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.point.lr, betas=(0.9, 0.95), fused=True)
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=self.point.lr, betas=(0.9, 0.95), fused=True
+            )

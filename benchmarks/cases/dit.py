@@ -1,4 +1,5 @@
-"""The 28 adaLN-Zero blocks of DiT-XL/2 on 256 x 256 images: 32 x 32 latents in 2 x 2 patches are 256 tokens per image."""
+"""The 28 adaLN-Zero blocks of DiT-XL/2 on 256 x 256 images: 32 x 32 latents in 2 x 2 patches are 256 tokens
+per image."""
 
 from __future__ import annotations
 
@@ -20,14 +21,18 @@ def images(batch: int, tokens: int, width: int):
         return (
             (*x, *c)
             for x, c in zip(
-                noise((batch, tokens, width))(device, dtype), noise((batch, width), seed=100)(device, dtype), strict=False
+                noise((batch, tokens, width))(device, dtype),
+                noise((batch, width), seed=100)(device, dtype),
+                strict=False,
             )
         )
 
     return batches
 
 
-def point(blocks: int, variant: Mapping[str, Any], width: int = WIDTH, heads: int = HEADS, tokens: int = TOKENS) -> Point:
+def point(
+    blocks: int, variant: Mapping[str, Any], width: int = WIDTH, heads: int = HEADS, tokens: int = TOKENS
+) -> Point:
     return Point(
         label="",
         build=lambda: Stack(lambda: DitBlock(width, heads), blocks),

@@ -1,4 +1,5 @@
-"""Stacked Linear, GELU, Linear, LayerNorm blocks, 4096 wide, that learn a sine wave from batches of 16384 points.
+"""Stacked Linear, GELU, Linear, LayerNorm blocks, 4096 wide, that learn a sine wave from batches of 16384
+points.
 
 24 blocks have 3.2e9 parameters, 48 have 6.4e9. Weights and optimizer state are bf16.
 """

@@ -1,7 +1,8 @@
-"""GPT-2 124M in nanoGPT's configuration (12 layers, 768 wide, vocabulary 50304), batch 64 x 1024, on real text.
+"""GPT-2 124M in nanoGPT's configuration (12 layers, 768 wide, vocabulary 50304), batch 64 x 1024, on real
+text.
 
-The model and the text are those of examples/train_gpt.py: float32 weights under bf16 autocast, LayerNorm and linears with
-bias, output head tied to the embedding; bytes of the Python standard library's sources.
+The model and the text are those of examples/train_gpt.py: float32 weights under bf16 autocast, LayerNorm and
+linears with bias, output head tied to the embedding; bytes of the Python standard library's sources.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ BATCH = 64
 
 @functools.cache
 def example():
-    """The module examples/train_gpt.py. Imported late, because the other cases need not have the packages that it imports."""
+    """The module examples/train_gpt.py. Imported late, because the other cases need not have the packages
+    that it imports."""
     import train_gpt
 
     return train_gpt
@@ -39,7 +41,9 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
 
 def config(size: str):
     given = example().CONFIGS["gpt2-124m"]
-    return given if size == "full" else replace(given, layers=2, width=128, heads=2, context=64, vocabulary=256)
+    return (
+        given if size == "full" else replace(given, layers=2, width=128, heads=2, context=64, vocabulary=256)
+    )
 
 
 def recorded(config: Any, batch: int, count: int = 8):

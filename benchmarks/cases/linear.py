@@ -1,12 +1,12 @@
 """One linear, forward and backward: fprop, dgrad and wgrad with their casts.
 
-`linear` is the suite of 12 matmuls of TransformerEngine's GEMM benchmark: the four linears of a layer of a 5B model (4096 wide,
-16384 hidden) at M = 31 x 512 = 15872 tokens. `linear:grid=6` is the never-slower map: M, N and K over six sizes each, 216
-cells, against bf16. `grid=3` takes every other size. `part=1` and `part=2` are halves of a map, for a device that is lent for a
-short time; the picture puts them together.
+`linear` is the suite of 12 matmuls of TransformerEngine's GEMM benchmark: the four linears of a layer of a 5B
+model (4096 wide, 16384 hidden) at M = 31 x 512 = 15872 tokens. `linear:grid=6` is the never-slower map: M, N
+and K over six sizes each, 216 cells, against bf16. `grid=3` takes every other size. `part=1` and `part=2` are
+halves of a map, for a device that is lent for a short time; the picture puts them together.
 
-A small linear is over before the CPU has launched the next kernel. So this case compares the time that the device is busy
-(`busy_ms`, the sum of the kernels' times) and reports the wall time beside it.
+A small linear is over before the CPU has launched the next kernel. So this case compares the time that the
+device is busy (`busy_ms`, the sum of the kernels' times) and reports the wall time beside it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def point(label: str, m: int, n: int, k: int) -> Point:
 
 
 def grid(count: int) -> list[Point]:
-    """`count`**3 cells in a fixed random order, so that a run that is cut short has cells from all of the map."""
+    """`count`**3 cells in a fixed random order, so that a run that is cut short has cells from all of the
+    map."""
     step = len(GRID_M) // count
     sizes = [(m, n, k) for m in GRID_M[::step] for n in GRID_NK[::step] for k in GRID_NK[::step]]
     random.Random(0).shuffle(sizes)
@@ -51,7 +52,9 @@ def grid(count: int) -> list[Point]:
 
 def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
     if variant["grid"] not in (0, 1, 2, 3, 6):
-        raise ValueError("linear:grid is 1, 2, 3 or 6 sizes for each of M, N and K, or 0 for the suite of 12 matmuls")
+        raise ValueError(
+            "linear:grid is 1, 2, 3 or 6 sizes for each of M, N and K, or 0 for the suite of 12 matmuls"
+        )
     if size == "tiny":
         return [point("fc1", 32, 256, 128)] if not variant["grid"] else [point("32x128x256", 32, 128, 256)]
     if variant["part"] not in (0, 1, 2):
@@ -63,7 +66,10 @@ def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
 
 
 def static(variant: Mapping[str, Any]) -> list[Static]:
-    return [Static(lambda shown, p=p: p, layers=1, extrapolate=False) for p in points("full", variant, Fit(memory=0, arms=1))]
+    return [
+        Static(lambda shown, p=p: p, layers=1, extrapolate=False)
+        for p in points("full", variant, Fit(memory=0, arms=1))
+    ]
 
 
 LINEAR = Case(

@@ -1,4 +1,5 @@
-"""Llama-3-8B decoder layers, as many as fit, one sequence per forward: the work of one device when many train an 8B model."""
+"""Llama-3-8B decoder layers, as many as fit, one sequence per forward: the work of one device when many train
+an 8B model."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def point(layers: int, variant: Mapping[str, Any], shape: LlamaShape = LLAMA_8B)
 
 def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
     if size == "tiny":
-        return [point(variant["layers"] or 2, {**variant, "seq": 64, "accum": min(2, variant["accum"])}, LLAMA_TINY)]
+        return [
+            point(
+                variant["layers"] or 2, {**variant, "seq": 64, "accum": min(2, variant["accum"])}, LLAMA_TINY
+            )
+        ]
     kept = PARAMETERS * STATE_BYTES[variant["weights"]]
     active = variant["seq"] * SAVED_BYTES * (0.1 if variant["ckpt"] else 1.0)
     return [point(variant["layers"] or fit.layers(kept, active, LLAMA_8B.layers), variant)]

@@ -29,11 +29,15 @@ def case(name: str, title: str, shape: LlamaShape, goal: float) -> Case:
     def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
         if size == "full":
             return [point(shape, variant)]
-        return [point(models.LLAMA_TINY, {**variant, "seq": 64, "batch": 2, "accum": min(2, variant["accum"])})]
+        return [
+            point(models.LLAMA_TINY, {**variant, "seq": 64, "batch": 2, "accum": min(2, variant["accum"])})
+        ]
 
     def static(variant: Mapping[str, Any]) -> list[Static]:
         few = {**variant, "compile": "whole"}
-        return [Static(lambda shown: point(replace(shape, layers=shown), few), shape.layers, extrapolate=True)]
+        return [
+            Static(lambda shown: point(replace(shape, layers=shown), few), shape.layers, extrapolate=True)
+        ]
 
     return Case(
         name=name,

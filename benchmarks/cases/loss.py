@@ -1,4 +1,5 @@
-"""Every arm trains GPT-2 124M on real text, from the same weights on the same batches: loss curves and the gap to bf16.
+"""Every arm trains GPT-2 124M on real text, from the same weights on the same batches: loss curves and the
+gap to bf16.
 
 Training goes on from round to round, and each round ends with the loss on held-out text.
 """

@@ -1,7 +1,7 @@
 """A mixture-of-experts layer without attention: a router, and gated experts as two grouped matmuls.
 
-It does what transformers' default `grouped_mm` experts do: tokens are sorted by expert, each expert's rows are multiplied with
-its own matrix of a stack, and the results are weighted and added per token.
+It does what transformers' default `grouped_mm` experts do: tokens are sorted by expert, each expert's rows
+are multiplied with its own matrix of a stack, and the results are weighted and added per token.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ class MoeLayer(nn.Module):
         h = self.norm(x)
         probabilities, chosen = self.gate(h).float().softmax(-1).topk(self.shape.top)
         expert, order = chosen.reshape(-1).sort()
-        offs = torch.histc(expert.float(), self.shape.experts, 0, self.shape.experts - 1).cumsum(0).to(torch.int32)
+        offs = (
+            torch.histc(expert.float(), self.shape.experts, 0, self.shape.experts - 1)
+            .cumsum(0)
+            .to(torch.int32)
+        )
         made = self.experts(h[order // self.shape.top], offs)
         made = made * probabilities.reshape(-1)[order].unsqueeze(-1).to(made.dtype)
         back = torch.empty_like(order)

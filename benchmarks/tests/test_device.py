@@ -1,4 +1,5 @@
-"""`benchmarks/device.sh`: its parts on a CPU, with the packages of a bare GPU image; limits, failures, and what it leaves."""
+"""`benchmarks/device.sh`: its parts on a CPU, with the packages of a bare GPU image; limits, failures, and
+what it leaves."""
 
 from __future__ import annotations
 
@@ -50,7 +51,13 @@ def environment(folder: Path, packages: list[str] = IMAGE, **more: str) -> dict[
     """Variables with which Python finds no packages but these."""
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(HIDES.format(image=packages))
-    made = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
+    made = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "DEVICE": "cpu",
+    }
     return {**made, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_NO_PLUGINS": "1", **more}
 
 
@@ -63,21 +70,26 @@ def unpacked(out: Path, to: Path) -> dict[str, Path]:
 
 
 def statuses(files: dict[str, Path]) -> dict[str, Any]:
-    return {said["part"]: said["status"] for said in lines.read(files["parts.jsonl"]) if said["part"] != "matmuls"}
+    return {
+        said["part"]: said["status"] for said in lines.read(files["parts.jsonl"]) if said["part"] != "matmuls"
+    }
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- the whole -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.11."), reason="a rented image has torch 2.11")
 @pytest.mark.slow
 def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
-    """Every part ends within the limit, and has results. `--out` is the folder that the variable OUT names."""
+    """Every part ends within the limit, and has results. `--out` is the folder that the variable OUT
+    names."""
     out = tmp_path / "out"
     out.mkdir()
     env = environment(tmp_path / "image", OUT=str(out))
     command = f'bash "{SCRIPT}" first --limit 540 --out "$OUT"'
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=570)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=570
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     files = unpacked(out, tmp_path / "got")
     assert statuses(files) == {part: 0 for part in device.GROUPS["first"] if part != "matmuls"}
@@ -93,7 +105,10 @@ def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
     assert tests == {gpu_tests.BEGUN, "passed", "skipped"}
     assert ElementTree.parse(files["tests.xml"]).getroot().findall(".//testcase")
     measured = lines.read(files["matmuls.jsonl"])
-    assert len(measured[-1]["matmuls"]) == len(list(matmuls.matmuls("tiny"))) and measured[-1]["attention"]["kernels"]
+    assert (
+        len(measured[-1]["matmuls"]) == len(list(matmuls.matmuls("tiny")))
+        and measured[-1]["attention"]["kernels"]
+    )
     kernels, layers = (results.read([files[f"{name}.jsonl"]])[0] for name in ("kernels", "layers"))
     assert {row["arm"]: row["error"] for row in kernels["rows"]} == {"fp8": None, "inductor": None}
     assert [row["arm"] for row in layers["rows"] if not row["error"]] == ["fp8-delayed"]
@@ -104,10 +119,13 @@ def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
 
 @pytest.mark.weekly
 def test_layers_that_are_stopped(tmp_path: Path) -> None:
-    """Rounds without end, and no deadline that the command itself knows of: what was measured stays, and nothing else."""
+    """Rounds without end, and no deadline that the command itself knows of: what was measured stays, and
+    nothing else."""
     more = "--arms eager-bf16 --rounds 100000 --budget 100000".split()
     command = ["bash", SCRIPT, "layers", "--limit", "500", "--out", str(tmp_path / "out"), "--", *more]
-    with subprocess.Popen(command, env=environment(tmp_path / "image"), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment(tmp_path / "image"), stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         said = next(line for line in process.stdout if line.startswith("== layers"))
         work = Path(said.split("--keep ")[1].split()[0])
@@ -140,11 +158,14 @@ def environment_of(process: Path) -> str:
         return ""
 
 
-# -- parts of this test ------------------------------------------------------------------------------------------------
+# -- parts of this test --------------------------------------------------------------------------------------
 
 PARTS = {
     "raises": "raise ValueError('this part is broken')",
-    "deaf": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nfor i in range(999):\n    say(i)\n    time.sleep(0.05)",
+    "deaf": (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nfor i in range(999):\n    say(i)\n    "
+        "time.sleep(0.05)"
+    ),
     "endless": "for i in range(999):\n    say(i)\n    time.sleep(0.05)",
     "good": "say(1)\nprint('done', '--budget' in sys.argv)",
 }
@@ -199,17 +220,28 @@ def test_stopping_the_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        ("everything", {}, "'everything' is none of probe, tests, matmuls, kernels, layers, gpt2, memory, first"),
+        (
+            "everything",
+            {},
+            "'everything' is none of probe, tests, matmuls, kernels, layers, gpt2, memory, first",
+        ),
         ("probe", {"DEVICE": "tpu"}, "'tpu' is none of cuda, cpu"),
         ("probe", {"PYTHON": "no-python"}, "missing: no-python"),
         ("gpt2", {}, "missing: triton (a Python package)\nmissing: tqdm (a Python package)"),
-        pytest.param("probe", {"DEVICE": "cuda", "PYTHONPATH": ""}, "missing: a GPU", marks=pytest.mark.weekly),
+        pytest.param(
+            "probe", {"DEVICE": "cuda", "PYTHONPATH": ""}, "missing: a GPU", marks=pytest.mark.weekly
+        ),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, arguments: str, variables: dict[str, str], message: str) -> None:
+def test_what_is_missing_is_named(
+    tmp_path: Path, arguments: str, variables: dict[str, str], message: str
+) -> None:
     if "GPU" in message and torch.cuda.is_available():
         pytest.skip("there is one")
-    env = environment(tmp_path / "image", [name for name in IMAGE if name not in ("triton", "tqdm")]) | variables
+    env = (
+        environment(tmp_path / "image", [name for name in IMAGE if name not in ("triton", "tqdm")])
+        | variables
+    )
     command = ["bash", SCRIPT, *arguments.split(), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and message in done.stderr
@@ -223,11 +255,16 @@ def test_commands_that_train_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path
         for step in device.PARTS[part]:
             module, *arguments = run.command(part, step, 100.0)
             args = train.parse(arguments)
-            assert (module, args.size, args.budget, args.torchao) == ("benchmarks.train", "full", 80, tmp_path)
+            assert (module, args.size, args.budget, args.torchao) == (
+                "benchmarks.train",
+                "full",
+                80,
+                tmp_path,
+            )
             assert {"bf16", "fp8-delayed"} <= {arm.name for arm in args.arms} and len(args.case) == 1
 
 
-# -- tests -------------------------------------------------------------------------------------------------------------
+# -- tests ---------------------------------------------------------------------------------------------------
 
 ASKED = """
 import os, time, pytest
@@ -252,42 +289,70 @@ def test_short():
 
 @pytest.mark.slow
 def test_tests_in_several_processes(tmp_path: Path) -> None:
-    """One fails, one ends its process, one takes longer than there is time, one file cannot be imported. Of two processes, the
-    first has nothing to wait for, and the second waits for the long one until it is interrupted."""
+    """One fails, one ends its process, one takes longer than there is time, one file cannot be imported. Of
+    two processes, the first has nothing to wait for, and the second waits for the long one until it is
+    interrupted."""
     (tmp_path / "test_asked.py").write_text(ASKED)
     (tmp_path / "test_broken.py").write_text("import no_such_package")
     path, junit = tmp_path / "tests.jsonl", tmp_path / "tests.xml"
-    command = [sys.executable, "-m", "benchmarks.gpu_tests", str(tmp_path), "--processes", "2", "--budget", "200"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_tests",
+        str(tmp_path),
+        "--processes",
+        "2",
+        "--budget",
+        "200",
+    ]
     command += ["--json", str(path), "--junit", str(junit)]
 
     def outcomes() -> dict[str, str]:
-        return {name.rpartition("/")[2].rpartition("::")[2]: line["outcome"] for name, line in gpu_tests.outcomes(path).items()}
+        return {
+            name.rpartition("/")[2].rpartition("::")[2]: line["outcome"]
+            for name, line in gpu_tests.outcomes(path).items()
+        }
 
     passed, failed = ["test_many[0]", "test_after", "test_short"], ["test_many[2]", "test_broken.py"]
     begun = ["test_long", "test_that_ends_its_process"]
-    expected = dict.fromkeys(passed, "passed") | dict.fromkeys(failed, "failed") | dict.fromkeys(begun, gpu_tests.BEGUN)
+    expected = (
+        dict.fromkeys(passed, "passed")
+        | dict.fromkeys(failed, "failed")
+        | dict.fromkeys(begun, gpu_tests.BEGUN)
+    )
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         waits(process, lambda: outcomes() == expected)
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=30)[0]
     assert outcomes() == expected and process.returncode == 1
-    assert "test_many[2]: AssertionError: two is wrong" in said and "no_such_package" in said and "another one goes on" in said
+    assert (
+        "test_many[2]: AssertionError: two is wrong" in said
+        and "no_such_package" in said
+        and "another one goes on" in said
+    )
     last = said.splitlines()[-1]
     assert "2 failed" in last and f"2 {gpu_tests.BEGUN}" in last and last.endswith(" of 8 tests")
     names = {case.get("name") for case in ElementTree.parse(junit).getroot().iter("testcase")}
     assert {"test_many[2]", "test_after"} <= names  # of processes that were interrupted, too
 
 
-# -- the matrix of matmuls ---------------------------------------------------------------------------------------------
+# -- the matrix of matmuls -----------------------------------------------------------------------------------
 
 
 def test_what_the_package_would_call() -> None:
     """On a described H100: scales of rows everywhere, blocks where cuBLASLt takes them. On a B200 also MX."""
     h100, b200 = (catalog.find(name).gpu for name in ("h100", "b200"))
-    chosen = {(x.kind.name, x.gemm, x.m, x.n, x.k): x.chosen(h100, torch.bfloat16) for x in probe.matmuls("full", h100)}
-    assert len(chosen) == 12 * 3 * 3 + 11 * 3 + 12 * 3 and all(chosen[key] for key in chosen if key[0] == "per-tensor")
+    chosen = {
+        (x.kind.name, x.gemm, x.m, x.n, x.k): x.chosen(h100, torch.bfloat16)
+        for x in probe.matmuls("full", h100)
+    }
+    assert len(chosen) == 12 * 3 * 3 + 11 * 3 + 12 * 3 and all(
+        chosen[key] for key in chosen if key[0] == "per-tensor"
+    )
     assert chosen["blockwise", "fprop", 256, 3072, 9216] and not chosen["blockwise", "fprop", 1024, 1536, 640]
-    assert ("rowwise", "wgrad", 768, 768, 8192) in chosen and chosen["grouped, one expert empty", "fprop", 8192, 768, 768]
+    assert ("rowwise", "wgrad", 768, 768, 8192) in chosen and chosen[
+        "grouped, one expert empty", "fprop", 8192, 768, 768
+    ]
     assert sum(x.kind.name == "mxfp8" for x in probe.matmuls("full", b200)) == 12 * 3
     empty = [x for x in probe.matmuls("full", h100) if "empty" in x.kind.name and x.gemm == "wgrad"]
     assert all(x.ends[0] == x.ends[1] and x.ends[-1] == x.k and x.k % 16 == 0 for x in empty)
@@ -298,7 +363,9 @@ def ours(kind: probe.Kind) -> Any:
 
     def call(x: Any) -> Tensor:
         if kind.form == "grouped":
-            return grouped_mm(x.a, x.b, x.a_inv, x.b_inv, x.offs, x.out_dtype, x.fast_accum, [*x.a_block], [*x.b_block])
+            return grouped_mm(
+                x.a, x.b, x.a_inv, x.b_inv, x.offs, x.out_dtype, x.fast_accum, [*x.a_block], [*x.b_block]
+            )
         return ops.block_product(x.a, x.b, x.a_inv, x.b_inv, x.bias, x.out_dtype, False, x.a_block, x.b_block)
 
     return call
@@ -322,7 +389,9 @@ def not_all_is_written(kind: probe.Kind) -> Any:
     return call
 
 
-@pytest.mark.parametrize(("instead", "fine"), [(ours, True), (one_scale_is_wrong, False), (not_all_is_written, False)])
+@pytest.mark.parametrize(
+    ("instead", "fine"), [(ours, True), (one_scale_is_wrong, False), (not_all_is_written, False)]
+)
 def test_matmuls_are_judged(monkeypatch: pytest.MonkeyPatch, instead: Any, fine: bool) -> None:
     monkeypatch.setattr(probe, "KINDS", tuple(kind._replace(call=instead(kind)) for kind in probe.KINDS))
     monkeypatch.setitem(probe.SIZES, "tiny", [(48, 64, 96), (100, 272, 144)])
@@ -340,11 +409,19 @@ def test_matmuls_are_judged(monkeypatch: pytest.MonkeyPatch, instead: Any, fine:
 def test_the_probe_goes_on_in_another_process(tmp_path: Path) -> None:
     """After an error that leaves the device unusable."""
     path = tmp_path / "probe.jsonl"
-    program = "from benchmarks import probe; probe.kernel = probe.facts; probe.unusable = lambda device: True; probe.main()"
+    program = (
+        "from benchmarks import probe; probe.kernel = probe.facts; probe.unusable = lambda "
+        "device: True; probe.main()"
+    )
     command = [sys.executable, "-c", program, "--device", "cpu", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     rows = [row for row in lines.read(path) if row["what"] == "matmul"]
     of = sum(len(matmul.kind.outputs) for matmul in probe.matmuls("tiny", None))
-    assert "the device is unusable to this process" in done.stdout and f"{of} of {of} calls were made" in done.stdout
-    names = [tuple(map(str, (row[key] for key in ("kind", "gemm", "m", "n", "k", "out", "bias")))) for row in rows]
+    assert (
+        "the device is unusable to this process" in done.stdout
+        and f"{of} of {of} calls were made" in done.stdout
+    )
+    names = [
+        tuple(map(str, (row[key] for key in ("kind", "gemm", "m", "n", "k", "out", "bias")))) for row in rows
+    ]
     assert len(names) == len(set(names)) == of

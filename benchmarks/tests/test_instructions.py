@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 missing = unavailable() or instructions.unavailable(H200)
 compiles = pytest.mark.skipif(missing is not None, reason=missing or "")
 
-# -- machine code as text ----------------------------------------------------------------------------------------------
+# -- machine code as text ------------------------------------------------------------------------------------
 
 
 def listing(*lines: str) -> str:
@@ -32,18 +32,44 @@ def counted(*lines: str) -> dict[str, int] | None:
     return None if found is None else dict(found)
 
 
-LOOP = ("MOV R2, 0x0", ".L_x_0:", "FADD R4, R4, R5", "IADD3 R2, R2, 0x10, RZ", "ISETP.GE.AND P0, PT, R2, 0x40, PT")
+LOOP = (
+    "MOV R2, 0x0",
+    ".L_x_0:",
+    "FADD R4, R4, R5",
+    "IADD3 R2, R2, 0x10, RZ",
+    "ISETP.GE.AND P0, PT, R2, 0x40, PT",
+)
 
 
-STARTS = {"HFMA2.MMA R2, -RZ, RZ, 0, 0": 4, "IMAD.MOV.U32 R2, RZ, RZ, -0x10": 5, "CS2R R2, SRZ": 4, "MOV R2, RZ": 4}
+STARTS = {
+    "HFMA2.MMA R2, -RZ, RZ, 0, 0": 4,
+    "IMAD.MOV.U32 R2, RZ, RZ, -0x10": 5,
+    "CS2R R2, SRZ": 4,
+    "MOV R2, RZ": 4,
+}
 BACK = ("@!P0 BRA `(.L_x_0)", "EXIT")
-INNER = ("MOV R3, RZ", ".L_x_1:", "FMUL R4, R4, R5", "IADD3 R3, R3, 0x1, RZ", "ISETP.NE.AND P1, PT, R3, 0x3, PT")
+INNER = (
+    "MOV R3, RZ",
+    ".L_x_1:",
+    "FMUL R4, R4, R5",
+    "IADD3 R3, R3, 0x1, RZ",
+    "ISETP.NE.AND P1, PT, R3, 0x3, PT",
+)
 WIDE = (  # the lower half begins below zero, and its carry brings the upper half to zero
     *("MOV R2, 0xfffffff0", "MOV R3, 0xffffffff", ".L_x_0:", "FADD R4, R4, R5", "IADD3 R2, P0, R2, 0x10, RZ"),
-    *("IADD3.X R3, RZ, R3, RZ, P0, !PT", "ISETP.GE.U32.AND P0, PT, R2, 0x20, PT", "ISETP.GE.U32.AND.EX P0, PT, R3, RZ, PT, P0"),
+    *(
+        "IADD3.X R3, RZ, R3, RZ, P0, !PT",
+        "ISETP.GE.U32.AND P0, PT, R2, 0x20, PT",
+        "ISETP.GE.U32.AND.EX P0, PT, R3, RZ, PT, P0",
+    ),
 )
 WIDE_AND_NEW = (
-    *("UMOV.64 UR4, 0xfffffffffffffff0", ".L_x_0:", "FADD R4, R4, R5", "UIADD3.64 UR4, UPT, UPT, UR4, 0x10, URZ"),
+    *(
+        "UMOV.64 UR4, 0xfffffffffffffff0",
+        ".L_x_0:",
+        "FADD R4, R4, R5",
+        "UIADD3.64 UR4, UPT, UPT, UR4, 0x10, URZ",
+    ),
     *("UISETP.GE.U64.AND UP0, UPT, UR4, 0x20, UPT", "BRA.U !UP0, `(.L_x_0)", "EXIT"),
 )
 
@@ -75,12 +101,26 @@ def test_a_loop_of_unknown_length_is_not_counted(overwritten):
     ("lines", "count"),
     [
         (  # a slow path does not count
-            ("@P0 BRA `(.L_x_0)", "MOV R4, 0x10", "CALL.REL.NOINC `($div)", ".L_x_0:", "FMUL R1, R1, R2", "EXIT"),
+            (
+                "@P0 BRA `(.L_x_0)",
+                "MOV R4, 0x10",
+                "CALL.REL.NOINC `($div)",
+                ".L_x_0:",
+                "FMUL R1, R1, R2",
+                "EXIT",
+            ),
             {"BRA": 1, "FMUL": 1, "EXIT": 1},
         ),
         (("@P0 BRA `(.L_x_0)", "FADD R4, R4, R5", ".L_x_0:", "EXIT"), {"BRA": 1, "FADD": 1, "EXIT": 1}),
         (  # what is issued counts, also if its predicate is false; a NOP is not code
-            ("ISETP.GE.AND P0, PT, RZ, 0x1, PT", "@P0 FADD R1, R1, R2", "@P0 EXIT", "NOP", "MUFU.EX2 R1, R1", "EXIT"),
+            (
+                "ISETP.GE.AND P0, PT, RZ, 0x1, PT",
+                "@P0 FADD R1, R1, R2",
+                "@P0 EXIT",
+                "NOP",
+                "MUFU.EX2 R1, R1",
+                "EXIT",
+            ),
             {"ISETP": 1, "FADD": 1, "EXIT": 2, "MUFU": 1},
         ),
     ],
@@ -89,7 +129,7 @@ def test_what_counts_outside_of_loops(lines, count):
     assert counted(*lines) == count
 
 
-# -- compiled kernels --------------------------------------------------------------------------------------------------
+# -- compiled kernels ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +154,8 @@ def looping():
 @compiles
 @pytest.mark.parametrize(("target", "trips"), [("sm_90", 2), ("sm_90", 64), ("sm_89", 19), ("sm_120", 19)])
 def test_loops_that_ptxas_unrolls(looping, target, trips):
-    """The instructions that move memory are those of the source, however the loops were unrolled: a thread moves four numbers
-    at a time."""
+    """The instructions that move memory are those of the source, however the loops were unrolled: a thread
+    moves four numbers at a time."""
     from tests.support.machine_code import TARGETS, compile_function
 
     types, constants = {"x": "*fp32", "y": "*fp32"}, {"WIDTH": 512 * trips, "BLOCK": 512}
@@ -178,10 +218,11 @@ def test_every_generated_kernel_gets_its_call():
     begins = {"user": "fp8_", "triton": "triton_"}
     assert all(calls[i].name.startswith(begins[origin]) for i, origin in generated.items())
     first = {origin: calls[i] for i, origin in generated.items()}
-    assert all(instructions.seconds(call, H200) for call in first.values())  # one of each kind: a second a kernel
+    # one of each kind: a second a kernel
+    assert all(instructions.seconds(call, H200) for call in first.values())
 
 
-# -- times -------------------------------------------------------------------------------------------------------------
+# -- times ---------------------------------------------------------------------------------------------------
 
 
 def test_the_time_of_a_launch_is_that_of_its_busiest_sm():

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.kernels`: which kernel is what, each family against eager operators, and what is measured of it."""
+"""`python -m benchmarks.kernels`: which kernel is what, each family against eager operators, and what is
+measured of it."""
 
 from __future__ import annotations
 
@@ -45,13 +46,17 @@ NAMES = {
         "void at::native::float8_copy_kernel_cuda",
         "triton_poi_fused_mul_9",
         "fp8_gelu_cast_transpose_amax",
-        "fp8_softmax_attention_gemm_cast",  # a generated kernel is an FP8 cast, whatever words its name contains
+        # a generated kernel is an FP8 cast, whatever words its name contains
+        "fp8_softmax_attention_gemm_cast",
         "fp8_amax",
         "fp8_update_0",
     ],
     "other": [
         "triton_poi_fused_add_mul_native_layer_norm_2",
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float>>",
+        (
+            "void at::native::(anonymous "
+            "namespace)::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float>>"
+        ),
         "Memcpy DtoD (Device -> Device)",
         "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>>",
     ],
@@ -81,7 +86,12 @@ def triton_poi_fused_mul_1(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
 
 
 def test_kernel_times_are_per_step():
-    events = [("nvjet_qqtst_1", 100.0), ("nvjet_qqtst_1", 300.0), ("flash_fwd_kernel", 50.0), ("flash_fwd_kernel", 50.0)]
+    events = [
+        ("nvjet_qqtst_1", 100.0),
+        ("nvjet_qqtst_1", 300.0),
+        ("flash_fwd_kernel", 50.0),
+        ("flash_fwd_kernel", 50.0),
+    ]
     found = kernel_classes.summarise(events, (), steps=2)
     assert found["classes"]["fp8_gemm"] == {"count": 1.0, "ms": 0.2}
     assert found["classes"]["attention"] == {"count": 1.0, "ms": 0.05}
@@ -89,9 +99,10 @@ def test_kernel_times_are_per_step():
     assert found["longest"][0]["name"] == "nvjet_qqtst_1"
 
 
-# -- the benchmark -----------------------------------------------------------------------------------------------------
+# -- the benchmark -------------------------------------------------------------------------------------------
 
-TWICE = ("tensorwise", "gelu-backward", "layer-norm-backward")  # an amax or a column sum is a kernel of its own
+# an amax or a column sum is a kernel of its own
+TWICE = ("tensorwise", "gelu-backward", "layer-norm-backward")
 
 
 @pytest.mark.slow
@@ -107,7 +118,11 @@ def test_families(tmp_path):
         assert fp8["error"] is None and inductor["error"] is None and fp8["checked"] and inductor["checked"]
         assert len(fp8["generated"]) == (2 if name in TWICE else 1) and inductor["generated"] == []
         assert {kernel_classes.classify(kernel) for kernel in fp8["generated"]} == {"cast"}
-        assert all(row[key] is None for row in (fp8, inductor) for key in ("ms", "gb_per_s", "copy_gb_per_s", "share"))
+        assert all(
+            row[key] is None
+            for row in (fp8, inductor)
+            for key in ("ms", "gb_per_s", "copy_gb_per_s", "share")
+        )
     text = printed.getvalue()
     assert result["device"]["name"] == "cpu" and result["size"] == "tiny" and result["name"] == "kernels:part"
     assert "GB/s" not in text and " ms" not in text and "this is no device" in text
@@ -144,7 +159,9 @@ def test_other_outputs_are_found():
 
 def test_a_plan_that_is_wrong_is_not_timed(monkeypatch, tmp_path, capsys):
     first = kernels.Plan.first
-    monkeypatch.setattr(kernels.Plan, "first", lambda self, *inputs: tuple(-x.float() for x in first(self, *inputs)))
+    monkeypatch.setattr(
+        kernels.Plan, "first", lambda self, *inputs: tuple(-x.float() for x in first(self, *inputs))
+    )
     path = tmp_path / "r.json"
     assert kernels.main(["--device", "cpu", "--family", "gelu", "--shape", "16x16", "--json", str(path)]) == 1
     assert [row["error"][:17] for row in json.loads(path.read_text())["rows"]] == ["Wrong: output 0 i"] * 2
@@ -168,7 +185,9 @@ def test_speed_is_bytes_over_the_median_time(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    seen = iter([[("Memset (Device)", 9.0)], [("Memset (Device)", 9.0), ("fp8_amax", 3.0), ("fp8_amax", 5.0)]])
+    seen = iter(
+        [[("Memset (Device)", 9.0)], [("Memset (Device)", 9.0), ("fp8_amax", 3.0), ("fp8_amax", 5.0)]]
+    )
     monkeypatch.setattr(kernels.Device, "profiled", lambda self, call: next(seen))
     calls: list[int] = []
     found = kernels.Device(30, "cpu", 16).timed(lambda: calls.append(1), size=10**7)
@@ -183,11 +202,15 @@ def test_counted_bytes_of_kernels(tmp_path, capsys):
     if kernels.fake_gpu.unavailable():
         pytest.skip(kernels.fake_gpu.unavailable())
     path = tmp_path / "r.json"
-    assert kernels.main(["--static", "--family", "gelu-backward", "--shape", "4096x1024", "--json", str(path)]) == 0
+    assert (
+        kernels.main(["--static", "--family", "gelu-backward", "--shape", "4096x1024", "--json", str(path)])
+        == 0
+    )
     fp8, inductor = results.read([path])[0]["rows"]
     assert fp8["generated"] and not inductor["generated"]
     must = fp8["bytes"] / 1e9
-    assert must <= fp8["static"]["gb"] < 1.05 * must < 1.5 * must < inductor["static"]["gb"]  # Inductor reads both inputs twice
+    # Inductor reads both inputs twice
+    assert must <= fp8["static"]["gb"] < 1.05 * must < 1.5 * must < inductor["static"]["gb"]
     assert "| gelu-backward 4096x1024 |" in tables.markdown(results.read([path]))
     assert "estimate" not in capsys.readouterr().out
 
@@ -203,12 +226,27 @@ def test_out_of_time():
 def test_blocks(tmp_path) -> None:
     """Each block of two families, in two processes: the kernels give what the eager operators give."""
     file = tmp_path / "blocks.jsonl"
-    given = ["--device", "cpu", "--processes", "2", "--family", "weight", "rms-norm", "--stages", "0", "3", "--json", str(file)]
+    given = [
+        "--device",
+        "cpu",
+        "--processes",
+        "2",
+        "--family",
+        "weight",
+        "rms-norm",
+        "--stages",
+        "0",
+        "3",
+        "--json",
+        str(file),
+    ]
     assert blocks.main(given) == 0
     found = lines.read(file)
     of = (("weight", 0), ("rms-norm", 0), ("rms-norm", 3))
     wanted = {(name, block, stages) for name, stages in of for block in blocks.POINTS[name][1]}
-    assert {(row["family"], tuple(row["config"]), row["stages"]) for row in found} == wanted and len(found) == len(wanted)
+    assert {(row["family"], tuple(row["config"]), row["stages"]) for row in found} == wanted and len(
+        found
+    ) == len(wanted)
     assert all(row["kernels"] for row in found)
     for row in found:
         assert any(name.endswith("_3") for name in row["kernels"]) == (row["stages"] == 3)

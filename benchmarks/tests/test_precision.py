@@ -1,8 +1,9 @@
-"""The claims of docs/accuracy.md and notes/accuracy.md about precision, at a fixed seed, and the study of headroom.
+"""The claims of docs/accuracy.md and notes/accuracy.md about precision, at a fixed seed, and the study of
+headroom.
 
-`python -m benchmarks.sqnr` and `python -m benchmarks.margins` have the whole tables. Floors are for normal data: 28 dB for an
-output, 28 dB for E4M3 gradients and 24 dB for E5M2 gradients; lower after the three linears of a SwiGLU block. The gain of
-finer scales is asserted as a distance to tensorwise scaling.
+`python -m benchmarks.sqnr` and `python -m benchmarks.margins` have the whole tables. Floors are for normal
+data: 28 dB for an output, 28 dB for E4M3 gradients and 24 dB for E5M2 gradients; lower after the three
+linears of a SwiGLU block. The gain of finer scales is asserted as a distance to tensorwise scaling.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def measured(model: str, data: str, arm: str) -> dict[str, float]:
 
 
 @pytest.mark.cases(slow=3)
-@pytest.mark.parametrize("arm", [arm if arm == "delayed" else pytest.param(arm, marks=slow) for arm in sqnr.ARMS])
+@pytest.mark.parametrize(
+    "arm", [arm if arm == "delayed" else pytest.param(arm, marks=slow) for arm in sqnr.ARMS]
+)
 def test_linear(arm: str) -> None:
     db = measured("linear", "normal", arm)
     assert 28.0 <= db["y"] < 32.0
@@ -55,8 +58,8 @@ def test_swiglu(arm: str) -> None:
 @slow
 @pytest.mark.parametrize("arm", FINER)
 def test_with_outliers_gradients_gain_by_finer_recipes(arm: str) -> None:
-    """1% of elements are 50 times larger, which is within E4M3's range. Most of the gain comes from E4M3 for gradients, which
-    finer scales allow."""
+    """1% of elements are 50 times larger, which is within E4M3's range. Most of the gain comes from E4M3 for
+    gradients, which finer scales allow."""
     base, db = measured("linear", "outliers", "tensorwise"), measured("linear", "outliers", arm)
     assert db["dx"] > base["dx"] + 3.0 and db["weight"] > base["weight"] + 3.0
     if arm.startswith("rowwise"):  # a row's amax is exact in FP8, and with outliers it is much of the row
@@ -68,26 +71,33 @@ def test_with_outliers_gradients_gain_by_finer_recipes(arm: str) -> None:
 @slow
 @pytest.mark.parametrize("arm", FINER)
 def test_tokens_that_have_grown_do_not_take_the_others_with_them(arm: str) -> None:
-    """1% of tokens are 10,000 times larger: with one scale for all, the product in a SwiGLU block loses the other tokens."""
+    """1% of tokens are 10,000 times larger: with one scale for all, the product in a SwiGLU block loses the
+    other tokens."""
     base, db = measured("swiglu", "outlier tokens", "tensorwise"), measured("swiglu", "outlier tokens", arm)
     assert base["y"] < 3.0 and db["y"] > 23.0
     assert db["dx"] > base["dx"] + 3.0
-    assert measured("linear", "outlier tokens", arm)["y"] > measured("linear", "outlier tokens", "tensorwise")["y"] + 2.0
+    assert (
+        measured("linear", "outlier tokens", arm)["y"]
+        > measured("linear", "outlier tokens", "tensorwise")["y"] + 2.0
+    )
 
 
-# -- headroom ----------------------------------------------------------------------------------------------------------
+# -- headroom ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_casts_are_measured_continued_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E5M2 has spare binades where E4M3 has none left; without a spread of magnitudes, tokens have the tensor's SQNR."""
+    """E5M2 has spare binades where E4M3 has none left; without a spread of magnitudes, tokens have the
+    tensor's SQNR."""
     monkeypatch.setattr(margins, "SPANS", (0, 24))
     path, page = tmp_path / "found.jsonl", tmp_path / "page.md"
     page.write_text("<!-- table: margins -->\n<!-- end -->\n")
     timm = {"part": "timm", "model": "beit", "arm": "11", "lowest": [0.99, 0.96], "below": 2, "compared": 300}
-    path.write_text("".join(json.dumps(row) + "\n" for row in (timm, {"part": "casts", "format": "e5m2", "span": 0})))
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in (timm, {"part": "casts", "format": "e5m2", "span": 0}))
+    )
     margins.main(["--part", "casts", "--out", str(path), "--update", str(page)])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     found = {(row["format"], row["span"]): row for row in rows if row["part"] == "casts"}
@@ -95,13 +105,19 @@ def test_casts_are_measured_continued_and_shown(
     assert set(found) == {(form, span) for form in ("e5m2", "e4m3") for span in (0, 24)}
     assert found["e5m2", 0]["tensor"] == pytest.approx([25.6] * 13, abs=0.1)
     assert found["e4m3", 0]["tensor"][0] > 31 > found["e4m3", 0]["tensor"][12]
-    assert found["e4m3", 24]["token"][0] - found["e4m3", 24]["token"][3] > 10 > 1 > 25.6 - found["e5m2", 24]["token"][11]
+    assert (
+        found["e4m3", 24]["token"][0] - found["e4m3", 24]["token"][3]
+        > 10
+        > 1
+        > 25.6 - found["e5m2", 24]["token"][11]
+    )
     assert "0.960 (2 of 300)" in page.read_text() and "| e4m3, 24 binades" in page.read_text()
     assert "median token" in capsys.readouterr().out
 
 
 def test_a_gradient_that_doubles_beyond_its_margin() -> None:
-    """A gradient grows 32 times: it saturates with every margin below 5, but only in the call in which it grows."""
+    """A gradient grows 32 times: it saturates with every margin below 5, but only in the call in which it
+    grows."""
     model = nn.Sequential(nn.Linear(128, 128, bias=False))
     recorder = margins.Recorder(model)
     saturated = {}

@@ -1,4 +1,5 @@
-"""Results of benchmarks: files, ratios, tables and pictures; estimates, and the matmuls that the cost model knows."""
+"""Results of benchmarks: files, ratios, tables and pictures; estimates, and the matmuls that the cost model
+knows."""
 
 from __future__ import annotations
 
@@ -18,15 +19,42 @@ FP8 = {"fp8": 6, "high_precision": 3, "fp8_flop_fraction": 0.9, "summary": ""}
 
 def kernel_row(plan: str, point: str, ms: float) -> dict:
     family, shape = point.split()
-    found = {"arm": plan, "kind": "kernels", "point": point, "error": None, "family": family, "bytes": 10**9, "checked": True}
+    found = {
+        "arm": plan,
+        "kind": "kernels",
+        "point": point,
+        "error": None,
+        "family": family,
+        "bytes": 10**9,
+        "checked": True,
+    }
     found |= {"shape": [*map(int, shape.split("x"))], "generated": [], "what": ""}
-    return {**found, "ms": {"median": ms}, "gb_per_s": 1e3 / ms, "copy_gb_per_s": 4000.0, "share": 0.25 / ms, "kernels": []}
+    return {
+        **found,
+        "ms": {"median": ms},
+        "gb_per_s": 1e3 / ms,
+        "copy_gb_per_s": 4000.0,
+        "share": 0.25 / ms,
+        "kernels": [],
+    }
 
 
 def kernel_result() -> dict:
     rows = [kernel_row(plan, "gelu 8x8", ms) for plan, ms in (("fp8", 0.26), ("inductor", 0.52))]
-    made = dict.fromkeys(results.TOP) | {"schema": 1, "case": "kernels", "name": "kernels", "size": "full", "static": False}
-    made |= {"date": "2026-01-01T00:00:00", "device": {"name": "NVIDIA H200"}, "settings": {}, "variant": {}, "goal": 0.9}
+    made = dict.fromkeys(results.TOP) | {
+        "schema": 1,
+        "case": "kernels",
+        "name": "kernels",
+        "size": "full",
+        "static": False,
+    }
+    made |= {
+        "date": "2026-01-01T00:00:00",
+        "device": {"name": "NVIDIA H200"},
+        "settings": {},
+        "variant": {},
+        "goal": 0.9,
+    }
     return {**made, "rows": rows}
 
 
@@ -52,7 +80,7 @@ def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):
     assert plot.draw(results.read([tmp_path / "k.json"]), tmp_path / "out") == []
 
 
-# -- results, tables and pictures --------------------------------------------------------------------------------------
+# -- results, tables and pictures ----------------------------------------------------------------------------
 
 
 def row(arm: str, rate: float, point: str = "", **more) -> dict:
@@ -60,9 +88,19 @@ def row(arm: str, rate: float, point: str = "", **more) -> dict:
     classes = {kind: {"count": 1.0, "ms": 1000 / rate} for kind in kernel_classes.CLASSES}
     steps = {part: 1e3 / rate for part in ("total", "forward", "backward", "optimizer")}
     made = train.ArmRun(arms.ARMS[arm], how="inductor", warmups=[9.0, 4.0])
-    made.profile = {"kernels": {"classes": classes, "count": 5.0, "busy_ms": 5000 / rate, "longest": []}, "decisions": FP8}
+    made.profile = {
+        "kernels": {"classes": classes, "count": 5.0, "busy_ms": 5000 / rate, "longest": []},
+        "decisions": FP8,
+    }
     memory = {"allocated": 10**9, "reserved": 2 * 10**9}
-    turn = {"tokens": 100, "span_ms": 1e5 / rate, "steps": [steps], "memory": memory, "losses": [2.0, 1.0], "validation": None}
+    turn = {
+        "tokens": 100,
+        "span_ms": 1e5 / rate,
+        "steps": [steps],
+        "memory": memory,
+        "losses": [2.0, 1.0],
+        "validation": None,
+    }
     made.turns = [turn, {**turn, "validation": [2, 1.5]}]
     case = CASES["ffn-half"]
     found = train.row_of(made, case.points("tiny", case.variant({}), Fit(0, 1))[0], warmup=1)
@@ -72,8 +110,20 @@ def row(arm: str, rate: float, point: str = "", **more) -> dict:
 def result(name: str, rows: list[dict], **more) -> dict:
     case, variant, name = parse_case(name, CASES)
     results.add_ratios(rows)
-    made = dict.fromkeys(results.TOP) | {"schema": 1, "case": case.name, "name": name, "size": "full", "static": False}
-    made |= {"date": "2026-01-01T00:00:00", "device": {"name": "NVIDIA H200"}, "variant": variant, "settings": {}, "rows": rows}
+    made = dict.fromkeys(results.TOP) | {
+        "schema": 1,
+        "case": case.name,
+        "name": name,
+        "size": "full",
+        "static": False,
+    }
+    made |= {
+        "date": "2026-01-01T00:00:00",
+        "device": {"name": "NVIDIA H200"},
+        "variant": variant,
+        "settings": {},
+        "rows": rows,
+    }
     return {**made, "title": case.title, "goal": case.goal(variant), **more}
 
 
@@ -109,7 +159,11 @@ def test_tables(tmp_path):
     page = page_in(tmp_path)
     results.write(made, tmp_path / "r.json")
     assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
-    assert "| fp8-delayed |" in page.read_text() and "old" not in page.read_text() and page.read_text().endswith("z\n")
+    assert (
+        "| fp8-delayed |" in page.read_text()
+        and "old" not in page.read_text()
+        and page.read_text().endswith("z\n")
+    )
 
 
 @pytest.mark.slow
@@ -123,18 +177,26 @@ def test_pictures(tmp_path):
     ]
     for made in (
         result("dit", [row("bf16", 100), row("fp8-delayed", 140), failed("torchao-rowwise")]),
-        result("llama-8b-layers:seq=2048", [row("bf16", 100), row("torchao-rowwise", 110), row("fp8-tensorwise", 130)]),
+        result(
+            "llama-8b-layers:seq=2048",
+            [row("bf16", 100), row("torchao-rowwise", 110), row("fp8-tensorwise", 130)],
+        ),
         result("linear:grid=6", grid),
         result("loss", [row("bf16", 100), row("fp8-delayed", 140)]),
     ):
         results.write(made, tmp_path / f"{made['case']}.json")
     assert plot.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    names = {"speed-nvidia-h200", "memory-nvidia-h200", "never-slower-nvidia-h200-fp8-delayed", "loss-nvidia-h200"}
+    names = {
+        "speed-nvidia-h200",
+        "memory-nvidia-h200",
+        "never-slower-nvidia-h200-fp8-delayed",
+        "loss-nvidia-h200",
+    }
     assert {path.stem for path in (tmp_path / "out").iterdir()} == names
     assert all(path.stat().st_size > 10_000 for path in (tmp_path / "out").iterdir())
 
 
-# -- the estimate ------------------------------------------------------------------------------------------------------
+# -- the estimate --------------------------------------------------------------------------------------------
 
 
 def test_extrapolation():
@@ -152,7 +214,8 @@ def test_estimate_of_a_linear():
     assert bf16["count.bf16_gemm"] == fp8["count.fp8_gemm"] == 3
     assert bf16["tflop.bfloat16"] == fp8["tflop.fp8"] == pytest.approx(3 * 2 * 15872 * 4096 * 12288 / 1e12)
     assert bf16["roofline_ms"] > fp8["roofline_ms"]
-    assert bf16["ms.bf16_gemm"] == pytest.approx(bf16["roofline_ms"]) and bf16["optimizer_ms"] == 0  # a linear has no optimizer
+    # a linear has no optimizer
+    assert bf16["ms.bf16_gemm"] == pytest.approx(bf16["roofline_ms"]) and bf16["optimizer_ms"] == 0
     assert 0 < bf16["roofline_ms_without_waves"] < bf16["roofline_ms"]
     with pytest.raises(ValueError, match="eager kernels are not compiled"):
         static.estimate(qkv, arms.ARMS["eager-bf16"])
@@ -182,14 +245,20 @@ def test_the_ceiling_of_free_casts():
     # 10 ms of matmuls, and the other kernels of bf16 or its own, whichever are faster
     assert [r["ratio"]["free_casts"] for r in rows] == [1.0, 30 / 20, 30 / 19]
     made = tables.ceilings([{"name": "ffn", "goal": 1.55, "rows": rows}])
-    assert made.splitlines()[-1].split("|")[1].strip() == "ffn" and " 1.25 " in made and made.rstrip().endswith("1.50 |")
+    assert (
+        made.splitlines()[-1].split("|")[1].strip() == "ffn"
+        and " 1.25 " in made
+        and made.rstrip().endswith("1.50 |")
+    )
 
 
 def test_the_matmuls_that_the_cost_model_knows(tmp_path, capsys):
     """Every gemm in three ways, and what attention runs; nothing here is a measurement."""
     assert matmuls.main(["--device", "cpu", "--json", str(tmp_path / "out" / "matmuls.json")]) == 0
     found = json.loads((tmp_path / "out" / "matmuls.json").read_text())
-    assert len(found["matmuls"]) == 18 and all(row[way] > 0 for row in found["matmuls"] for way in matmuls.WAYS)
+    assert len(found["matmuls"]) == 18 and all(
+        row[way] > 0 for row in found["matmuls"] for way in matmuls.WAYS
+    )
     assert {(row["m"], row["n"], row["k"]) for row in found["matmuls"] if row["layer"] == "gate+up"} == {
         (64, 448, 64),
         (64, 64, 448),

@@ -1,4 +1,5 @@
-"""Studies that train: the statistics of the training study, a run of an arm, a soak with faults, optimizers, random models."""
+"""Studies that train: the statistics of the training study, a run of an arm, a soak with faults, optimizers,
+random models."""
 
 from __future__ import annotations
 
@@ -17,18 +18,22 @@ from benchmarks import never_slower, recipes, soak, whole_steps
 from fp8compile.dryrun import fake_gpu
 from tests.support.straight import straight
 
-needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+needs_description = pytest.mark.skipif(
+    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
+)
 
 
-# -- the training study ------------------------------------------------------------------------------------------------
+# -- the training study --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_interval_and_welch_by_hand() -> None:
     mean, half = recipes.mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert mean == 3.0 and half == pytest.approx(2.776 * math.sqrt(2.5 / 5), rel=1e-3)  # Student's t for 4 degrees of freedom
-    # Student's t has a closed form for two degrees of freedom, and Welch's formula gives two where one sample has no variance:
-    # the sample [1, 3, 5] has mean 3 and standard error sqrt(4 / 3), so its distance from 0 is t = 3 / sqrt(4 / 3)
+    # Student's t for 4 degrees of freedom
+    assert mean == 3.0 and half == pytest.approx(2.776 * math.sqrt(2.5 / 5), rel=1e-3)
+    # Student's t has a closed form for two degrees of freedom, and Welch's formula gives two where one sample
+    # has no variance: the sample [1, 3, 5] has mean 3 and standard error sqrt(4 / 3), so its distance from 0
+    # is t = 3 / sqrt(4 / 3)
     t = 3 / math.sqrt(4 / 3)
     assert recipes.welch([0.0, 0.0, 0.0], [1.0, 3.0, 5.0]) == pytest.approx(1 - t / math.sqrt(2 + t * t))
     assert math.isnan(recipes.welch([1.0], [1.0, 2.0])) and math.isnan(recipes.mean_interval([1.0])[1])
@@ -36,19 +41,33 @@ def test_interval_and_welch_by_hand() -> None:
 
 def row(arm: str, seed: int, late: float) -> dict[str, Any]:
     settings = {name: getattr(recipes.Study(), name) for name in recipes.FIELDS}
-    return {"arm": arm, "seed": seed, **settings, "loss": late, "late": late, "evaluations": [[100, 3.0], [1500, late]]}
+    return {
+        "arm": arm,
+        "seed": seed,
+        **settings,
+        "loss": late,
+        "late": late,
+        "evaluations": [[100, 3.0], [1500, late]],
+    }
 
 
 @pytest.mark.slow
 def test_summary_table_and_plot(tmp_path: Path) -> None:
     rows = [row("bf16", seed, 2.0 + seed) for seed in range(3)]
-    rows += [row("rowwise", seed, (2.0 + seed) * (1.001 + 0.0001 * seed)) for seed in range(4)]  # seed 3 has no partner
+    # seed 3 has no partner
+    rows += [row("rowwise", seed, (2.0 + seed) * (1.001 + 0.0001 * seed)) for seed in range(4)]
     rows += [row("delayed", 0, 2.2)]
     found = {summary.arm: summary for summary in recipes.summarise(rows)}
-    assert found["rowwise"].gaps == pytest.approx([0.10, 0.11, 0.12]) and found["delayed"].gaps == pytest.approx([10.0])
+    assert found["rowwise"].gaps == pytest.approx([0.10, 0.11, 0.12]) and found[
+        "delayed"
+    ].gaps == pytest.approx([10.0])
     text = recipes.overview(list(found.values()))
     assert "0.2%: met" in text and "0.5%: missed" in text and "+0.085 to +0.135%" in text
-    assert [recipes.verdict(-0.1, half, 0.2) for half in (0.1, 0.11, math.nan)] == ["met", "met by the mean", "met by the mean"]
+    assert [recipes.verdict(-0.1, half, 0.2) for half in (0.1, 0.11, math.nan)] == [
+        "met",
+        "met by the mean",
+        "met by the mean",
+    ]
     recipes.plot(rows, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="bf16"):
@@ -84,7 +103,7 @@ def test_a_run(study: recipes.Study) -> None:
     json.dumps(made)
 
 
-# -- cached weights ----------------------------------------------------------------------------------------------------
+# -- cached weights ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.weekly
@@ -96,13 +115,15 @@ def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(path.read_text())["recipes"]["delayed"]
     plain, cached, early = (found[arm] for arm in ("plain", "cached", "cached-by-step"))
     assert early["cast_kernels"] == 7 < cached["cast_kernels"]
-    assert early["cast_bytes"] == pytest.approx(4, abs=0.01) and cached["cast_bytes"] == pytest.approx(6, abs=0.01)
+    assert early["cast_bytes"] == pytest.approx(4, abs=0.01) and cached["cast_bytes"] == pytest.approx(
+        6, abs=0.01
+    )
     assert cached["update_bytes"] < early["update_bytes"] < cached["update_bytes"] + 0.04
     assert early["ms"] < cached["ms"] < plain["ms"] / 1.03
     assert "cached-by-step" in capsys.readouterr().out
 
 
-# -- random models -----------------------------------------------------------------------------------------------------
+# -- random models -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.weekly
@@ -114,7 +135,7 @@ def test_never_slower(seed: int) -> None:
     assert not never_slower.slower(row), row
 
 
-# -- the soak ----------------------------------------------------------------------------------------------------------
+# -- the soak ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -127,14 +148,17 @@ def test_a_short_soak() -> None:
     assert row["losses"][-1] < row["losses"][0] - 0.5
     # a NaN batch: ranks 2 and 3 had it, and no slot moved there. On the others, every slot took in an amax
     ranks = row["faults"]["nan"]["ranks"]
-    assert [rank["moved"] for rank in ranks] == [ranks[0]["slots"], ranks[1]["slots"], 0, 0] and ranks[0]["slots"] == 20
+    assert [rank["moved"] for rank in ranks] == [ranks[0]["slots"], ranks[1]["slots"], 0, 0] and ranks[0][
+        "slots"
+    ] == 20
     assert row["bad"] == 0  # no state was ever not finite
     # overflows are on the ranks that had them
     first, second, third, fourth = ({*rank["overflows"]} for rank in row["faults"]["loss"]["ranks"])
     assert {"down.weight (gradient)", "q.weight (gradient)"} <= first & second and not third | fourth
     first, second, third, fourth = ({*rank["overflows"]} for rank in row["faults"]["weight"]["ranks"])
     assert "gate.weight (input)" in second & fourth and not first | third
-    # steps 12 and 13 ran twice, bitwise. Until the last fault, tensor-parallel neighbours have the same copies
+    # steps 12 and 13 ran twice, bitwise. Until the last fault, tensor-parallel neighbours have the same
+    # copies
     assert (row["replayed"], row["alike"]) == (2, 2)
     drift = dict(row["drift"])
     assert drift.keys() == {3, 7, 11, 15, 19} and not any(drift[step] for step in (3, 7, 11, 15))
@@ -148,14 +172,30 @@ def test_a_soak_that_hangs_is_an_error() -> None:
         soak.run("delayed", soak.Study(limit=0.0).clean)
 
 
-def step(number: int, loss: float, attempt: int = 0, overflows: tuple[str, ...] = (), bad: int = 0) -> dict[str, Any]:
+def step(
+    number: int, loss: float, attempt: int = 0, overflows: tuple[str, ...] = (), bad: int = 0
+) -> dict[str, Any]:
     ranks = [{"bad": bad, "moved": 1, "slots": 1, "overflows": list(overflows)}] * soak.RANKS
-    return {"step": number, "loss": loss, "skipped": loss != loss, "ranks": ranks, "attempt": attempt, "apart": None}
+    return {
+        "step": number,
+        "loss": loss,
+        "skipped": loss != loss,
+        "ranks": ranks,
+        "attempt": attempt,
+        "apart": None,
+    }
 
 
 def test_summary_table_and_plot_of_a_soak(tmp_path: Path) -> None:
-    """Overflows are seen a step later; a step that ran twice counts once, with the loss of the second time."""
-    steps = [step(0, 3.0), step(1, float("nan")), step(2, 2.0, bad=1), step(3, 2.5), step(4, 2.0, overflows=("a",))]
+    """Overflows are seen a step later; a step that ran twice counts once, with the loss of the second
+    time."""
+    steps = [
+        step(0, 3.0),
+        step(1, float("nan")),
+        step(2, 2.0, bad=1),
+        step(3, 2.5),
+        step(4, 2.0, overflows=("a",)),
+    ]
     steps += [step(3, 2.5, 1), step(4, 1.5, 1, ("a", "b")), step(5, 1.0, 1)]
     study = soak.Study(steps=6, nan=1, loss=None, kill=5, weight=3)
     made = {"arm": "delayed", **vars(study), "apart": 0.5, **soak.summary(steps, study)}
@@ -163,7 +203,10 @@ def test_summary_table_and_plot_of_a_soak(tmp_path: Path) -> None:
     assert (made["replayed"], made["alike"]) == (2, 1) and made["losses"] == [3.0, None, 2.0, 2.5, 1.5, 1.0]
     assert [rank["overflows"] for rank in made["faults"]["weight"]["ranks"]] == [["a", "b"]] * soak.RANKS
     clean = {**made, **vars(study.clean), "late": 0.8, "faults": {}, "replayed": 0}
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in soak.tabled([clean, made]).splitlines()[2:]]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in soak.tabled([clean, made]).splitlines()[2:]
+    ]
     assert cells[0][:4] == ["delayed", "clean", "0.8000", ""]
     assert cells[1][:8] == ["delayed", "faults", "1.0000", "+25.00%", "1", "4", "1 of 2", "0+0+0+0, 2+2+2+2"]
     soak.plot([clean, made], tmp_path / "a.png")

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.train`: its cases, tiny, on a CPU; its arms, its errors, and what it writes while it runs."""
+"""`python -m benchmarks.train`: its cases, tiny, on a CPU; its arms, its errors, and what it writes while it
+runs."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("results")
     variant = "llama-8b-layers:ckpt=1,accum=8"
     cases = [part for name in [*CASES, variant] for part in ("--case", name)]
-    flags = "--arms fp8-delayed --rounds 2 --steps 1 --warmup 1 --device cpu --interpreted --no-warm-compile".split()
+    flags = (
+        "--arms fp8-delayed --rounds 2 --steps 1 --warmup 1 --device cpu --interpreted --no-warm-compile"
+    ).split()
     done = run(*cases, *flags, "--json", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return {result["name"]: result for result in results.read([folder])}
@@ -50,7 +53,8 @@ def test_case(measured, name):
     assert row["fp8"]["proof"].startswith("not applicable: emulated")
     assert row["fp8"]["decisions"]["fp8"] >= 3
     assert row["kernels"] is None and row["memory"] is None
-    # a warm-up, and two rounds of one step with an untimed one before it, except at the start of `loss`; `linear` has no loss
+    # a warm-up, and two rounds of one step with an untimed one before it, except at the start of `loss`;
+    # `linear` has no loss
     assert len(row["losses"]) == {"linear": 0, "loss": 4}.get(name, 5)
     if name == "loss":  # its training goes on: steps since the start, warm-up and lead among them
         (first, before), (second, after) = row["validation"]
@@ -60,7 +64,8 @@ def test_case(measured, name):
 @pytest.mark.weekly
 def test_variant(measured):
     result = measured["llama-8b-layers:ckpt=1,accum=8"]
-    assert result["variant"]["ckpt"] == 1 and result["rows"][0]["tokens"] == 128  # two micro-batches of 64 when tiny
+    # two micro-batches of 64 when tiny
+    assert result["variant"]["ckpt"] == 1 and result["rows"][0]["tokens"] == 128
 
 
 @pytest.mark.weekly
@@ -71,7 +76,10 @@ def test_arms_in_turn_and_one_that_cannot_be_imported(tmp_path):
     (broken / "__init__.py").write_text("raise ImportError('no such torchao')\n")
     path = tmp_path / "r.json"
     done = run(
-        *"--case ffn-half --arms eager-bf16,torchao-tensorwise,te-delayed --rounds 1 --steps 1 --warmup 1 --device cpu".split(),
+        *(
+            "--case ffn-half --arms eager-bf16,torchao-tensorwise,te-delayed --rounds 1 --steps "
+            "1 --warmup 1 --device cpu"
+        ).split(),
         *("--rebuild", "--interpreted", "--torchao", broken.parent, "--json", path),
         PYTHONPATH=f"{STUB}:{ROOT}",
     )
@@ -112,7 +120,7 @@ def test_errors_are_one_line(arguments, capsys):
     assert (TRAIN | KERNELS)[arguments] in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
-# -- cases and arms ----------------------------------------------------------------------------------------------------
+# -- cases and arms ------------------------------------------------------------------------------------------
 
 
 def test_full_points():
@@ -132,7 +140,7 @@ def test_torchao_from_a_wheel(tmp_path):
         arms.torchao_folder(tmp_path / "unpacked", tmp_path)
 
 
-# -- what is written while it runs -------------------------------------------------------------------------------------
+# -- what is written while it runs ---------------------------------------------------------------------------
 
 
 class Answers:
@@ -158,7 +166,10 @@ class Answers:
 def benched(monkeypatch: pytest.MonkeyPatch, path: Path, *flags: str) -> tuple[list[str], list[dict]]:
     """What was asked of the workers, and the results that were written, one after the other."""
     answers = Answers(monkeypatch)
-    flags = (*"--case gpt2-124m --arms bf16,fp8-delayed --rounds 2 --device cpu --no-warm-compile".split(), *flags)
+    flags = (
+        *"--case gpt2-124m --arms bf16,fp8-delayed --rounds 2 --device cpu --no-warm-compile".split(),
+        *flags,
+    )
     assert train.main([*flags, "--json", str(path)]) == 0
     return answers.asked, lines.read(path)
 
@@ -168,7 +179,9 @@ def test_a_result_after_each_arm_and_round(monkeypatch, tmp_path, where):
     asked, written = benched(monkeypatch, tmp_path / "r.jsonl", where)
     assert len(written) == 1 + sum(not line.startswith("unload") for line in asked)  # and one at the end
     first, last = written[0]["rows"], written[-1]["rows"]
-    assert [row["error"] for row in first] == ["no round was run"] * 2 and [row["error"] for row in last] == [None] * 2
+    assert [row["error"] for row in first] == ["no round was run"] * 2 and [row["error"] for row in last] == [
+        None
+    ] * 2
     assert all(len(row["tokens_per_s"]["rounds"]) == 2 for row in last)
     assert last[1]["memory"] == {"allocated": 7, "reserved": 9, "idle": 0, "first": 12}
     (tmp_path / "r.jsonl").open("a").write('{"schema": 1, "cut o')

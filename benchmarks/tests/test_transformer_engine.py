@@ -1,4 +1,5 @@
-"""The arms of TransformerEngine, with a stub of its modules: names, arguments, and which modules are replaced."""
+"""The arms of TransformerEngine, with a stub of its modules: names, arguments, and which modules are
+replaced."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_linears_of_other_models_are_replaced_and_norms_stay(te):
     assert set(kinds(prepared("ffn-half").model).values()) == {"Linear", "LayerNorm"}
     sizes = nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(64, 32, bias=False))
     transformer_engine.prepare(())(sizes)
-    assert [type(m) is nn.Linear for m in sizes] == [True, True, False]  # those that are no multiple of 16 stay
+    # those that are no multiple of 16 stay
+    assert [type(m) is nn.Linear for m in sizes] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-8b-layers", "ffn-half", "dit"])
@@ -79,7 +81,10 @@ def test_the_model_computes_what_it_did(te, name):
 
 @pytest.mark.parametrize(
     ("arm", "wanted"),
-    [("eager-te-delayed", "DelayedScaling"), pytest.param("te-current", "Float8CurrentScaling", marks=pytest.mark.slow)],
+    [
+        ("eager-te-delayed", "DelayedScaling"),
+        pytest.param("te-current", "Float8CurrentScaling", marks=pytest.mark.slow),
+    ],
 )
 def test_a_forward_runs_with_the_recipe(te, arm, wanted):
     chosen, made = arms.ARMS[arm], task("gpt2-124m")

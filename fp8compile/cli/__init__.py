@@ -1,5 +1,5 @@
-"""The command line: `fp8compile explain | estimate | compare | bench | tune | policy | plot | calibrate | devices | env`, or
-`python -m fp8compile`.
+"""The command line: `fp8compile explain | estimate | compare | bench | tune | policy | plot | calibrate |
+devices | env`, or `python -m fp8compile`.
 
     messages        error messages and tracebacks
     target          loads the model that a command gets as TARGET
@@ -8,13 +8,13 @@
     tools           plot, devices, calibrate
     env             env
 
-stdout carries only the result: a table, or JSON. All other output goes to stderr, also what the user's own code prints. An
-error is one line on stderr. If the user's code raised, the user's traceback stands above this line. `fp8compile --traceback
-...` shows our own traceback as well. Exit status: 0; 1 if the answer is no (a policy that is not valid, nothing in FP8 with
---strict, a model that cannot be traced); 2 for wrong usage.
+stdout carries only the result: a table, or JSON. All other output goes to stderr, also what the user's own
+code prints. An error is one line on stderr. If the user's code raised, the user's traceback stands above this
+line. `fp8compile --traceback ...` shows our own traceback as well. Exit status: 0; 1 if the answer is no (a
+policy that is not valid, nothing in FP8 with --strict, a model that cannot be traced); 2 for wrong usage.
 
-torch takes seconds to import. So each function imports what it needs beyond click, and help, `devices` and `policy` answer at
-once.
+torch takes seconds to import. So each function imports what it needs beyond click, and help, `devices` and
+`policy` answer at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
-    except BrokenPipeError:  # `fp8compile ... | head`: nobody reads the rest; send what is left in the buffer to devnull
+    except BrokenPipeError:
+        # `fp8compile ... | head`: nobody reads the rest; send what is left in the buffer to devnull
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -21,7 +21,8 @@ PREFIXES = ("FP8COMPILE_", "TORCHINDUCTOR_", "TORCHDYNAMO_")
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def env(as_json: bool) -> None:
-    """Versions, GPUs, settings: paste the output into a bug report. The path of the home folder is shown as ~."""
+    """Versions, GPUs, settings: paste the output into a bug report. The path of the home folder is shown as
+    ~."""
     found: dict[str, Any]
     found = {"versions": versions(), "gpus": gpus(), "policy": policy(), "environment": environment()}
     if as_json:
@@ -30,11 +31,21 @@ def env(as_json: bool) -> None:
     rows = [(name, version or "-") for name, version in found["versions"].items()]
     for i, gpu in enumerate(found["gpus"]):
         rows += [(f"GPU {i}", line) for line in _lines(gpu)]
-    rows += [] if found["gpus"] else [("GPU", "none that torch sees; decisions are made without times, FP8 is emulated")]
+    rows += (
+        []
+        if found["gpus"]
+        else [("GPU", "none that torch sees; decisions are made without times, FP8 is emulated")]
+    )
     rows.append(("policy", found["policy"]))
     for name, value in found["environment"].items():
-        meant = did_you_mean(near(name, VARIABLES)) if name.startswith("FP8COMPILE_") and name not in VARIABLES else None
-        rows.append((name, value if meant is None else f"{value} (fp8compile reads no such variable.{meant})"))
+        meant = (
+            did_you_mean(near(name, VARIABLES))
+            if name.startswith("FP8COMPILE_") and name not in VARIABLES
+            else None
+        )
+        rows.append(
+            (name, value if meant is None else f"{value} (fp8compile reads no such variable.{meant})")
+        )
     width = max(len(name) for name, _ in rows)
     click.echo("\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows))
 
@@ -61,7 +72,8 @@ def versions() -> dict[str, str | None]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Each GPU that torch sees, with the recipes that it supports natively and the description that decisions use."""
+    """Each GPU that torch sees, with the recipes that it supports natively and the description that decisions
+    use."""
     import torch
 
     return [_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]

@@ -31,22 +31,32 @@ TARGET = """
 
 OPTION = "An option of the backend, such as recipe=tensorwise or margin=[1,1,11]; repeatable."
 OPTIONS = {
-    "policy": click.option("--policy", metavar="FILE|NAME", help="A policy file, or the name of a shipped policy."),
+    "policy": click.option(
+        "--policy", metavar="FILE|NAME", help="A policy file, or the name of a shipped policy."
+    ),
     "option": click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=OPTION),
     "input": click.option(
         "--input",
         "inputs",
         multiple=True,
         metavar="SHAPE[:DTYPE]",
-        help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that TARGET returns.",
+        help=(
+            "Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces "
+            "those that TARGET returns."
+        ),
     ),
     "loss": click.option(
-        "--loss", metavar="NAME", help="A function in TARGET's file that computes the loss from the model's output."
+        "--loss",
+        metavar="NAME",
+        help="A function in TARGET's file that computes the loss from the model's output.",
     ),
     "autocast": click.option(
         "--autocast/--no-autocast",
         default=None,
-        help="Run the step under bf16 autocast, or as the model is (default: under autocast if a parameter is float32).",
+        help=(
+            "Run the step under bf16 autocast, or as the model is (default: under autocast if "
+            "a parameter is float32)."
+        ),
     ),
     "json": click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
     "html": click.option("--html", metavar="FILE", help="Write an HTML page, too."),
@@ -69,9 +79,15 @@ DECIDES = "The described device to decide for (default: the policy's; else the m
 STEP = ("policy", "option", "input", "autocast", "json")
 
 
-@click.command(help="Show which matmuls run in FP8, and why the others do not. Nothing is trained or run." + TARGET)
+@click.command(
+    help="Show which matmuls run in FP8, and why the others do not. Nothing is trained or run." + TARGET
+)
 @takes(DECIDES, *STEP, "html")
-@click.option("--strict", is_flag=True, help="Exit with status 1 if no matmul is in FP8, or a rule of the policy matches none.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Exit with status 1 if no matmul is in FP8, or a rule of the policy matches none.",
+)
 @click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
 def explain(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None, full: bool,
@@ -86,8 +102,14 @@ def explain(
 
 @click.command(help="Estimate a step in bf16 and in FP8, for any described GPU." + TARGET)
 @takes(DECIDES, *STEP, "html")
-@click.option("--strict", is_flag=True, help="Exit with status 1 if no matmul is in FP8, or a rule of the policy matches none.")
-@click.option("--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Exit with status 1 if no matmul is in FP8, or a rule of the policy matches none.",
+)
+@click.option(
+    "--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all."
+)
 def estimate(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None,
     extrapolate: bool, **given: Any
@@ -98,7 +120,9 @@ def estimate(
         loaded = load(target, inputs)
         from ..dryrun.estimate import estimate as run
 
-        found = traced(loaded, run, device=device, options=options, extrapolate=extrapolate, autocast=autocast)
+        found = traced(
+            loaded, run, device=device, options=options, extrapolate=extrapolate, autocast=autocast
+        )
     _finish(found, str(found), as_json, html)
     if given["strict"]:
         _insist(found.report, options, target)
@@ -107,7 +131,9 @@ def estimate(
 @click.command(help="Compare a step in FP8 with one in high precision, by layer." + TARGET)
 @takes(DECIDES, *STEP, "loss")
 @click.option("--strict", is_flag=True, help="Exit with status 1 if a row is out of range.")
-@click.option("--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf. Needs matplotlib.")
+@click.option(
+    "--plot", "image", metavar="IMAGE", help="Draw a picture, too: .png, .svg, .pdf. Needs matplotlib."
+)
 @click.option("--full", is_flag=True, help="A line for each layer and parameter.")
 def compare(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, loss: str | None,
@@ -132,11 +158,21 @@ def compare(
 
 @click.command(help="Time a training step on this machine's GPU, in bf16 and in FP8." + TARGET)
 @takes("A device of this machine (default: cuda); cpu tries the command.", *STEP, "loss")
-@click.option("--torchao/--no-torchao", default=None, help="Also torchao's float8 linears (default: where it is installed).")
-@click.option("--optimizer/--no-optimizer", default=True, help="With AdamW (the default; its learning rate is 0), or without.")
+@click.option(
+    "--torchao/--no-torchao",
+    default=None,
+    help="Also torchao's float8 linears (default: where it is installed).",
+)
+@click.option(
+    "--optimizer/--no-optimizer",
+    default=True,
+    help="With AdamW (the default; its learning rate is 0), or without.",
+)
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns of each arm.")
 @click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Timed steps per turn.")
-@click.option("--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed first steps, to compile.")
+@click.option(
+    "--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed first steps, to compile."
+)
 def bench(
     target: str, device: str | None, policy: str | None, options: Sequence[str], inputs: Sequence[str], as_json: bool,
     loss: str | None, **settings: Any
@@ -149,7 +185,9 @@ def bench(
 
     place = torch_device(device)
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise Failed(f"bench times a GPU, and torch sees no {device} here. --device cpu tries the command: {EMULATED}")
+        raise Failed(
+            f"bench times a GPU, and torch sees no {device} here. --device cpu tries the command: {EMULATED}"
+        )
     if why := refusal([place]):
         raise Failed(f"FP8 cannot pay here: {why}")
     with talk_on_stderr():
@@ -166,15 +204,26 @@ def bench(
 
 
 @click.command(
-    help="Choose the fastest policy with accurate enough gradients. It has a recipe for each group of layers, from measured "
+    help="Choose the fastest policy with accurate enough gradients. It has a recipe for each group of "
+    "layers, from measured "
     "errors and estimated times, and extends --policy." + TARGET
 )
-@takes("Device to estimate times for (default: the policy's; else h200).", "policy", "autocast", "json", "loss")
+@takes(
+    "Device to estimate times for (default: the policy's; else h200).", "policy", "autocast", "json", "loss"
+)
 @click.option(
-    "--max-error", type=float, default=0.05, show_default=True, help="Largest error of gradients that FP8 may add to bf16's."
+    "--max-error",
+    type=float,
+    default=0.05,
+    show_default=True,
+    help="Largest error of gradients that FP8 may add to bf16's.",
 )
 @click.option("--loss-budget", hidden=True)
-@click.option("--like", metavar="TARGET", help="What times are estimated for: a model of the same module names, in real sizes.")
+@click.option(
+    "--like",
+    metavar="TARGET",
+    help="What times are estimated for: a model of the same module names, in real sizes.",
+)
 @click.option("--out", metavar="FILE", help="Write the policy into this file.")
 def tune(
     target: str, device: str | None, policy: str | None, autocast: bool | None, as_json: bool, loss: str | None,
@@ -183,7 +232,11 @@ def tune(
     if loss_budget is not None:
         raise usage("--loss-budget is gone, since no study supports one; give --max-error, such as 0.05")
     hide_gpus("tune")
-    settings: dict[str, Any] = {"options": prepared(device, {"--out": out}, policy), "device": device, "max_error": max_error}
+    settings: dict[str, Any] = {
+        "options": prepared(device, {"--out": out}, policy),
+        "device": device,
+        "max_error": max_error,
+    }
     with talk_on_stderr():
         loaded = load(target)
         settings["loss"] = loaded.function(loss)
@@ -201,7 +254,11 @@ def tune(
 
 
 def explained(
-    target: str, inputs: Sequence[str], options: Mapping[str, Any], device: str | None, autocast: bool | None = None
+    target: str,
+    inputs: Sequence[str],
+    options: Mapping[str, Any],
+    device: str | None,
+    autocast: bool | None = None,
 ) -> Report:
     """Load TARGET and explain it, with the backend's `options`, for `device`."""
     with talk_on_stderr():
@@ -212,7 +269,8 @@ def explained(
 
 
 def idle(labels: Sequence[str], report: Report, target: str) -> str:
-    """A sentence that names the rules of `labels` that match no matmul of `target`; "" if each matches one."""
+    """A sentence that names the rules of `labels` that match no matmul of `target`; "" if each matches
+    one."""
     deciding = {record.rule for record in report.matmuls}
     names = [repr(label) for label in labels if label not in deciding]
     verb = "matches" if len(names) == 1 else "match"
@@ -229,8 +287,8 @@ def prepared(
     options: Sequence[str] = (),
     strict: bool = False,
 ) -> dict[str, Any]:
-    """The backend's options. Refuses wrong arguments here, before torch and the model are loaded. `written`: files to write,
-    by the option that names them."""
+    """The backend's options. Refuses wrong arguments here, before torch and the model are loaded. `written`:
+    files to write, by the option that names them."""
     found = dict(map(parse_option, options))
     if policy is not None:
         found["policy"] = policy
@@ -258,7 +316,8 @@ def check_device(name: str | None) -> None:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """ "margin=1" -> ("margin", 1). The value is read as JSON, else as a Python literal, else it is the text itself."""
+    """ "margin=1" -> ("margin", 1). The value is read as JSON, else as a Python literal, else it is the text
+    itself."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise usage(f"--option {text!r} is not KEY=VALUE, as in recipe=tensorwise")
@@ -274,7 +333,10 @@ def hide_gpus(command: str) -> None:
     """Hide this machine's GPUs: a process that uses one cannot describe another."""
     if "torch" not in sys.modules:
         if any(os.path.exists(file) for file in GPU_FILES) and os.environ.get(HIDDEN_GPUS[0]) != "":
-            click.echo(f"note: {command} describes a GPU and uses none, so it hides this machine's GPUs from itself", err=True)
+            click.echo(
+                f"note: {command} describes a GPU and uses none, so it hides this machine's GPUs from itself",
+                err=True,
+            )
         os.environ.update(dict.fromkeys(HIDDEN_GPUS, ""))
 
 
@@ -283,7 +345,8 @@ def hide_gpus(command: str) -> None:
 
 @contextlib.contextmanager
 def talk_on_stderr() -> Iterator[None]:
-    """Inside the context, everything that writes to stdout writes to stderr: Python's print, libraries and subprocesses."""
+    """Inside the context, everything that writes to stdout writes to stderr: Python's print, libraries and
+    subprocesses."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -297,8 +360,8 @@ def talk_on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_trained(target: Target, asked: bool | None) -> Iterator[None]:
-    """Inside the context, steps run under bf16 autocast if `asked` (--autocast) says so. A line on stderr where it is the
-    default."""
+    """Inside the context, steps run under bf16 autocast if `asked` (--autocast) says so. A line on stderr
+    where it is the default."""
     from ..dryrun.autocast import autocast
     from ..dryrun.sandbox import modules_of
 
@@ -309,8 +372,8 @@ def as_trained(target: Target, asked: bool | None) -> Iterator[None]:
 
 
 def traced(target: Target, function: Callable[..., Any], **settings: Any) -> Any:
-    """Call `function` with the user's model and its inputs. If the model raises, print the user's traceback and raise Failed
-    (exit status 1)."""
+    """Call `function` with the user's model and its inputs. If the model raises, print the user's traceback
+    and raise Failed (exit status 1)."""
     debug = click.get_current_context().find_root().params.get("traceback")
     if not debug:  # torch logs the traceback of an operator that refuses its inputs
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

@@ -25,13 +25,15 @@ def policy() -> None:
 @policy.command()
 @click.argument("file")
 @click.option("--model", "target", metavar="TARGET", help="Also count what each rule decides in this model.")
-@click.option("--input", "inputs", multiple=True, metavar="SHAPE[:DTYPE]", help="Input of the model, as in explain.")
+@click.option(
+    "--input", "inputs", multiple=True, metavar="SHAPE[:DTYPE]", help="Input of the model, as in explain."
+)
 @click.option("--device", metavar="NAME", help="The described device to decide for, as in explain.")
 def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | None) -> int:
     """Validate a policy; with --model, report what each rule matches. Exit status 1 if something is wrong.
 
-    FILE is a TOML file, or the name of a shipped policy. With --model, a matmul counts for the rule that decides about it, the
-    first that matches; a rule without any is an error.
+    FILE is a TOML file, or the name of a shipped policy. With --model, a matmul counts for the rule that
+    decides about it, the first that matches; a rule without any is an error.
     """
     from ..config.policy import BUILTIN, load
 
@@ -49,7 +51,8 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
     check_device(device)
     report = explained(target, inputs, {"policy": file}, device)
     click.echo(_rules_table(found.labels, report.matmuls))
-    unused = idle(found.labels[: found.own], report, target)  # rules of a shipped policy may be unused: it is for many models
+    # rules of a shipped policy may be unused: it is for many models
+    unused = idle(found.labels[: found.own], report, target)
     return _no(f"{file}: {unused}") if unused else 0
 
 

@@ -1,4 +1,5 @@
-"""TARGET of the command line: "path.py:function" or "package.module:function". The function returns a model and its inputs.
+"""TARGET of the command line: "path.py:function" or "package.module:function". The function returns a model
+and its inputs.
 
     def build():
         return model                        # inputs come from --input
@@ -6,13 +7,13 @@
         return model, args, kwargs          # model(*args, **kwargs)
         return dict(model=..., args=..., kwargs=...)
 
-A single tensor instead of `args` is the only argument. A mapping instead of `args` is `kwargs` (the result of a
-tokenizer, for example). The function's name may be dotted. It may also name an existing nn.Module instead of a function. A
-file is loaded with its folder first on sys.path, but not as "__main__". A module is searched in the current folder first, as
-with `python -m`.
+A single tensor instead of `args` is the only argument. A mapping instead of `args` is `kwargs` (the result of
+a tokenizer, for example). The function's name may be dotted. It may also name an existing nn.Module instead
+of a function. A file is loaded with its folder first on sys.path, but not as "__main__". A module is searched
+in the current folder first, as with `python -m`.
 
-Every failure is a TargetError of one line. If the user's own code raised, the error also carries the traceback, from the
-user's first frame on.
+Every failure is a TargetError of one line. If the user's own code raised, the error also carries the
+traceback, from the user's first frame on.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ class Target:
 
 
 def load(spec: str, inputs: Sequence[str] = ()) -> Target:
-    """The model and inputs of the function that `spec` names. `inputs` ("8x1024:int64", "mask=8x1024:bool") replace the inputs
-    that the function returns.
+    """The model and inputs of the function that `spec` names. `inputs` ("8x1024:int64", "mask=8x1024:bool")
+    replace the inputs that the function returns.
 
-    Raises TargetError if the file, module or function does not exist, if the user's code raises, or returns something else.
+    Raises TargetError if the file, module or function does not exist, if the user's code raises, or returns
+    something else.
     """
     source, _, name = spec.rpartition(":")
     if not source or not all(part.isidentifier() for part in name.split(".")):
@@ -90,17 +92,19 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
     needed = [] if target.args or target.kwargs else _required(target.model.forward)
     if needed:
         raise TargetError(
-            f"{name}() returned a {type(target.model).__name__} without inputs, and its forward takes {', '.join(needed)}: "
-            f"return (model, args), or give --input for each, as in --input 8x1024:int64"
+            f"{name}() returned a {type(target.model).__name__} without inputs, and its forward takes "
+            f"{', '.join(needed)}: return (model, args), or give --input for each, "
+            "as in --input 8x1024:int64"
         )
     return target
 
 
 def parse_inputs(inputs: Sequence[str]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Tensors of zeros for `inputs`: "8x1024:int64" is shape and dtype (default: float32), "name=..." is a keyword argument.
+    """Tensors of zeros for `inputs`: "8x1024:int64" is shape and dtype (default: float32), "name=..." is a
+    keyword argument.
 
-    Zeros are valid indices of every embedding, and large tensors of zeros use no memory until they are written. Raises
-    TargetError.
+    Zeros are valid indices of every embedding, and large tensors of zeros use no memory until they are
+    written. Raises TargetError.
     """
     import torch
 
@@ -108,12 +112,18 @@ def parse_inputs(inputs: Sequence[str]) -> tuple[tuple[Tensor, ...], dict[str, T
     args: list[Tensor] = []
     kwargs: dict[str, Tensor] = {}
     for text in inputs:
-        match = re.fullmatch(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?:torch\.)?(?P<dtype>\w+))?", text)
+        match = re.fullmatch(
+            r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?:torch\.)?(?P<dtype>\w+))?", text
+        )
         if match is None:
-            raise TargetError(f"--input {text!r} is not SHAPE, SHAPE:DTYPE or NAME=SHAPE:DTYPE, as in 8x1024:int64")
+            raise TargetError(
+                f"--input {text!r} is not SHAPE, SHAPE:DTYPE or NAME=SHAPE:DTYPE, as in 8x1024:int64"
+            )
         name, dtype = match["name"], match["dtype"] or "float32"
         if dtype not in dtypes:
-            raise TargetError(f"--input {text!r}: torch has no dtype {dtype!r}.{did_you_mean(near(dtype, dtypes))}")
+            raise TargetError(
+                f"--input {text!r}: torch has no dtype {dtype!r}.{did_you_mean(near(dtype, dtypes))}"
+            )
         if name in kwargs:
             raise TargetError(f"--input {name!r} is given twice")
         try:
@@ -134,10 +144,14 @@ def _loaded(source: str) -> ModuleType:
         what = "is not a Python file" if path.exists() else "does not exist"
         raise TargetError(f"{source} {what}.{did_you_mean([str(path.parent / name) for name in alike])}")
     sys.path.insert(0, str(path.resolve().parent))
-    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names  # a target json.py must not replace the real json
-    spec = importlib.util.spec_from_file_location(f"fp8compile_target_{path.stem}" if taken else path.stem, path)
+    # a target json.py must not replace the real json
+    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
+    spec = importlib.util.spec_from_file_location(
+        f"fp8compile_target_{path.stem}" if taken else path.stem, path
+    )
     assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look up their module there
+    # dataclasses and pickle look up their module there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -147,16 +161,23 @@ def _imported(source: str) -> ModuleType:
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
-        if not f"{source}.".startswith(f"{error.name}."):  # the user's module exists and imports a missing one
+        # the user's module exists and imports a missing one
+        if not f"{source}.".startswith(f"{error.name}."):
             raise
-        raise TargetError(f"there is no module {source!r} on the path ({os.getcwd()} is first on it)") from None
+        raise TargetError(
+            f"there is no module {source!r} on the path ({os.getcwd()} is first on it)"
+        ) from None
 
 
 def _named(module: ModuleType, source: str, name: str) -> Any:
     try:
         return operator.attrgetter(name)(module)
     except AttributeError:
-        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        own = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         hint = did_you_mean(near(name, own)) or f" It defines {', '.join(own[:12]) or 'none'}."
         raise TargetError(f"{source} has no function {name!r}.{hint}") from None
 
@@ -169,7 +190,9 @@ def _found(module: ModuleType, source: str, name: str) -> Any:
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
-        raise TargetError(f"{source}:{name} is a {type(found).__name__}, not a function that returns {_WANTED}")
+        raise TargetError(
+            f"{source}:{name} is a {type(found).__name__}, not a function that returns {_WANTED}"
+        )
     needed = _required(found)
     if needed:
         takes = f"{source}:{name} is called without arguments, and takes {', '.join(needed)}"
@@ -180,17 +203,22 @@ def _found(module: ModuleType, source: str, name: str) -> Any:
 def _required(function: Callable[..., Any]) -> list[str]:
     """The names of the parameters that a call of `function` must give."""
     parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 def _run(function: Callable[[], Any], what: str) -> Any:
-    """Call the user's code. TargetError if it exits, or raises: then with the traceback from the user's first frame on."""
+    """Call the user's code. TargetError if it exits, or raises: then with the traceback from the user's first
+    frame on."""
     try:
         return function()
     except TargetError:
         raise
     except SystemExit as error:
-        raise TargetError(f"{what} ended the program with status {error.code!r}: it must return instead") from None
+        raise TargetError(
+            f"{what} ended the program with status {error.code!r}: it must return instead"
+        ) from None
     except Exception as error:
         raise TargetError(f"{what} raised {one_line(error)}", traceback_of(error)) from None
 
@@ -203,7 +231,10 @@ def _understood(spec: str, module: ModuleType, value: Any) -> Target:
         given, shown = dict(value), f"a dict with the keys {', '.join(map(repr, value))}"
     else:
         items = value if isinstance(value, tuple) else (value,)
-        given, shown = dict(zip_longest(_PARTS, items)), f"({', '.join(type(item).__name__ for item in items)})"
+        given, shown = (
+            dict(zip_longest(_PARTS, items)),
+            f"({', '.join(type(item).__name__ for item in items)})",
+        )
     model, args, kwargs = map(given.get, _PARTS)
     if isinstance(args, Mapping) and kwargs is None:
         args, kwargs = (), args

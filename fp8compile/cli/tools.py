@@ -12,13 +12,17 @@ from .messages import Failed, torch_device
 
 @click.command()
 @click.argument("file")
-@click.option("-o", "--output", metavar="IMAGE", help="Where to write it: .png, .svg, .pdf (default: FILE with .png).")
-@click.option("--worst", default=8, show_default=True, metavar="N", type=click.IntRange(1), help="How many layers.")
+@click.option(
+    "-o", "--output", metavar="IMAGE", help="Where to write it: .png, .svg, .pdf (default: FILE with .png)."
+)
+@click.option(
+    "--worst", default=8, show_default=True, metavar="N", type=click.IntRange(1), help="How many layers."
+)
 def plot(file: str, output: str | None, worst: int) -> None:
     """Draw scales and overflows over time, worst layers first.
 
-    FILE is the JSON lines that fp8compile.monitor wrote. A layer is worse with more overflows, and with a lower SQNR where
-    those are equal.
+    FILE is the JSON lines that fp8compile.monitor wrote. A layer is worse with more overflows, and with a
+    lower SQNR where those are equal.
     """
     from ..reporting.plots import plot as draw
 
@@ -49,17 +53,27 @@ def devices(as_json: bool) -> None:
         tflops = [f"{rate / 1e12:.0f}" if rate else "-" for rate in (rates.fp8, rates.bf16)]
         ratio = f"{rates.fp8 / rates.bf16:.2f}" if rates.fp8 else "-"
         memory = f"{device.memory / 2**30:.0f}"
-        rows.append((device.key, device.name, *tflops, ratio, f"{rates.bandwidth / 1e12:.2f}", memory, device.origin))
+        rows.append(
+            (device.key, device.name, *tflops, ratio, f"{rates.bandwidth / 1e12:.2f}", memory, device.origin)
+        )
     head = ("device", "name", "FP8 TFLOP/s", "bf16 TFLOP/s", "ratio", "TB/s", "GiB", "from")
     click.echo(aligned(head, rows, "<<>>>>><"))
     click.echo(
-        "Sustained rates of dense matmuls, and of a copy. `fp8compile calibrate` measures a GPU of this machine.", err=True
+        (
+            "Sustained rates of dense matmuls, and of a copy. `fp8compile calibrate` "
+            "measures a GPU of this machine."
+        ),
+        err=True,
     )
 
 
 @click.command()
 @click.option(
-    "--device", default="cuda:0", show_default=True, metavar="DEVICE", help="A device of this machine, as torch names it."
+    "--device",
+    default="cuda:0",
+    show_default=True,
+    metavar="DEVICE",
+    help="A device of this machine, as torch names it.",
 )
 @click.option("--no-write", is_flag=True, help="Print what was measured, and do not keep it.")
 def calibrate(device: str, no_write: bool) -> None:

@@ -1,13 +1,13 @@
 """ATen's pointwise operators as Triton expressions: one table, checked against torch operator by operator.
 
-A floating-point value is held as float32 whatever its dtype, and is rounded to its dtype where ATen rounds: after each
-operator. So a fused chain gives the bytes that the operators give one by one, up to the last bit of a transcendental
-function. Booleans are held as `int1`, integers as themselves.
+A floating-point value is held as float32 whatever its dtype, and is rounded to its dtype where ATen rounds:
+after each operator. So a fused chain gives the bytes that the operators give one by one, up to the last bit
+of a transcendental function. Booleans are held as `int1`, integers as themselves.
 
-In a form, `{0}`, `{1}`, .. are the operator's positional arguments: values or numbers. `abs`, `exp2` and the like are
-Triton's. Divisions are its `/` (2 units in the last place), reciprocals and square roots are correctly rounded. An exponential
-is the hardware's power of two, so its relative error grows with |x| as that of the product does, and a result below the
-normal numbers of float32 is 0 on a GPU.
+In a form, `{0}`, `{1}`, .. are the operator's positional arguments: values or numbers. `abs`, `exp2` and the
+like are Triton's. Divisions are its `/` (2 units in the last place), reciprocals and square roots are
+correctly rounded. An exponential is the hardware's power of two, so its relative error grows with |x| as that
+of the product does, and a result below the normal numbers of float32 is 0 on a GPU.
 """
 
 from __future__ import annotations
@@ -40,23 +40,25 @@ TRITON_DTYPE = {
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-_EXP = "tl.exp2({0} * 1.4426950408889634)"  # two instructions; `tl.exp` takes five for the sake of denormal results
+# two instructions; `tl.exp` takes five for the sake of denormal results
+_EXP = "tl.exp2({0} * 1.4426950408889634)"
 _ERF_SMALL = (0.128379129, -0.376123557, 0.112804116, -0.0267177072, 0.00492478925, -0.00056601542)
 _ERF_LARGE = (-0.00385447704, -1.61212287, -0.944228089, -0.127871992, 0.0213202889, -0.00165970404)
 
 
 def _horner(coefficients: tuple[float, ...], x: str) -> str:
-    """A polynomial as text, the coefficient of the lowest power first. Kernels are not contracted: here it is asked for."""
+    """A polynomial as text, the coefficient of the lowest power first. Kernels are not contracted: here it is
+    asked for."""
     text = str(coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         text = f"tl.fma({x}, {text}, {coefficient})"
     return text
 
 
-# Statements before an expression: {name} is the name of the result. erf, off by at most 2 units in the last place of float32:
-# for |x| < 1 as x + x P(x^2), else as 1 - 2^Q(|x|). P and Q are minimax polynomials of erf(x) / x - 1 and of log2(erfc(x)), the
-# latter weighted by erfc (Lawson's iteration on 2,000 Chebyshev points). Both sides together cost 18 instructions; libdevice's
-# erf, which chooses coefficients, 28.
+# Statements before an expression: {name} is the name of the result. erf, off by at most 2 units in the last
+# place of float32: for |x| < 1 as x + x P(x^2), else as 1 - 2^Q(|x|). P and Q are minimax polynomials of
+# erf(x) / x - 1 and of log2(erfc(x)), the latter weighted by erfc (Lawson's iteration on 2,000 Chebyshev
+# points). Both sides together cost 18 instructions; libdevice's erf, which chooses coefficients, 28.
 PRELUDES: dict[Any, tuple[str, ...]] = {
     aten.erf.default: (
         "{name}_abs = tl.abs({0})",
@@ -114,7 +116,8 @@ FORMS: dict[Any, str] = {
     },
 }
 HEAVY = tuple(
-    getattr(aten, name).default for name in ("exp", "exp2", "log", "log2", "sin", "cos", "erf", "tanh", "sigmoid")
+    getattr(aten, name).default
+    for name in ("exp", "exp2", "log", "log2", "sin", "cos", "erf", "tanh", "sigmoid")
 )  # many registers an element
 POWERS = {
     0.5: "tl.sqrt_rn({0})",
@@ -157,7 +160,9 @@ def supported(node: Node) -> bool:
     alpha = node.kwargs.get("alpha", 1)
     if set(node.kwargs) - {"alpha"} or not isinstance(alpha, (int, float)):
         return False
-    floats = all(dtype in FLOATS or dtype == torch.bool for dtype in dtypes) and any(dtype in FLOATS for dtype in dtypes)
+    floats = all(dtype in FLOATS or dtype == torch.bool for dtype in dtypes) and any(
+        dtype in FLOATS for dtype in dtypes
+    )
     if target in (aten.bitwise_and.Tensor, aten.bitwise_or.Tensor):
         return all(dtype == torch.bool for dtype in dtypes)
     return floats or target in INTEGER and value.dtype in (torch.bool, *FLOATS)
@@ -169,8 +174,8 @@ def prelude(node: Node, operands: list[str], name: str) -> list[str]:
 
 
 def expression(node: Node, operands: list[str], name: str = "v") -> str:
-    """The Triton expression of a supported node: a value of the node's dtype, held as the module's docstring says. For a copy
-    that changes nothing: the operand."""
+    """The Triton expression of a supported node: a value of the node's dtype, held as the module's docstring
+    says. For a copy that changes nothing: the operand."""
     target, dtype = node.target, node.meta["val"].dtype
     if target is ops.dequantize:
         return rounded(f"({operands[0]}.to(tl.float32) * {operands[1]})", dtype)
@@ -192,7 +197,9 @@ def expression(node: Node, operands: list[str], name: str = "v") -> str:
     # a boolean in arithmetic is a number
     tensors = [x.meta["val"].dtype if isinstance(x, Node) else None for x in node.args]
     if dtype in FLOATS and target is not aten.where.self:
-        operands = [f"{o}.to(tl.float32)" if t == torch.bool else o for o, t in zip(operands, tensors, strict=True)]
+        operands = [
+            f"{o}.to(tl.float32)" if t == torch.bool else o for o, t in zip(operands, tensors, strict=True)
+        ]
     alpha = node.kwargs.get("alpha", 1)
     if alpha != 1:
         operands = [operands[0], f"({operands[1]} * {number_text(alpha)})"]
@@ -218,12 +225,13 @@ def _rounded(number: Any, dtype: torch.dtype) -> str:
 
 
 def saturates(dtype: torch.dtype) -> bool:
-    """Does a conversion to this FP8 format saturate by itself, and keep NaN? NVIDIA's does (PTX ISA, cvt.rn.satfinite)."""
+    """Does a conversion to this FP8 format saturate by itself, and keep NaN? NVIDIA's does (PTX ISA,
+    cvt.rn.satfinite)."""
     return torch.version.hip is None and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-# PTX: four float32 become four FP8 numbers, each rounded once to nearest even, and saturated. (Two halves put together by
-# `mov.b32`, by `prmt` or by `mad` are miscompiled, if they are equal.)
+# PTX: four float32 become four FP8 numbers, each rounded once to nearest even, and saturated. (Two halves put
+# together by `mov.b32`, by `prmt` or by `mad` are miscompiled, if they are equal.)
 _CONVERT = (
     "{{ .reg .b16 l, h; .reg .b32 a, b; cvt.{0} l, $2, $1; cvt.{0} h, $4, $3; "
     "cvt.u32.u16 a, l; cvt.u32.u16 b, h; shl.b32 b, b, 16; or.b32 $0, a, b; }}"
@@ -232,8 +240,12 @@ _CONVERSIONS = {torch.float8_e4m3fn: "rn.satfinite.e4m3x2.f32", torch.float8_e5m
 
 
 def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
-    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion is wrong (`compat.triton.converts_wrongly`)."""
+    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion is wrong
+    (`compat.triton.converts_wrongly`)."""
     if not by_ptx or dtype not in _CONVERSIONS:
         return f"{value}.to({TRITON_DTYPE[dtype]})"
-    bits = f'tl.inline_asm_elementwise("{_CONVERT.format(_CONVERSIONS[dtype])}", "=r,f,f,f,f", [{value}], tl.uint8, True, 4)'
+    bits = (
+        f'tl.inline_asm_elementwise("{_CONVERT.format(_CONVERSIONS[dtype])}", "=r,f,f,f,f", [{value}], '
+        "tl.uint8, True, 4)"
+    )
     return f"{bits}.to({TRITON_DTYPE[dtype]}, bitcast=True)"

@@ -1,6 +1,7 @@
 """A group: the nodes that one generated kernel computes. `passes.fuse` finds groups, `kernel` writes them.
 
-A group walks a matrix [R, C] once. Its *inputs* are tensors in memory; its *outputs* are the results that are read outside:
+A group walks a matrix [R, C] once. Its *inputs* are tensors in memory; its *outputs* are the results that are
+read outside:
 
     copy        [R, C]            FP8: value * scale, saturated
     transposed  [C, R padded]     the same, transposed; rows padded with zeros to a multiple of 16
@@ -12,9 +13,9 @@ A group walks a matrix [R, C] once. Its *inputs* are tensors in memory; its *out
     number      [1]               a scale for the whole matrix that each program computes from an amax, or its inverse
     sum         [C]               column sums, from a partial sum of each block of rows: a bias gradient, say
 
-Sums over a row (a norm's mean and variance) and the amax of a row take an earlier pass over the block of rows; the last pass
-reads the block again, from the cache, not from memory. The amax of a block that a tile holds whole (1 x 128 elements), and the
-scale computed from it, take no earlier pass.
+Sums over a row (a norm's mean and variance) and the amax of a row take an earlier pass over the block of
+rows; the last pass reads the block again, from the cache, not from memory. The amax of a block that a tile
+holds whole (1 x 128 elements), and the scale computed from it, take no earlier pass.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ class Group:
     outputs: list[Output]
     inputs: dict[Node, None] = field(default_factory=dict)  # in the order of their first use
     members: dict[Node, None] = field(default_factory=dict)  # what is computed in the kernel
-    levels: dict[Node, int] = field(default_factory=dict)  # sums over a row: the pass that computes them, from 0
+    # sums over a row: the pass that computes them, from 0
+    levels: dict[Node, int] = field(default_factory=dict)
     loads: set[tuple[Node, Index]] = field(default_factory=set)
-    tiles: dict[Node, None] = field(default_factory=dict)  # amaxes of blocks, and scales and inverses made of them, in a tile
+    # amaxes of blocks, and scales and inverses made of them, in a tile
+    tiles: dict[Node, None] = field(default_factory=dict)
 
     @property
     def passes(self) -> int:
@@ -63,8 +66,11 @@ class Group:
 
     @property
     def scales(self) -> dict[Node, Scale]:
-        """The scales that the kernel reads, one for the matrix or one a block. (Scales of rows or columns are inputs.)"""
-        scales = [x.scale for x in self.outputs if x.scale is not None and x.scale.granularity in ("one", "tile")]
+        """The scales that the kernel reads, one for the matrix or one a block. (Scales of rows or columns are
+        inputs.)"""
+        scales = [
+            x.scale for x in self.outputs if x.scale is not None and x.scale.granularity in ("one", "tile")
+        ]
         return {scale.node: scale for scale in scales if scale.node not in self.tiles}
 
     @property
@@ -76,9 +82,9 @@ class Group:
 
     @property
     def span(self) -> int:
-        """Columns that a program takes strip by strip; 0 if there is no span. A span serves blocks of 1 x 128 together
-        with blocks of 128 x 1, where a tile that holds both would not fit into the registers. A group with passes has no span:
-        `fuse` takes such a group apart."""
+        """Columns that a program takes strip by strip; 0 if there is no span. A span serves blocks of 1 x 128
+        together with blocks of 128 x 1, where a tile that holds both would not fit into the registers. A
+        group with passes has no span: `fuse` takes such a group apart."""
         tall = any(x.rows == SPAN for x in self._blocks)
         fits = all(x.of_span or x.columns < SPAN for x in self._blocks)
         both = tall and fits and any(x.of_span for x in self._blocks)
@@ -87,7 +93,8 @@ class Group:
 
     @property
     def groups(self) -> Node | None:
-        """The group of each `grouped.ALIGN` rows, where columns of groups have an amax or a scale of their own."""
+        """The group of each `grouped.ALIGN` rows, where columns of groups have an amax or a scale of their
+        own."""
         found = [x.groups or (x.scale.groups if x.scale is not None else None) for x in self.outputs]
         return next((x for x in found if isinstance(x, Node)), None)
 
@@ -128,8 +135,8 @@ DEEPEST = 64  # operators in a chain; a longer chain is cut: the kernel reads a 
 class Walk(Group):
     """A group that grows: follows values back to what they are computed from.
 
-    `stop(node)` says which tensors are in memory already and are read, not computed. A node that cannot be computed in place
-    is read, too.
+    `stop(node)` says which tensors are in memory already and are read, not computed. A node that cannot be
+    computed in place is read, too.
     """
 
     def __init__(self, domain: Domain, stop: Callable[[Node], bool]):
@@ -140,7 +147,11 @@ class Walk(Group):
 
     def output(self, output: Output) -> None:
         """Visit the values that an output is computed from."""
-        index = self.domain.row_index(output.node) if output.content == "row" else self.domain.full(sizes(output.node))
+        index = (
+            self.domain.row_index(output.node)
+            if output.content == "row"
+            else self.domain.full(sizes(output.node))
+        )
         assert index is not None
         self(output.node, index)
         if output.scale is not None:
@@ -150,9 +161,14 @@ class Walk(Group):
                 self(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity))
 
     def tile(self, scale: Scale) -> None:
-        """Visit scales of blocks. If they are not in memory, the tile computes them: visit the tensor that they scale."""
+        """Visit scales of blocks. If they are not in memory, the tile computes them: visit the tensor that
+        they scale."""
         amax = amax_of(scale.node)
-        if amax is None or not made_in_place(scale, arg(amax, 0)) or any(self.stop(x) for x in (amax, scale.node)):
+        if (
+            amax is None
+            or not made_in_place(scale, arg(amax, 0))
+            or any(self.stop(x) for x in (amax, scale.node))
+        ):
             return
         index = self.domain.full(sizes(arg(amax, 0)))
         if index is None:
@@ -191,8 +207,8 @@ class Walk(Group):
         return 0
 
     def _narrower(self, node: Node) -> bool:
-        """Is a value of other rows than those of the walk made of one tensor of fewer bytes (of FP8, say)? Any other such value
-        is read."""
+        """Is a value of other rows than those of the walk made of one tensor of fewer bytes (of FP8, say)?
+        Any other such value is read."""
         made = node
         while not self.stop(node) and supported(node):
             inputs = [x for x in node.all_input_nodes if sizes(x) == sizes(node)]
@@ -223,19 +239,24 @@ class Walk(Group):
 
 
 def statistics_of(node: Node) -> tuple[Node, str]:
-    """(the reduction, which of its results) of a node that is the result of a reduction: var_mean has two. Else (node, "")."""
+    """(the reduction, which of its results) of a node that is the result of a reduction: var_mean has two.
+    Else (node, "")."""
     if node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         if isinstance(source, Node) and source.target is aten.var_mean.correction:
             return source, ("var", "mean")[int(node.args[1])]  # type: ignore[arg-type]
-    if node.op == "call_function" and node.target in REDUCTIONS and node.target is not aten.var_mean.correction:
+    if (
+        node.op == "call_function"
+        and node.target in REDUCTIONS
+        and node.target is not aten.var_mean.correction
+    ):
         return node, str(node.target).split(".")[1]
     return node, ""
 
 
 def _is_random(node: Node) -> bool:
-    """Does this node draw random numbers? A kernel does not draw them: it reads the value that is made of them (a dropout
-    mask)."""
+    """Does this node draw random numbers? A kernel does not draw them: it reads the value that is made of
+    them (a dropout mask)."""
     return "inductor_prims" in str(node.target) or "rand" in str(node.target)
 
 
@@ -244,13 +265,24 @@ def title(group: Group) -> str:
     names: dict[str, None] = {}
     for node in group.members:
         original = node.meta.get("original_aten")
-        name = getattr(getattr(original, "overloadpacket", None), "__name__", "") if original is not None else ""
+        name = (
+            getattr(getattr(original, "overloadpacket", None), "__name__", "") if original is not None else ""
+        )
         if name and name not in _QUIET:
             names[name.strip("_")] = None
     names = {name: None for name in names if f"{name}_backward" not in names}
     contents = {x.content for x in group.outputs}
-    return "_".join(["fp8", *list(names)[:4], *(word for content, word in _DONE.items() if content in contents)])
+    return "_".join(
+        ["fp8", *list(names)[:4], *(word for content, word in _DONE.items() if content in contents)]
+    )
 
 
-_DONE = {"copy": "cast", "transposed": "transpose", "blocks": "scale", "amax": "amax", "column_amax": "columns", "sum": "sum"}
+_DONE = {
+    "copy": "cast",
+    "transposed": "transpose",
+    "blocks": "scale",
+    "amax": "amax",
+    "column_amax": "columns",
+    "sum": "sum",
+}
 _QUIET = "view _unsafe_view reshape t transpose permute expand clone detach alias _to_copy mm addmm".split()

@@ -3,13 +3,15 @@
     fprop, dgrad    y[rows of e] = a[rows of e] @ b[e]^T
     wgrad           y[e] = a[:, columns of e] @ b[:, columns of e]^T
 
-How many tiles a group needs is data. A program of fprop or dgrad finds its group by itself: it adds up the tiles of all groups.
-There are at most M / rows of a tile + E tiles of rows; programs beyond the last tile end at once. A wgrad has E * R * C / tile
-programs, and each one walks the columns of its group. An empty group's result is zeros.
+How many tiles a group needs is data. A program of fprop or dgrad finds its group by itself: it adds up the
+tiles of all groups. There are at most M / rows of a tile + E tiles of rows; programs beyond the last tile end
+at once. A wgrad has E * R * C / tile programs, and each one walks the columns of its group. An empty group's
+result is zeros.
 
-Scales of operands, of matrices and of rows are multiplied with the float32 sum at the end. Scales of 1 x 128 and 128 x 128
-blocks are multiplied with the sum of each 128 products, as in `block_gemm`. Blocks of 1 x 32 go to the tensor cores that scale
-them; elsewhere they become bf16 numbers, which hold them exactly, and are multiplied in bf16.
+Scales of operands, of matrices and of rows are multiplied with the float32 sum at the end. Scales of 1 x 128
+and 128 x 128 blocks are multiplied with the sum of each 128 products, as in `block_gemm`. Blocks of 1 x 32 go
+to the tensor cores that scale them; elsewhere they become bf16 numbers, which hold them exactly, and are
+multiplied in bf16.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from .indexing import quotient, size_of
 from .lowerings import columns_first, rows_first
 from .scaled_mm_kind import LINE, MX_BLOCK, MX_BLOCKS, MX_TILE, SQUARE
 
-# (BLOCK_R, BLOCK_C, warps, stages) for blocks of 1 x 32, where tensor cores scale them, and where bf16 copies take registers
+# (BLOCK_R, BLOCK_C, warps, stages) for blocks of 1 x 32, where tensor cores scale them, and where bf16 copies
+# take registers
 MX_TILES = ((128, 128, 8, 2), (64, 128, 4, 2))
 SMALL_MX_TILES = ((64, 64, 4, 2), (64, 128, 8, 2))  # for 99 KB of shared memory
 WIDENED_MX_TILES = ((64, 128, 8, 2), (128, 64, 8, 2))
@@ -40,7 +43,8 @@ AMD_MX_TILES = ((64, 128, 4, 2), (32, 128, 4, 2))
 
 
 def configurations(gpu: Gpu | None, shared: int, b_block: Block) -> tuple[block_gemm.Tile, ...]:
-    """The tiles to choose from at the first launch, the default first. `shared`: bytes of shared memory a block can have."""
+    """The tiles to choose from at the first launch, the default first. `shared`: bytes of shared memory a
+    block can have."""
     if b_block not in MX_BLOCKS:
         return block_gemm.configurations(gpu, shared, LINE if b_block == LINE else SQUARE)
     if gpu is not None and gpu.gfx:
@@ -51,8 +55,8 @@ def configurations(gpu: Gpu | None, shared: int, b_block: Block) -> tuple[block_
 
 
 def launch_grouped(node: Node, inline: Callable[..., Node], gpu: Gpu | None, product: Any) -> Node:
-    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function before a node.
-    `product`: a `GroupedProduct` of nodes."""
+    """Launch the kernel before `node`; returns the node of the result. `inline` writes a plain torch function
+    before a node. `product`: a `GroupedProduct` of nodes."""
     from .triton_grouped import LINE_OF_ROW, STEP, fp8_grouped
 
     a, b, a_inv, b_inv, offs, out_dtype, fast_accum, a_block, b_block = product
@@ -78,9 +82,12 @@ def launch_grouped(node: Node, inline: Callable[..., Node], gpu: Gpu | None, pro
     }
     scales = []
     for name, inverse, block in (("A", a_inv, a_block), ("B", b_inv, b_block)):
-        # Inductor keeps no strides of copies whose sizes are data (`GraphLowering.run_node`): these are read as they are
+        # Inductor keeps no strides of copies whose sizes are data (`GraphLowering.run_node`): these are read
+        # as they are
         as_it_is = value(inverse).dim() == 1 or any(map(is_data, value(inverse).shape))
-        scales.append(inverse if as_it_is else inline(node, columns_first if block == LINE else rows_first, inverse))
+        scales.append(
+            inverse if as_it_is else inline(node, columns_first if block == LINE else rows_first, inverse)
+        )
         if as_it_is and block == LINE:
             constants[f"{name}_KIND"] = LINE_OF_ROW.value
     out = launcher.new(emit, (m, n) if of_rows else (groups, m, n), out_dtype)
@@ -90,12 +97,15 @@ def launch_grouped(node: Node, inline: Callable[..., Node], gpu: Gpu | None, pro
     for rows, columns, *_ in tiles:
         tall = quotient(m, rows) + groups if of_rows else groups * quotient(m + rows - 1, rows)
         grids.append((launcher.number(emit, tall * -(-n // columns)), 1, 1))
-    compat.triton.launch(emit, launch.tuned(fp8_grouped, tiles), grids, {**tensors, **numbers}, constants, contracts=True)
+    compat.triton.launch(
+        emit, launch.tuned(fp8_grouped, tiles), grids, {**tensors, **numbers}, constants, contracts=True
+    )
     return out
 
 
 def launch_order(node: Node) -> list[Node]:
-    """Launch `triton_grouped.fp8_group_order` instead of a `group_order`; returns the nodes of its results."""
+    """Launch `triton_grouped.fp8_group_order` instead of a `group_order`; returns the nodes of its
+    results."""
     from .triton_grouped import fp8_group_order
 
     args: Any = node.args
@@ -111,7 +121,9 @@ def launch_order(node: Node) -> list[Node]:
     places = size_of(value(node)[0].shape[0])
     grid = (launcher.number(emit, quotient(places + block - 1, block)), 1, 1)
     tensors = {"offs": offs, **dict(zip(("rows", "ends", "groups"), made, strict=True))}
-    compat.triton.launch(emit, launch.tuned(fp8_group_order, ((block, 1, 4),)), [grid], {**tensors, **numbers}, constants)
+    compat.triton.launch(
+        emit, launch.tuned(fp8_group_order, ((block, 1, 4),)), [grid], {**tensors, **numbers}, constants
+    )
     return made
 
 
@@ -121,5 +133,11 @@ def _kind(block: Block, inverse: Tensor) -> int:
 
     if block in (WHOLE, ROW) and inverse.dim() == 3 and inverse.shape[1] == 1:
         return kernel.MATRIX.value
-    kinds = {WHOLE: kernel.WHOLE, ROW: kernel.ROW, LINE: kernel.LINE, SQUARE: kernel.SQUARE, MX_BLOCK: kernel.MX}
+    kinds = {
+        WHOLE: kernel.WHOLE,
+        ROW: kernel.ROW,
+        LINE: kernel.LINE,
+        SQUARE: kernel.SQUARE,
+        MX_BLOCK: kernel.MX,
+    }
     return {**kinds, MX_TILE: kernel.MX_TILE}[block].value

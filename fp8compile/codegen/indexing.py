@@ -1,17 +1,19 @@
 """Where an element of a tensor is, when a kernel walks a matrix [R, C] row by row and column by column.
 
-A tensor in a fused chain is a reshaped view of that matrix ([B, T, C]), a tensor that is broadcast to it ([C], [T, C],
-[B, T, 1]) or a permuted view. Its *index* has an entry for each dimension, which selects the element: a `Term` of the row or of
-the column number, or None for a dimension of one element. The index of a result determines those of its operands. The index of
-a tensor in memory, with the tensor's strides, determines the address.
+A tensor in a fused chain is a reshaped view of that matrix ([B, T, C]), a tensor that is broadcast to it
+([C], [T, C], [B, T, 1]) or a permuted view. Its *index* has an entry for each dimension, which selects the
+element: a `Term` of the row or of the column number, or None for a dimension of one element. The index of a
+result determines those of its operands. The index of a tensor in memory, with the tensor's strides,
+determines the address.
 
     x [B, T, C] of B*T rows: (row // T, row % T, col)      bias [C]: (col,)      rstd [B, T, 1]: (row // T, row % T, None)
 
-The rows of another matrix may be looked up: in x[i], the tensor x has the index (i, col), where i stands for i[row].
+The rows of another matrix may be looked up: in x[i], the tensor x has the index (i, col), where i stands for
+i[row].
 
-A rotary embedding exchanges the halves of a head: cat([x[.., 64:], -x[.., :64]], -1). Both parts have the index
-(.., col // 128, col % 64), and so x has (.., col % 64 + 64) in one and (.., col % 64) in the other; the kernel takes the part
-that col % 128 says.
+A rotary embedding exchanges the halves of a head: cat([x[.., 64:], -x[.., :64]], -1). Both parts have the
+index (.., col // 128, col % 64), and so x has (.., col % 64 + 64) in one and (.., col % 64) in the other; the
+kernel takes the part that col % 128 says.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from .scales import FROM_AMAX, of_amax
 
 aten = torch.ops.aten
 VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)  # compute nothing: the operand, at another index
-ELSEWHERE = (*VIEWS, aten.index.Tensor, aten.slice.Tensor, *FROM_AMAX)  # have one operand, at an index of its own
+# have one operand, at an index of its own
+ELSEWHERE = (*VIEWS, aten.index.Tensor, aten.slice.Tensor, *FROM_AMAX)
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, ops.amax_blocks)
 
 
@@ -86,8 +89,8 @@ def same(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 @dataclass(frozen=True)
 class Domain:
-    """The matrix [rows, columns] that a kernel walks. `order`: the padded order in which it walks rows that are divided into
-    groups (`ir.grouped`)."""
+    """The matrix [rows, columns] that a kernel walks. `order`: the padded order in which it walks rows that
+    are divided into groups (`ir.grouped`)."""
 
     rows: sympy.Expr
     columns: sympy.Expr
@@ -100,15 +103,16 @@ class Domain:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  # domains are values, and few
     def full(self, shape: tuple[sympy.Expr, ...]) -> Index | None:
-        """The index of a tensor that holds the matrix in row-major order; None if its dimensions do not split into those of the
-        rows and those of the columns."""
+        """The index of a tensor that holds the matrix in row-major order; None if its dimensions do not split
+        into those of the rows and those of the columns."""
         for split in range(len(shape) + 1):
             if same(product(shape[:split]), self.rows) and same(product(shape[split:]), self.columns):
                 return (*_unravel("row", shape[:split]), *_unravel("col", shape[split:]))
         return None
 
     def is_full(self, node: Node) -> bool:
-        """Does a node have as many elements as the matrix, in dimensions that split into those of rows and of columns?"""
+        """Does a node have as many elements as the matrix, in dimensions that split into those of rows and of
+        columns?"""
         value = node.meta.get("val")
         return isinstance(value, torch.Tensor) and self.full(sizes(node)) is not None
 
@@ -127,7 +131,8 @@ class Domain:
         return tuple(None if size == 1 else next(terms)[0] for size in source)
 
     def operands(self, node: Node, index: Index) -> list[tuple[Node, Index] | Any] | None:
-        """The arguments of a node, tensors with their index; None if the kernel cannot compute the node in place."""
+        """The arguments of a node, tensors with their index; None if the kernel cannot compute the node in
+        place."""
         if node.op != "call_function":
             return None
         if node.target in ELSEWHERE:
@@ -147,7 +152,8 @@ class Domain:
         ]
 
     def _elsewhere(self, node: Node, index: Index) -> Index | None:
-        """The index of the operand of a node that computes nothing, or one number a row (a scale, or an inverse)."""
+        """The index of the operand of a node that computes nothing, or one number a row (a scale, or an
+        inverse)."""
         if node.target in RESHAPES:
             return self.reshaped(index, sizes(node), sizes(arg(node, 0)))
         if node.target in PERMUTES:
@@ -162,34 +168,57 @@ class Domain:
         return index if index == self.row_index(node) else None
 
     def _sliced(self, node: Node, index: Index) -> Index | None:
-        """The index of the source of a slice of its last dimension. None for a slice that is a matrix by itself, which lies in
-        memory as a rule."""
+        """The index of the source of a slice of its last dimension. None for a slice that is a matrix by
+        itself, which lies in memory as a rule."""
         given: tuple[Any, ...] = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
         source, dim, start, end, step = given
         width, term = sizes(source)[-1], index[-1]
-        if dim not in (-1, len(index) - 1) or step != 1 or term is None or not width.is_Integer or self.is_full(node):
+        if (
+            dim not in (-1, len(index) - 1)
+            or step != 1
+            or term is None
+            or not width.is_Integer
+            or self.is_full(node)
+        ):
             return None
         if not all(isinstance(x, (int, type(None))) for x in (start, end)):
             return None
         return (*index[:-1], replace(term, shift=term.shift + slice(start, end).indices(int(width))[0]))
 
     def part(self, node: Node, index: Index) -> Term | None:
-        """The last term of the index of the parts that a node puts side by side. None unless they are equally wide and lie
-        along the last dimension, as the halves of a rotation do."""
+        """The last term of the index of the parts that a node puts side by side. None unless they are equally
+        wide and lie along the last dimension, as the halves of a rotation do."""
         parts, whole, term = arg(node, 0), sizes(node)[-1], index[-1]
         dim = arg(node, 1) if len(node.args) > 1 else 0
-        if dim not in (-1, len(index) - 1) or term is None or (term.axis, term.divisor, term.size) != ("col", 1, whole):
+        if (
+            dim not in (-1, len(index) - 1)
+            or term is None
+            or (term.axis, term.divisor, term.size) != ("col", 1, whole)
+        ):
             return None
         widths = {sizes(x)[-1] for x in parts}
-        return replace(term, size=widths.pop()) if len(widths) == 1 and whole.is_Integer and not term.shift else None
+        return (
+            replace(term, size=widths.pop())
+            if len(widths) == 1 and whole.is_Integer and not term.shift
+            else None
+        )
 
     def _looked_up(self, node: Node, index: Index) -> Index | None:
         """The index of x in x[i], rows of x; None for any other lookup."""
         source, given = node.args[0], arg(node, 1)
         rows = given[0] if len(given) == 1 else None
-        if not isinstance(rows, Node) or rows.meta["val"].dtype not in (torch.int32, torch.int64) or len(sizes(rows)) != 1:
+        if (
+            not isinstance(rows, Node)
+            or rows.meta["val"].dtype not in (torch.int32, torch.int64)
+            or len(sizes(rows)) != 1
+        ):
             return None
-        if len(sizes(source)) != 2 or index != self.full(sizes(node)) or index[0] is None or self.row_index(rows) is None:  # type: ignore[arg-type]
+        if (
+            len(sizes(source)) != 2  # type: ignore[arg-type]
+            or index != self.full(sizes(node))
+            or index[0] is None
+            or self.row_index(rows) is None
+        ):
             return None
         return Term(rows, sympy.Integer(1), None), index[1]
 
@@ -202,20 +231,29 @@ class Domain:
         for term, block, count in zip(index, arg(node, 3), sizes(inverse), strict=True):  # type: ignore[arg-type]
             if count == 1 or term is None:
                 scales.append(None)
-            elif isinstance(term.axis, str) and term.divisor == 1 and term.size is None and term.shift % block == 0:
+            elif (
+                isinstance(term.axis, str)
+                and term.divisor == 1
+                and term.size is None
+                and term.shift % block == 0
+            ):
                 scales.append(Term(term.axis, sympy.Integer(block), None, term.shift // block))
             else:
                 return None
         return [(data, index), (inverse, tuple(scales))]  # type: ignore[list-item]
 
     def reduction(self, node: Node) -> tuple[Node, bool] | None:
-        """(source, is there one result a row?) of a sum, mean, variance or amax over one of the two dimensions; None for any
-        other node."""
+        """(source, is there one result a row?) of a sum, mean, variance or amax over one of the two
+        dimensions; None for any other node."""
         if node.op != "call_function" or node.target not in REDUCTIONS:
             return None
         source = arg(node, 0)
         value = source.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if not isinstance(value, torch.Tensor) or value.dtype not in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        ):
             return None
         index = self.full(sizes(source))
         if node.target is ops.amax_blocks:
@@ -244,13 +282,19 @@ class Domain:
     def shift(self, node: Node, index: Index) -> sympy.Expr:
         """The part of the offset of an element that is the same for all elements."""
         strides = map(size_of, node.meta["val"].stride())
-        return sympy.Add(*(term.shift * s for term, s in zip(index, strides, strict=True) if term is not None))
+        return sympy.Add(
+            *(term.shift * s for term, s in zip(index, strides, strict=True) if term is not None)
+        )
 
-    def address(self, node: Node, index: Index) -> dict[tuple[str | Node, sympy.Expr, sympy.Expr | None], sympy.Expr]:
-        """The offset of an element from a tensor's first without its `shift`, as terms {(axis, divisor, size): stride}.
-        Neighbouring dimensions are merged into one term."""
+    def address(
+        self, node: Node, index: Index
+    ) -> dict[tuple[str | Node, sympy.Expr, sympy.Expr | None], sympy.Expr]:
+        """The offset of an element from a tensor's first without its `shift`, as terms {(axis, divisor,
+        size): stride}. Neighbouring dimensions are merged into one term."""
         strides = [size_of(s) for s in node.meta["val"].stride()]
-        terms: list[tuple[Term, sympy.Expr]] = [(t, s) for t, s in zip(index, strides, strict=True) if t is not None and s != 0]
+        terms: list[tuple[Term, sympy.Expr]] = [
+            (t, s) for t, s in zip(index, strides, strict=True) if t is not None and s != 0
+        ]
         merged: dict[tuple, sympy.Expr] = {}
         for axis in dict.fromkeys(["row", "col", *(term.axis for term, _ in terms)]):
             mine = sorted((x for x in terms if x[0].axis == axis), key=lambda x: -_magnitude(x[0].divisor))
@@ -300,7 +344,9 @@ def _unravel(axis: str, shape: tuple) -> Index:
 def _broadcast(index: Index, shape: tuple, source: tuple) -> Index:
     """The index of an operand that is broadcast from `source` to `shape`."""
     offset = len(shape) - len(source)
-    return tuple(None if size == 1 and shape[offset + d] != 1 else index[offset + d] for d, size in enumerate(source))
+    return tuple(
+        None if size == 1 and shape[offset + d] != 1 else index[offset + d] for d, size in enumerate(source)
+    )
 
 
 def _magnitude(expr: sympy.Expr) -> float:

@@ -1,7 +1,9 @@
-"""Write a plain torch function into a graph: trace it on the fake values of its arguments, and copy the trace's operators.
+"""Write a plain torch function into a graph: trace it on the fake values of its arguments, and copy the
+trace's operators.
 
-A trace takes longer than all else that a lowering does. So it is made once for each function, shapes and constants: once a
-process where all sizes are numbers, once a graph where some are symbols, which mean something else in another graph.
+A trace takes longer than all else that a lowering does. So it is made once for each function, shapes and
+constants: once a process where all sizes are numbers, once a graph where some are symbols, which mean
+something else in another graph.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ class Inliner:
         self.traces: dict[Any, Graph] = {}
 
     def __call__(self, before: Node, function: Callable, *args: Any) -> Node:
-        """Insert `function(*args)` before a node, with that node's metadata; `args` are nodes, lists of nodes and constants.
-        Returns the node of its result (one tensor)."""
+        """Insert `function(*args)` before a node, with that node's metadata; `args` are nodes, lists of nodes
+        and constants. Returns the node of its result (one tensor)."""
         nodes, spec = pytree.tree_flatten(args)
         tensors = [i for i, arg in enumerate(nodes) if isinstance(arg, Node)]
         values = [nodes[i].meta["val"] for i in tensors]
@@ -58,7 +60,8 @@ class Inliner:
 
     @staticmethod
     def _copy(trace: Graph, before: Node, arguments: list[Node]) -> Node:
-        emit = Emitter(before.graph, before, before)  # computes fake values anew: two copies must not look like one storage
+        # computes fake values anew: two copies must not look like one storage
+        emit = Emitter(before.graph, before, before)
         given = iter(arguments)
         copies: dict[Node, Node] = {}
         *nodes, output = trace.nodes
@@ -66,7 +69,9 @@ class Inliner:
             if node.op == "placeholder":
                 copies[node] = next(given)
             else:
-                assert node.op == "call_function", f"a lowering must be made of operators only: {node.format_node()}"
+                assert node.op == "call_function", (
+                    f"a lowering must be made of operators only: {node.format_node()}"
+                )
                 args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = emit(node.target, *args, **kwargs)
         return copies[output.args[0]]

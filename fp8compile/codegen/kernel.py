@@ -6,13 +6,14 @@
         load, compute, store                            for each pass: for each tile of the block: load, accumulate
                                                         for each tile of the block: load, compute, store
 
-A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is too much for the
-registers. It walks over the strips twice: once for the amaxes of the span's rows, once for the rest.
+A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is
+too much for the registers. It walks over the strips twice: once for the amaxes of the span's rows, once for
+the rest.
 
-Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. A tile has one scale for each of its blocks,
-[BLOCK_R / rows, BLOCK_C / columns]; these are spread over the tile where values are multiplied with them. Offsets are 64-bit.
-Row numbers are [BLOCK_R, 1], column numbers [1, BLOCK_C], so a value that varies with one of them only is computed once a row
-or column.
+Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. A tile has one scale for
+each of its blocks, [BLOCK_R / rows, BLOCK_C / columns]; these are spread over the tile where values are
+multiplied with them. Offsets are 64-bit. Row numbers are [BLOCK_R, 1], column numbers [1, BLOCK_C], so a
+value that varies with one of them only is computed once a row or column.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class Writer:
         for number in range(group.passes):
             body += self.reduce(number, columns)
         if looping or span:
-            body += [f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for i in range(len(self.group.amaxes))]
+            body += [
+                f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for i in range(len(self.group.amaxes))
+            ]
         self.lines, self.loop, self.outer_lines = [], {}, []
         head = self.columns(columns)
         before = self.span(head) if span else []
@@ -111,7 +114,10 @@ class Writer:
             body += tile
         for output in group.with_content("row"):
             body += self.store_row(output)
-        body += [f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")' for i in range(len(self.group.amaxes))]
+        body += [
+            f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")'
+            for i in range(len(self.group.amaxes))
+        ]
         text = "\n".join(indented([*self.comments(), *body]))
         parameters = self.parameters()
         name = f"{title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
@@ -124,19 +130,30 @@ class Writer:
     def parameters(self) -> str:
         group = self.group
         names = [*self.inputs.values(), *(f"s{i}" for i in range(len(self.read)))]
-        names += [name for name, node in (("order", self.domain.order), ("groups", group.groups)) if node is not None]
+        names += [
+            name
+            for name, node in (("order", self.domain.order), ("groups", group.groups))
+            if node is not None
+        ]
         names += self.pointers.values()
         names += ["sums"] if group.sums else []
         names += [f"amax{i}" for i in range(len(group.amaxes))]
         names += [f"column_amax{i}" for i in range(len(group.column_amaxes))]
         names += [f"n{i}" for i in range(len(self.symbols))]
-        constants = [*(f"width{i}" for i, output in enumerate(group.stored) if output.spaced), "BLOCK_R", "BLOCK_C"]
+        constants = [
+            *(f"width{i}" for i, output in enumerate(group.stored) if output.spaced),
+            "BLOCK_R",
+            "BLOCK_C",
+        ]
         return ", ".join([*names, *(f"{x}: tl.constexpr" for x in constants)])
 
     def comments(self) -> list[str]:
-        """The comments of the kernel: inputs and scales of blocks with dtype and shape, outputs with content and dtype."""
+        """The comments of the kernel: inputs and scales of blocks with dtype and shape, outputs with content
+        and dtype."""
         lines = []
-        blocks = {node: name for node, name in self.scales.items() if self.group.scales[node].granularity == "tile"}
+        blocks = {
+            node: name for node, name in self.scales.items() if self.group.scales[node].granularity == "tile"
+        }
         for node, name in {**self.inputs, **blocks}.items():
             shape = ", ".join(self.text(size).strip("()") for size in sizes(node))
             lines.append(f"# {name}: {dtype_name(node.meta['val'].dtype)} [{shape}]")
@@ -149,8 +166,8 @@ class Writer:
         return lines  # not listed: single scales (s), float32; amax, int32 bits of a float32; sums, float32
 
     def rows(self, rows: str) -> list[str]:
-        """The numbers of the rows. In a padded order they are read from memory: row `-2 - source` belongs to no group, so it is
-        computed, but does not count."""
+        """The numbers of the rows. In a padded order they are read from memory: row `-2 - source` belongs to
+        no group, so it is computed, but does not count."""
         walk = "block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]"
         if self.domain.order is None:
             return [f"row = {walk}", *([f"row_inside = row < {rows}"] if self.masks.row else [])]
@@ -204,7 +221,10 @@ class Writer:
                 last.append(f"{self.means[whole]} = {total}")
                 total = self.means[whole]
             last.append(f"{name} = {rounded(total, node.meta['val'].dtype)}")
-        loop = [f"for start in range(0, {columns}, BLOCK_C):", *indented([*self.columns(columns), *self.lines])]
+        loop = [
+            f"for start in range(0, {columns}, BLOCK_C):",
+            *indented([*self.columns(columns), *self.lines]),
+        ]
         return [*self.outer_lines, *start, *loop, *last]
 
     def span(self, head: list[str]) -> list[str]:
@@ -271,11 +291,13 @@ class Writer:
         axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",), "one": ()}[varies_with(index)]
         other = "0.0" if dtype.is_floating_point else "0"
         text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded(masks[varies_with(index)], other)})"
-        return f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
+        return (
+            f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
+        )
 
     def offset(self, node: Node, index: Index, *varying: str) -> str:
-        """` + ...`: the offset from a tensor's first element to those at `index`. It has an element for each row or column
-        (`varying`), even if a matrix of one row or column has no term for them."""
+        """` + ...`: the offset from a tensor's first element to those at `index`. It has an element for each
+        row or column (`varying`), even if a matrix of one row or column has no term for them."""
         parts = []
         for (axis, divisor, size), stride in self.domain.address(node, index).items():
             if isinstance(axis, Node):
@@ -285,7 +307,9 @@ class Writer:
             parts.append(text if stride == 1 else f"{bracketed(text)} * {self.text(stride)}")
         shift = self.domain.shift(node, index)
         parts += [self.text(shift)] if shift != 0 else []
-        parts += [f"{axis} * 0" for axis in varying if not any(re.search(rf"\b{axis}\b", part) for part in parts)]
+        parts += [
+            f"{axis} * 0" for axis in varying if not any(re.search(rf"\b{axis}\b", part) for part in parts)
+        ]
         return "".join(f" + {part}" for part in parts)
 
     # -- outputs --
@@ -300,7 +324,11 @@ class Writer:
             lines.append("row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]")
             lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
         for output in self.group.outputs:
-            if output.content in ("row", "number") or output.content == "blocks" and output.scale in self.spans:
+            if (
+                output.content in ("row", "number")
+                or output.content == "blocks"
+                and output.scale in self.spans
+            ):
                 continue
             index = self.domain.full(sizes(output.node))
             assert index is not None
@@ -315,7 +343,9 @@ class Writer:
                     tiles.amax_of_groups(into, value, output.groups, sizes(output.replaces))
                 else:
                     largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
-                    lines.append(f'tl.atomic_max({into} + col, {largest}{guarded(self.masks.col)}, sem="relaxed")')
+                    lines.append(
+                        f'tl.atomic_max({into} + col, {largest}{guarded(self.masks.col)}, sem="relaxed")'
+                    )
             elif output.content == "blocks":
                 assert output.scale is not None
                 found, (where, mask) = tiles(output.scale), tiles.offset(output.scale)
@@ -323,9 +353,14 @@ class Writer:
             elif output.content == "sum":
                 n, i = len(self.group.sums), self.group.sums.index(output)
                 lines.append(f"total = tl.sum({kept(self.masks.inside, value)}, 0)[None, :]")
-                lines.append(f"tl.store(sums + (block * {n} + {i}) * {columns} + col, total{guarded(self.masks.col)})")
+                lines.append(
+                    f"tl.store(sums + (block * {n} + {i}) * {columns} + col, total{guarded(self.masks.col)})"
+                )
             elif output.content == "value":
-                dtype, where = TRITON_DTYPE[output.node.meta["val"].dtype], self.offset(output.node, index, "row", "col")
+                dtype, where = (
+                    TRITON_DTYPE[output.node.meta["val"].dtype],
+                    self.offset(output.node, index, "row", "col"),
+                )
                 lines.append(f"tl.store({pointer}{where}, {value}.to({dtype}){guarded(self.masks.inside)})")
             else:
                 key = (value, output.scale, output.dtype, output.fp8_max)
@@ -333,7 +368,10 @@ class Writer:
                     quantized[key] = self.quantize(output, value, tiles)
                 if output.content == "copy":
                     width = f"width{self.group.stored.index(output)}" if output.spaced else columns
-                    lines.append(f"tl.store({pointer} + row * {width} + col, {quantized[key]}{guarded(self.masks.inside)})")
+                    lines.append(
+                        f"tl.store({pointer} + row * {width} + col, "
+                        f"{quantized[key]}{guarded(self.masks.inside)})"
+                    )
                 else:
                     columns_inside = f"(col_t < {columns})" if self.masks.col else ""
                     inside = both(columns_inside, f"(row_t < {padded})" if self.masks.row else "")
@@ -360,23 +398,34 @@ class Writer:
         elif output.scale.granularity == "tile":
             scale = tiles.spread(output.scale)
         else:
-            scale = self.value(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity))
+            scale = self.value(
+                output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity)
+            )
         name, largest = self.name("q"), number_text(float(output.fp8_max))
         if saturates(output.dtype) and output.fp8_max == torch.finfo(output.dtype).max:
             lines.append(f"{name} = tl.fma({value}, 0.0, {value} * {scale})")  # infinity times zero is NaN
         else:
             lines.append(f"{name} = {value} * {scale}")
-            # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next to these stores
-            lines.append(f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < -{largest}, -{largest}, {name}))")
+            # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next
+            # to these stores
+            lines.append(
+                f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < "
+                f"-{largest}, -{largest}, {name}))"
+            )
             lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
-        lines.append(f"{name} = {converted(bracketed(kept(self.masks.counts, name)), output.dtype, self.by_ptx)}")
+        lines.append(
+            f"{name} = {converted(bracketed(kept(self.masks.counts, name)), output.dtype, self.by_ptx)}"
+        )
         return name
 
     def store_number(self, output: Output) -> str:
         """The first program stores a scale that all programs compute, or its inverse."""
         scaled = output.node in self.scales
         name = f"{self.scales[output.node if scaled else arg(output.node, 0)]}_value"
-        return f"tl.store({self.pointers[id(output)]}, {name if scaled else f'tl.div_rn(1.0, {name})'}, mask=pid == 0)"
+        return (
+            f"tl.store({self.pointers[id(output)]}, "
+            f"{name if scaled else f'tl.div_rn(1.0, {name})'}, mask=pid == 0)"
+        )
 
     def store_row(self, output: Output) -> list[str]:
         index = self.domain.row_index(output.node)
@@ -396,5 +445,7 @@ class Writer:
     def text(self, expr: sympy.Expr) -> str:
         """An integer expression. Symbols become parameters."""
         for symbol in sorted(expr.free_symbols, key=str):
-            self.symbols.setdefault(symbol, sympy.Symbol(f"n{len(self.symbols)}", integer=True, positive=True))
+            self.symbols.setdefault(
+                symbol, sympy.Symbol(f"n{len(self.symbols)}", integer=True, positive=True)
+            )
         return bracketed(integer(expr.subs(self.symbols, simultaneous=True)))

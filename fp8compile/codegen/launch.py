@@ -1,16 +1,19 @@
-"""Write a generated kernel into the graph that Inductor compiles: allocate the outputs, launch, hand the outputs on.
+"""Write a generated kernel into the graph that Inductor compiles: allocate the outputs, launch, hand the
+outputs on.
 
     y0 = empty(...); y1 = empty(...)
     triton_kernel_wrapper_mutation(kernel, grid, x0=.., s0=.., y0=y0, y1=y1, amaxes=vector, ..)
 
-Inductor treats the kernel as one of its own: it uses its own launcher, records launches in CUDA graphs, tunes over the kernel's
-configurations at the first launch, and caches the choice on disk.
+Inductor treats the kernel as one of its own: it uses its own launcher, records launches in CUDA graphs, tunes
+over the kernel's configurations at the first launch, and caches the choice on disk.
 
-The amaxes of a graph are elements of one int32 vector, zeroed once (where the graph has a page of scaling state, by the kernel
-that takes the snapshot of it: `state_kernels`). Kernels raise them by atomic maxima on the bits of
-magnitudes: the bits of NaN are above those of infinity, and the order of the maxima does not matter. Amaxes of columns are
-parts of the same vector. Scales and amaxes are passed as views of one element, each 16-byte aligned. With a slot's number as an
-argument, Inductor would take each launch for a kernel of its own, and tune each.
+The amaxes of a graph are elements of one int32 vector, zeroed once (where the graph has a page of scaling
+state, by the kernel that takes the snapshot of it: `state_kernels`). Kernels raise them by atomic maxima on
+the bits of
+magnitudes: the bits of NaN are above those of infinity, and the order of the maxima does not matter. Amaxes
+of columns are parts of the same vector. Scales and amaxes are passed as views of one element, each 16-byte
+aligned. With a slot's number as an argument, Inductor would take each launch for a kernel of its own, and
+tune each.
 """
 
 from __future__ import annotations
@@ -34,16 +37,26 @@ DEVICES = ("cuda",)  # where Triton's kernels run
 
 AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
 
-# (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for each block of rows:
-# its blocks are tall, and their height is fixed. Blocks are tall for column amaxes, too: each block of rows costs an atomic
-# maximum. Where blocks of elements share a scale, a tile holds whole blocks.
-# With exp and the like a thread takes 16 elements instead of 32: with 32, registers would spill. So do blocks of whole rows
-# with column sums: with 32, a kernel takes 178 registers, and an SM holds one program. A transposed copy is written in pieces
-# of as many bytes as a block has rows; a sector of memory has 32. The first two of each were the fastest on an H200, or near it
-# (benchmarks.blocks).
+# (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for
+# each block of rows: its blocks are tall, and their height is fixed. Blocks are tall for column amaxes, too:
+# each block of rows costs an atomic maximum. Where blocks of elements share a scale, a tile holds whole
+# blocks.
+# With exp and the like a thread takes 16 elements instead of 32: with 32, registers would spill. So do blocks
+# of whole rows with column sums: with 32, a kernel takes 178 registers, and an SM holds one program. A
+# transposed copy is written in pieces of as many bytes as a block has rows; a sector of memory has 32. The
+# first two of each were the fastest on an H200, or near it (benchmarks.blocks).
 TILES = ((64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
-HEAVY_TILES = ((32, 64, 4), (32, 128, 8), (64, 64, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32))
+HEAVY_TILES = (
+    (32, 64, 4),
+    (32, 128, 8),
+    (64, 64, 8),
+    (64, 128, 16),
+    (128, 64, 16),
+    (128, 32, 8),
+    (128, 16, 4),
+    (128, 128, 32),
+)
 HEAVY_TALL_TILES = ((128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32), (32, 128, 8))
 ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4))
 TALL_ROW_BLOCKS = ((32, 64, 8), (32, 128, 8))
@@ -56,28 +69,37 @@ SPANS = ((128, 32, 8), (128, 16, 8))
 
 
 def apart(group: Group) -> bool:
-    """Does `fuse` make two kernels of this group, because its blocks need more whole rows than a program takes?"""
+    """Does `fuse` make two kernels of this group, because its blocks need more whole rows than a program
+    takes?"""
     return bool(group.passes) and group.block[0] > MOST_ROWS
 
 
 def configurations(group: Group) -> tuple[tuple[int, int, int], ...]:
-    """The block sizes and warps to choose from at the first launch of a group's kernel, the default first; two, or three with
-    Inductor's `max_autotune`."""
+    """The block sizes and warps to choose from at the first launch of a group's kernel, the default first;
+    two, or three with Inductor's `max_autotune`."""
     choices: tuple[tuple[int, int, int], ...]
     tall = group.sums or group.column_amaxes
     if group.span:
         choices = SPANS
     elif group.passes:
-        choices = TALL_ROW_BLOCKS if tall else TRANSPOSED_ROW_BLOCKS if group.with_content("transposed") else ROW_BLOCKS
+        choices = (
+            TALL_ROW_BLOCKS
+            if tall
+            else TRANSPOSED_ROW_BLOCKS
+            if group.with_content("transposed")
+            else ROW_BLOCKS
+        )
     elif group.heavy:
         choices = HEAVY_TALL_TILES if tall else HEAVY_TILES
     else:
         choices = TALL_TILES if tall else TILES
     rows, columns = group.block
     choices = tuple(x for x in choices if x[0] % rows == 0 and x[1] % columns == 0)
-    if group.block == (32, 32):  # mxfp8 in both layouts: 48 instructions an element in a tile of 32 rows, else 75
+    # mxfp8 in both layouts: 48 instructions an element in a tile of 32 rows, else 75
+    if group.block == (32, 32):
         choices = tuple(sorted(choices, key=lambda x: x[0] != 32))
-    if group.heavy and group.block != (1, 1):  # scales take registers, too, and with 16 warps a thread has only 128
+    # scales take registers, too, and with 16 warps a thread has only 128
+    if group.heavy and group.block != (1, 1):
         choices = tuple(x for x in choices if x[2] <= 8) or choices
     if group.sums:
         choices = tuple(x for x in choices if x[0] == choices[0][0])
@@ -97,13 +119,15 @@ def grid(group: Group, block: tuple[int, int, int]) -> sympy.Expr:
 
 @functools.cache
 def tuned(kernel: Any, configs: tuple[tuple[int, ...], ...], restore: tuple[str, ...] = ()) -> Any:
-    """A JIT function with the configurations to choose from, one object for all launches that ask for the same. A configuration
-    is (BLOCK_R, BLOCK_C, warps) or (.., stages). `restore`: arguments that a benchmark must not leave changed."""
+    """A JIT function with the configurations to choose from, one object for all launches that ask for the
+    same. A configuration is (BLOCK_R, BLOCK_C, warps) or (.., stages). `restore`: arguments that a benchmark
+    must not leave changed."""
     import triton
 
     most = 1024 // (64 if torch.version.hip else 32)  # warps of a program: it has at most 1024 threads
     made = [
-        triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=min(warps, most), num_stages=(*stages, 3)[0])  # 3 is Triton's own
+        # 3 is Triton's own
+        triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=min(warps, most), num_stages=(*stages, 3)[0])
         for r, c, warps, *stages in configs
     ]
     return triton.autotune(configs=made, key=[], restore_value=list(restore) or None)(kernel)
@@ -121,13 +145,14 @@ def zeroed(graph: Graph) -> Node | None:
 
 
 def amax_bits(amaxes: Node) -> Node | None:
-    """The part of the int32 vector of which `Launcher.amaxes` made these amaxes a float32 view; None for any other amaxes. A
-    kernel reads the int32 bits where they are; the view would be a kernel of its own."""
+    """The part of the int32 vector of which `Launcher.amaxes` made these amaxes a float32 view; None for any
+    other amaxes. A kernel reads the int32 bits where they are; the view would be a kernel of its own."""
     return arg(amaxes, 0) if AMAX_BITS in amaxes.meta else None
 
 
 class BufferPart(NamedTuple):
-    """Where a copy lies in a larger matrix, the result of the node `whole`: from `first` on, along dimension `dim`."""
+    """Where a copy lies in a larger matrix, the result of the node `whole`: from `first` on, along dimension
+    `dim`."""
 
     whole: Node
     dim: int
@@ -139,9 +164,17 @@ class Launcher:
 
     MOST_RAISED = 4  # tensors that `fp8_raise` takes
 
-    def __init__(self, graph: Graph, amaxes: int, like: Node, columns: int = 0, parts: Mapping[int, BufferPart] | None = None):
-        """`amaxes`: how many amaxes of whole matrices there are. `columns`: elements for all amaxes of columns, as far as the
-        width of the matrix is known. `parts`: outputs that are parts of larger matrices, by id."""
+    def __init__(
+        self,
+        graph: Graph,
+        amaxes: int,
+        like: Node,
+        columns: int = 0,
+        parts: Mapping[int, BufferPart] | None = None,
+    ):
+        """`amaxes`: how many amaxes of whole matrices there are. `columns`: elements for all amaxes of
+        columns, as far as the width of the matrix is known. `parts`: outputs that are parts of larger
+        matrices, by id."""
         self.graph, self.like = graph, like
         self.symbols: dict[sympy.Expr, Node] = {}
         self.vector: Node | None = None
@@ -153,10 +186,12 @@ class Launcher:
             self.vector = self._zeros(Emitter(graph, start, like), self.first_column + columns)
             self.vector.meta[AMAX_VECTOR] = True
 
-    def __call__(self, before: Node, kernel: Kernel, inputs: dict[str, Any], slots: list[int]) -> tuple[list[Node], list[Node]]:
-        """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: the numbers of its amaxes in the
-        vector. Returns the nodes of its outputs (partial column sums last, if any), and of its amaxes: [1] float32 each, then
-        those of columns, [C, 1] or [E, C] float32."""
+    def __call__(
+        self, before: Node, kernel: Kernel, inputs: dict[str, Any], slots: list[int]
+    ) -> tuple[list[Node], list[Node]]:
+        """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: the numbers of its
+        amaxes in the vector. Returns the nodes of its outputs (partial column sums last, if any), and of its
+        amaxes: [1] float32 each, then those of columns, [C, 1] or [E, C] float32."""
         emit, group = self._emitter(before), kernel.group
         outputs = [self._empty(emit, output, group.domain) for output in group.stored]
         tensors = dict(inputs)
@@ -172,11 +207,17 @@ class Launcher:
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
         configs = configurations(group)
         grids = [(self.number(emit, grid(group, config)), 1, 1) for config in configs]
-        widths = {f"width{i}": value(outputs[i]).stride(0) for i, output in enumerate(group.stored) if output.spaced}
+        widths = {
+            f"width{i}": value(outputs[i]).stride(0) for i, output in enumerate(group.stored) if output.spaced
+        }
         loaded = compat.triton.load_kernel(kernel.name, kernel.source)
         compat.triton.launch(emit, tuned(loaded, configs), grids, tensors, widths)
         wide = [
-            emit(aten.view.default, emit(aten.view.dtype, x, torch.float32), [-1, output.replaces.meta["val"].shape[1]])
+            emit(
+                aten.view.default,
+                emit(aten.view.dtype, x, torch.float32),
+                [-1, output.replaces.meta["val"].shape[1]],
+            )
             for x, output in zip(by_column, group.column_amaxes, strict=True)
         ]
         return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
@@ -207,12 +248,15 @@ class Launcher:
         return amaxes
 
     def raise_amaxes(self, before: Node, amaxes: dict[int, Node]) -> None:
-        """Raise the amaxes with these numbers to the largest of [n] float32 each, with one n. The numbers are nobody else's."""
+        """Raise the amaxes with these numbers to the largest of [n] float32 each, with one n. The numbers are
+        nobody else's."""
         from .triton_kernels import fp8_raise
 
         emit = self._emitter(before)
         tensors = {f"rows{i}": rows for i, rows in enumerate(amaxes.values())}
-        bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * number) for number in amaxes]
+        bits = [
+            emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * number) for number in amaxes
+        ]
         tensors |= {f"amax{i}": node for i, node in enumerate(bits)}
         missing = range(len(amaxes), self.MOST_RAISED)
         (count,) = sizes(next(iter(amaxes.values())))
@@ -249,32 +293,41 @@ class Launcher:
         """An empty tensor, in row-major order."""
         device = self.like.meta["val"].device
         return emit(
-            aten.empty.memory_format, [self.number(emit, x) for x in shape], dtype=dtype, device=device, pin_memory=False
+            aten.empty.memory_format,
+            [self.number(emit, x) for x in shape],
+            dtype=dtype,
+            device=device,
+            pin_memory=False,
         )
 
     def totals(self, before: Node, group: Group, outputs: list[Node]) -> dict[int, tuple[Node, Any, Any]]:
-        """For each column sum of a group, by the id of its output: the vector that holds it, its first element there, and the
-        element after its last."""
+        """For each column sum of a group, by the id of its output: the vector that holds it, its first
+        element there, and the element after its last."""
         sums = group.sums
         if not sums:
             return {}
         emit = self._emitter(before)
         dtypes = {output.replaces.meta["val"].dtype for output in sums}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # convert all sums at once: slices of the result are views
+        # convert all sums at once: slices of the result are views
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         total = self._total(emit, outputs[-1], dtype)
         columns = size_of(total.meta["val"].shape[0]) / len(sums)
         edges = [self.number(emit, columns * i) for i in range(len(sums) + 1)]
         return {id(output): (total, edges[i], edges[i + 1]) for i, output in enumerate(sums)}
 
     def _total(self, emit: Emitter, partial: Node, dtype: torch.dtype) -> Node:
-        """The sum of the rows of a matrix of partial sums. Inductor splits such a sum, which has few results, over two kernels.
-        That is faster only where a column has many numbers."""
+        """The sum of the rows of a matrix of partial sums. Inductor splits such a sum, which has few results,
+        over two kernels. That is faster only where a column has many numbers."""
         from .triton_kernels import fp8_column_sums
 
         rows, columns = sizes(partial)
         if not (rows.is_Integer and columns.is_Integer and rows <= MOST_PARTIAL_SUMS):
             total = emit(aten.sum.dim_IntList, partial, [0])
-            return total if dtype == torch.float32 else emit(torch.ops.prims.convert_element_type.default, total, dtype)
+            return (
+                total
+                if dtype == torch.float32
+                else emit(torch.ops.prims.convert_element_type.default, total, dtype)
+            )
         total = self.new(emit, [columns], dtype)
         constants = {"ROWS": int(rows), "COLUMNS": int(columns)}
         grid = [(_blocks(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
@@ -283,9 +336,12 @@ class Launcher:
         compat.triton.launch(emit, sums, launched, {"partial": partial, "total": total}, constants)
         return total
 
-    def size_arguments(self, emit: Emitter, *wanted: tuple[str, str, sympy.Expr, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(constants, numbers) for a kernel that has a `tl.constexpr` and an argument for a size, of which one is None: the
-        argument where the size is known. `wanted`: (name of the constant, of the argument, size, what divides the argument)."""
+    def size_arguments(
+        self, emit: Emitter, *wanted: tuple[str, str, sympy.Expr, int]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(constants, numbers) for a kernel that has a `tl.constexpr` and an argument for a size, of which
+        one is None: the argument where the size is known. `wanted`: (name of the constant, of the argument,
+        size, what divides the argument)."""
         constants: dict[str, Any] = {}
         numbers: dict[str, Any] = {}
         for known, unknown, size, unit in wanted:
@@ -310,7 +366,11 @@ class Launcher:
             first = None
             for node in self.graph.nodes:
                 value = node.meta.get("val")
-                if isinstance(value, torch.SymInt) and value.node.expr == symbol and (node.op == "placeholder" or not first):
+                if (
+                    isinstance(value, torch.SymInt)
+                    and value.node.expr == symbol
+                    and (node.op == "placeholder" or not first)
+                ):
                     self.symbols[symbol] = node
                     return node
                 if first is None and isinstance(value, torch.Tensor) and symbol in sizes(node):

@@ -2,13 +2,14 @@
 
 Why the functions have their form:
 
-* amax is taken in two stages, rows first: Inductor puts the first stage into the producer's or the cast's kernel, and
-  the second stages of a graph are gathered into one reduction for all tensors with equally many rows.
-* Scales of a direction are copied out of the page once; a slot's scale is a view of that copy (`as_strided` makes
-  Inductor keep the copy as one buffer), so no slot needs a kernel for one number.
+* amax is taken in two stages, rows first: Inductor puts the first stage into the producer's or the cast's
+  kernel, and the second stages of a graph are gathered into one reduction for all tensors with equally many
+  rows.
+* Scales of a direction are copied out of the page once; a slot's scale is a view of that copy (`as_strided`
+  makes Inductor keep the copy as one buffer), so no slot needs a kernel for one number.
 
-Matmuls are in `scaled_mm`; at the end of this file are the memory layouts in which they expect the inverses of scales. An
-inverse is float32, one a block: [rows / block rows, columns / block columns], rounded up.
+Matmuls are in `scaled_mm`; at the end of this file are the memory layouts in which they expect the inverses
+of scales. An inverse is float32, one a block: [rows / block rows, columns / block columns], rounded up.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ aten = torch.ops.aten
 
 
 def row_amax(x: Tensor) -> Tensor:
-    """First stage: [R, C] -> [R] float32, [1] if x is empty, [R + 1] where R is data and may be 0. NaN propagates."""
+    """First stage: [R, C] -> [R] float32, [1] if x is empty, [R + 1] where R is data and may be 0. NaN
+    propagates."""
     if is_data(x.shape[0]):
         return torch.nn.functional.pad(x.abs().to(torch.float32).amax(-1), (0, 1))
     if x.numel() == 0:
@@ -41,7 +43,8 @@ def last_amaxes(rows: list[Tensor]) -> Tensor:
 
 
 def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
-    """The amax of each block of a copy, float32: `ops.amax_blocks`, reduced along the tensor as it lies in memory."""
+    """The amax of each block of a copy, float32: `ops.amax_blocks`, reduced along the tensor as it lies in
+    memory."""
     if x.numel() == 0:
         rows, columns = (x.shape[1], ops.padded_rows(x.shape[0])) if transposed else x.shape
         return x.new_zeros([ops.blocks(rows, block[0]), ops.blocks(columns, block[1])], dtype=torch.float32)
@@ -56,16 +59,24 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
     return amax.t().contiguous() if transposed else amax
 
 
-def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int], dense: bool) -> Tensor:
-    """[R, C] -> [R, C], row-major, in strides that Inductor has to keep if `dense`. Left to itself, Inductor would pad rows,
-    which ATen's row-wise kernel for sm_89 does not expect, and would transpose the copy where the input is transposed, which no
-    FP8 matmul takes. Not `dense` is for `joined`, which copies it."""
+def quantize(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int], dense: bool
+) -> Tensor:
+    """[R, C] -> [R, C], row-major, in strides that Inductor has to keep if `dense`. Left to itself, Inductor
+    would pad rows, which ATen's row-wise kernel for sm_89 does not expect, and would transpose the copy where
+    the input is transposed, which no FP8 matmul takes. Not `dense` is for `joined`, which copies it."""
     copy = ops.cast(x, ops.spread(scale, x.shape, block), dtype, fp8_max)
     return _dense(copy, *x.shape) if dense else copy
 
 
 def quantize_transposed(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int], dense: bool, padded_already: bool
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    fp8_max: float,
+    block: Sequence[int],
+    dense: bool,
+    padded_already: bool,
 ) -> Tensor:
     """[R, C] -> [C, R padded to a multiple of 16]; `dense` as for `quantize`."""
     columns, rows = x.shape[1], x.shape[0]
@@ -84,7 +95,8 @@ def _dense(copy: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def row_major(x: Tensor, shape: Sequence) -> Tensor:
-    """x as `shape` in row-major order, which Inductor has to keep. x must begin where its memory begins, and fill it."""
+    """x as `shape` in row-major order, which Inductor has to keep. x must begin where its memory begins, and
+    fill it."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -92,13 +104,15 @@ def row_major(x: Tensor, shape: Sequence) -> Tensor:
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Copies side by side, row-major, in strides that Inductor has to keep. The casts run in the kernel that writes it."""
+    """Copies side by side, row-major, in strides that Inductor has to keep. The casts run in the kernel that
+    writes it."""
     whole = merged.joined(parts, dim)
     return row_major(whole, whole.shape)
 
 
 def transposed(x: Tensor) -> Tensor:
-    """`ops.transposed`, row-major, in strides that Inductor has to keep: it does not know those of a view as another dtype."""
+    """`ops.transposed`, row-major, in strides that Inductor has to keep: it does not know those of a view as
+    another dtype."""
     copy = ops.transposition(x)
     return row_major(copy, copy.shape)
 
@@ -106,7 +120,13 @@ def transposed(x: Tensor) -> Tensor:
 def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
     """`ops.dequantize`; where 1 x N elements share a scale, without a copy of the scales for each element."""
     rows, columns = data.shape
-    if inv.dim() == 2 and block[0] == 1 and block[1] > 1 and isinstance(columns, int) and columns % block[1] == 0:
+    if (
+        inv.dim() == 2
+        and block[0] == 1
+        and block[1] > 1
+        and isinstance(columns, int)
+        and columns % block[1] == 0
+    ):
         parts = data.to(torch.float32).view(-1, columns // block[1], block[1]) * inv.unsqueeze(-1)
         return parts.view(-1, columns).to(dtype)
     return ops.values(data, inv, dtype, block)
@@ -116,12 +136,12 @@ def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[in
 
 
 def swizzled(inverse: Tensor, rows: Any, tall: int) -> Tensor:
-    """[rows / tall, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: tile by tile of 128 x 4
-    scales. In a tile, the scales of four rows that are 32 apart stand beside each other. Zeros fill up the last tiles. `tall`:
-    the rows that share a scale, 1 or 32.
+    """[rows / tall, K / 32] powers of two -> E8M0 in the order of cuBLASLt's 1D block scales, flat: tile by
+    tile of 128 x 4 scales. In a tile, the scales of four rows that are 32 apart stand beside each other.
+    Zeros fill up the last tiles. `tall`: the rows that share a scale, 1 or 32.
 
-    A float32 power of two has a mantissa of zeros, and its exponent bits are its E8M0 bits (bias 127). In both formats the
-    exponent bits of 2^-127, the smallest E8M0 number, are zero.
+    A float32 power of two has a mantissa of zeros, and its exponent bits are its E8M0 bits (bias 127). In
+    both formats the exponent bits of 2^-127, the smallest E8M0 number, are zero.
     """
     given, columns = inverse.shape
     high, wide = ops.blocks(rows, 128), ops.blocks(columns, 4)
@@ -132,7 +152,8 @@ def swizzled(inverse: Tensor, rows: Any, tall: int) -> Tensor:
 
 
 def aligned(inverse: Tensor) -> Tensor:
-    """One number, at a multiple of 16 bytes. cuBLASLt refuses the scale of a tensor that begins elsewhere (CUDA 13.0, H200)."""
+    """One number, at a multiple of 16 bytes. cuBLASLt refuses the scale of a tensor that begins elsewhere
+    (CUDA 13.0, H200)."""
     return inverse if inverse.storage_offset() % 4 == 0 else copied(inverse)
 
 
@@ -147,7 +168,8 @@ def rows_first(inverse: Tensor) -> Tensor:
 
 
 def of_blocks(inverse: Tensor, block: Sequence[int]) -> Tensor:
-    """[rows, blocks] in cuBLASLt's order: for 1 x 128 blocks column by column, for 128 x 128 blocks row by row."""
+    """[rows, blocks] in cuBLASLt's order: for 1 x 128 blocks column by column, for 128 x 128 blocks row by
+    row."""
     return columns_first(inverse).t() if block[0] == 1 else rows_first(inverse)
 
 
@@ -157,10 +179,12 @@ def of_rows(inverse: Tensor, copy: Tensor) -> Tensor:
 
 
 def stored(x: Tensor, shape: Sequence) -> Tensor:
-    """x as `shape` in row-major order: x itself, or a copy where x may have gaps, another order or an offset."""
+    """x as `shape` in row-major order: x itself, or a copy where x may have gaps, another order or an
+    offset."""
     # a symbolic size must not be asked whether it is 1
     known = all(isinstance(size, int) for size in x.shape)
-    if not (known and x.is_contiguous() and x.storage_offset() == 0):  # as_strided counts from where the storage begins
+    # as_strided counts from where the storage begins
+    if not (known and x.is_contiguous() and x.storage_offset() == 0):
         x = copied(x)
     return row_major(x, shape)
 

@@ -37,7 +37,8 @@ aten = torch.ops.aten
 
 
 def lower_order(node: Node, inline: Callable[..., Node]) -> None:
-    """Replace the results of a `group_order` by those of one kernel, or of plain torch where none can be launched."""
+    """Replace the results of a `group_order` by those of one kernel, or of plain torch where none can be
+    launched."""
     items = list(node.users)
     if compat.triton.reorders():
         made = [inline(node, _of_order, *node.args, which) for which in range(3)]
@@ -58,8 +59,11 @@ def _of_order(offs: Tensor, rows: Any, align: int, which: int) -> Tensor:
     return order_of_groups(offs, rows, align)[which]
 
 
-def lower_grouped_mm(node: Node, inline: Callable[..., Node], scales: tuple[Node, Node] | None = None) -> Node:
-    """Insert the form of a `grouped_mm` before its node. `scales`: its `spread_scales`. Returns the node of the result."""
+def lower_grouped_mm(
+    node: Node, inline: Callable[..., Node], scales: tuple[Node, Node] | None = None
+) -> Node:
+    """Insert the form of a `grouped_mm` before its node. `scales`: its `spread_scales`. Returns the node of
+    the result."""
     if scales is not None:
         return inline(node, multiplied, product_of(node), *scales)
     form = form_of(node)
@@ -85,13 +89,15 @@ def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:
 
 
 def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:
-    """For matmuls by ATen whose operands have one scale each: these scales, spread over the vectors that it takes. One kernel
-    writes those of several matmuls, if the scales are stored ones, which are there from the beginning."""
+    """For matmuls by ATen whose operands have one scale each: these scales, spread over the vectors that it
+    takes. One kernel writes those of several matmuls, if the scales are stored ones, which are there from the
+    beginning."""
     chunks: list[list[Node]] = []  # which are spread together
     for node in graph.find_nodes(op="call_function", target=grouped_mm):
         if form_of(node) != GROUPED or any(value(inverse).dim() != 1 for inverse in _inverses(node)):
             continue
-        if is_data(value(product_of(node).a).shape[0]):  # no part of a vector can be taken by such a size, up to torch 2.11
+        # no part of a vector can be taken by such a size, up to torch 2.11
+        if is_data(value(product_of(node).a).shape[0]):
             continue
         if chunks and len(chunks[-1]) < TOGETHER and all(map(_are_stored, (node, chunks[-1][0]))):
             if all(arg(inverse, 0) < chunks[-1][0] for inverse in _inverses(node)):
@@ -143,7 +149,8 @@ def _concatenated(inverses: list[Tensor], lengths: list) -> Tensor:
 
 
 def grouped(x: GroupedProduct) -> Tensor:
-    """Scales of rows or of whole tensors. In a wgrad each group has a scale for each row: [E * R], group after group."""
+    """Scales of rows or of whole tensors. In a wgrad each group has a scale for each row: [E * R], group
+    after group."""
     count = x.offs.shape[0]
     a_size = x.a.shape[0] if x.b.dim() == 3 else count * x.a.shape[0]
     a_scale = _vector(x.a_inv, [a_size])
@@ -154,7 +161,9 @@ def grouped(x: GroupedProduct) -> Tensor:
 def multiplied(x: GroupedProduct, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """a_scale [M], b_scale [E, N]; in a wgrad [E * R] and [E * C]."""
     b = x.b.transpose(-2, -1)
-    out = aten._scaled_grouped_mm.default(x.a, b, a_scale, b_scale, x.offs, None, None, torch.bfloat16, x.fast_accum)
+    out = aten._scaled_grouped_mm.default(
+        x.a, b, a_scale, b_scale, x.offs, None, None, torch.bfloat16, x.fast_accum
+    )
     return out.to(x.out_dtype)
 
 
@@ -168,8 +177,8 @@ def _vector(inverse: Tensor, shape: Sequence) -> Tensor:
 
 
 def emulated(x: GroupedProduct) -> Tensor:
-    """A bf16 matmul of the values that the operands stand for. They are exact where scales are powers of two, and else rounded
-    to 8 significant bits."""
+    """A bf16 matmul of the values that the operands stand for. They are exact where scales are powers of two,
+    and else rounded to 8 significant bits."""
     a, b = _values(x.a, x.a_inv, x.offs, x.a_block), _values(x.b, x.b_inv, x.offs, x.b_block)
     return aten._grouped_mm.default(a, b.transpose(-2, -1), x.offs).to(x.out_dtype)
 
@@ -192,8 +201,8 @@ def _values(copy: Tensor, inverse: Tensor, offs: Tensor, block: Sequence[int]) -
 
 
 def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
-    """[E, C] float32: the largest magnitude of each column in each group, by a maximum of the bits of magnitudes: the bits of
-    NaN are above those of infinity."""
+    """[E, C] float32: the largest magnitude of each column in each group, by a maximum of the bits of
+    magnitudes: the bits of NaN are above those of infinity."""
     count = offs.shape[0]
     row = torch.arange(x.shape[0], device=x.device)
     group = (row.unsqueeze(1) >= offs).sum(1).unsqueeze(1).expand(x.shape)

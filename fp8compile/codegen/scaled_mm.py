@@ -1,16 +1,18 @@
 """The lowering of FP8 matmuls: the forms that a matmul can take, and the choice between them.
 
-`lower_mm` chooses the form that one of our operators becomes. Where operands have several scales, it depends on the device, the
-blocks and the sizes: `scaled_mm_kind.how`.
+`lower_mm` chooses the form that one of our operators becomes. Where operands have several scales, it depends
+on the device, the blocks and the sizes: `scaled_mm_kind.how`.
 
 All forms are plain torch functions of a `ScaledProduct`, except for the Triton kernel (`block_gemm`).
 
-cuBLASLt and CUTLASS add a bias in half precision only, in the result's dtype (`fusable`). Any other bias is added to a float32
-product after the matmul. Inductor fuses this sum into the kernel that reads it, and the sum is rounded once.
+cuBLASLt and CUTLASS add a bias in half precision only, in the result's dtype (`fusable`). Any other bias is
+added to a float32 product after the matmul. Inductor fuses this sum into the kernel that reads it, and the
+sum is rounded once.
 
-`_scaled_mm` finds the kind of scaling from shapes and strides. So scales are written into memory of their own and read through
-`as_strided`, whose strides Inductor keeps (`lowerings`). `_scaled_mm_v2` is told the kind, but it is not used: Inductor
-(2.13) lowers it to `_scaled_mm` with the scales in the wrong orientation, or refuses the scales.
+`_scaled_mm` finds the kind of scaling from shapes and strides. So scales are written into memory of their own
+and read through `as_strided`, whose strides Inductor keeps (`lowerings`). `_scaled_mm_v2` is told the kind,
+but it is not used: Inductor (2.13) lowers it to `_scaled_mm` with the scales in the wrong orientation, or
+refuses the scales.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ MX_COLUMNS = 32  # elements that share an E8M0 scale
 
 
 def lower_mm(node: Node, inline: Inline) -> Node:
-    """Insert the form of an `ops.scaled_mm` or `ops.block_mm` before its node. Returns the node of the result."""
+    """Insert the form of an `ops.scaled_mm` or `ops.block_mm` before its node. Returns the node of the
+    result."""
     form = form_of(node)
     if form == TRITON:
         return launch_gemm(node, inline, gpu_of(value(node).device), product_of(node))
@@ -49,7 +52,8 @@ def lower_mm(node: Node, inline: Inline) -> Node:
 
 
 def form_of(node: Node) -> str:
-    """The form of a matmul: one of those of `scaled_mm_kind`, or TENSORWISE, where each operand has one scale."""
+    """The form of a matmul: one of those of `scaled_mm_kind`, or TENSORWISE, where each operand has one
+    scale."""
     if FORM in node.meta:
         return node.meta[FORM]
     gpu = gpu_of(value(node).device)
@@ -58,15 +62,28 @@ def form_of(node: Node) -> str:
     x = product_of(node)
     (m, k), n = value(x.a).shape, value(x.b).shape[0]
     made = product_dtype(None if x.bias is None else value(x.bias), x.out_dtype)
-    return scaled_mm_kind.how(gpu, x.a_block, x.b_block, m, n, k, made, x.fast_accum, not compat.triton.reorders())
+    return scaled_mm_kind.how(
+        gpu, x.a_block, x.b_block, m, n, k, made, x.fast_accum, not compat.triton.reorders()
+    )
 
 
 def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:
     """The function and the arguments (nodes and constants) of a matmul in this form, which is not TRITON."""
     product = product_of(node)
     if form == REFERENCE:
-        return (ops.product, product[:7]) if node.target is ops.scaled_mm else (ops.block_product, tuple(product))
-    forms = {TENSORWISE: tensorwise, ROWWISE: rowwise, AFTER: rowwise_after, BLOCKWISE: blockwise, MX: mx, EMULATED: emulated}
+        return (
+            (ops.product, product[:7])
+            if node.target is ops.scaled_mm
+            else (ops.block_product, tuple(product))
+        )
+    forms = {
+        TENSORWISE: tensorwise,
+        ROWWISE: rowwise,
+        AFTER: rowwise_after,
+        BLOCKWISE: blockwise,
+        MX: mx,
+        EMULATED: emulated,
+    }
     return forms[form], (product,)
 
 
@@ -95,20 +112,22 @@ def finished(product: Tensor, x: ScaledProduct) -> Tensor:
 
 def tensorwise(x: ScaledProduct) -> Tensor:
     """A scale for a and one for b."""
-    # views, not `as_strided` without an offset: there, Inductor 2.11 drops the offset of the input (pytorch#175325)
+    # views, not `as_strided` without an offset: there, Inductor 2.11 drops the offset of the input
+    # (pytorch#175325)
     return scaled(x, aligned(x.a_inv).view(1, 1), aligned(x.b_inv).view(1, 1))
 
 
 def rowwise(x: ScaledProduct) -> Tensor:
-    """A scale for each row of a and of b, or one for all rows: `_scaled_mm` takes them as [M, 1] and [1, N]."""
+    """A scale for each row of a and of b, or one for all rows: `_scaled_mm` takes them as [M, 1] and [1,
+    N]."""
     a_scale = stored(of_rows(x.a_inv, x.a), [x.a.shape[0], 1])
     b_scale = stored(of_rows(x.b_inv, x.b), [1, x.b.shape[0]])
     return scaled(x, a_scale, b_scale)
 
 
 def rowwise_after(x: ScaledProduct) -> Tensor:
-    """The same, but the scales are multiplied with the float32 result of the matmul, numbers up to 448 * 448 * K. Inductor
-    fuses this into the kernel that reads the result."""
+    """The same, but the scales are multiplied with the float32 result of the matmul, numbers up to 448 * 448
+    * K. Inductor fuses this into the kernel that reads the result."""
     one = torch.ones(1, 1, dtype=torch.float32, device=x.a.device)
     product = aten._scaled_mm.default(x.a, x.b.t(), one, one, None, None, torch.float32, x.fast_accum)
     return finished(product * of_rows(x.a_inv, x.a).reshape(-1, 1) * of_rows(x.b_inv, x.b).reshape(1, -1), x)
@@ -117,8 +136,8 @@ def rowwise_after(x: ScaledProduct) -> Tensor:
 def blockwise(x: ScaledProduct) -> Tensor:
     """Blocks of 1 x 128 and 128 x 128 by cuBLASLt. Sums of 128 products are always promoted to float32 there.
 
-    The scales of a are [M, K / 128], column by column in memory, or [M / 128, K / 128], row by row. Those of b are the
-    transposes of such tensors, with N for M.
+    The scales of a are [M, K / 128], column by column in memory, or [M / 128, K / 128], row by row. Those of
+    b are the transposes of such tensors, with N for M.
     """
     a_scale = of_blocks(x.a_inv, x.a_block)
     b_scale = of_blocks(x.b_inv, x.b_block).t()
@@ -126,16 +145,16 @@ def blockwise(x: ScaledProduct) -> Tensor:
 
 
 def mx(x: ScaledProduct) -> Tensor:
-    """Blocks of 1 x 32 or 32 x 32 by the tensor cores of Blackwell. Their K is a multiple of 32: copies are padded unless K is
-    known to be one."""
+    """Blocks of 1 x 32 or 32 x 32 by the tensor cores of Blackwell. Their K is a multiple of 32: copies are
+    padded unless K is known to be one."""
     a_scale = swizzled(x.a_inv, x.a.shape[0], x.a_block[0])
     b_scale = swizzled(x.b_inv, x.b.shape[0], x.b_block[0])
     return scaled(x._replace(a=_padded(x.a), b=_padded(x.b), fast_accum=False), a_scale, b_scale)
 
 
 def emulated(x: ScaledProduct) -> Tensor:
-    """A bf16 matmul, with float32 sums, of the values that the operands stand for. Scales of one a row are multiplied with its
-    result."""
+    """A bf16 matmul, with float32 sums, of the values that the operands stand for. Scales of one a row are
+    multiplied with its result."""
     a, a_rows = dequantized(x.a, x.a_inv, x.a_block)
     b, b_rows = dequantized(x.b, x.b_inv, x.b_block)
     if a_rows is None and b_rows is None and x.bias is None and x.out_dtype == torch.bfloat16:
@@ -149,10 +168,11 @@ def emulated(x: ScaledProduct) -> Tensor:
 
 
 def dequantized(copy: Tensor, inverse: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """The values of an operand in bf16, and the factors that its rows have still to be multiplied with (None: no factors).
+    """The values of an operand in bf16, and the factors that its rows have still to be multiplied with (None:
+    no factors).
 
-    Exact where the inverses are powers of two: an FP8 number has 4 significant bits at most, bf16 has 8, and as many exponents
-    as float32.
+    Exact where the inverses are powers of two: an FP8 number has 4 significant bits at most, bf16 has 8, and
+    as many exponents as float32.
     """
     if block[1] == 0:
         return copy.to(torch.bfloat16), inverse
@@ -165,4 +185,6 @@ def _padded(copy: Tensor) -> Tensor:
     if isinstance(columns, int) and columns % MX_COLUMNS == 0:
         return copy
     whole = ops.blocks(columns, MX_COLUMNS) * MX_COLUMNS
-    return stored(torch.nn.functional.pad(copy.view(torch.uint8), (0, whole - columns)), [rows, whole]).view(copy.dtype)
+    return stored(torch.nn.functional.pad(copy.view(torch.uint8), (0, whole - columns)), [rows, whole]).view(
+        copy.dtype
+    )

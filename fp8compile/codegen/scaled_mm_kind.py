@@ -1,5 +1,5 @@
-"""The form of an FP8 matmul whose operands have several scales, by device: known before anything is compiled. `scaled_mm`
-implements the forms.
+"""The form of an FP8 matmul whose operands have several scales, by device: known before anything is compiled.
+`scaled_mm` implements the forms.
 
     rowwise        `_scaled_mm` with a scale a row of a and a row of b: cuBLASLt on Hopper, CUTLASS elsewhere, hipBLASLt on AMD
     rowwise after  `_scaled_mm` with scales of 1 and a float32 result, whose rows and columns are multiplied afterwards: where
@@ -12,8 +12,8 @@ implements the forms.
                    is a bf16 number, but none of FP8's speed
     reference      float32 on a CPU: development and tests
 
-`how` chooses; `devices.architectures` says what the hardware has. The documentation of cuBLASLt lists its demands in the
-section on scaling factors.
+`how` chooses; `devices.architectures` says what the hardware has. The documentation of cuBLASLt lists its
+demands in the section on scaling factors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ from ..config.recipe import ROW, WHOLE, Block
 from ..devices import support
 from ..devices.gpu import Gpu
 
-ROWWISE, AFTER, BLOCKWISE, TRITON, MX, EMULATED = "rowwise", "rowwise after", "blockwise", "triton", "mx", "emulated"
+ROWWISE, AFTER, BLOCKWISE, TRITON, MX, EMULATED = (
+    "rowwise",
+    "rowwise after",
+    "blockwise",
+    "triton",
+    "mx",
+    "emulated",
+)
 TENSORWISE, REFERENCE = "tensorwise", "reference"
 GROUPED = "grouped"
 
@@ -50,9 +57,9 @@ def how(
 ) -> str:
     """The form of `out[m, n] = a[m, k] @ b[n, k]^T`, one of those above.
 
-    `gpu`: None for a CPU. `a_block` and `b_block` are (rows, columns) that share a scale, as in `recipe.Block`; at least one is
-    not (0, 0). Sizes are ints, or SymInts where only a run knows them. `launches`: whether kernels of our own may be launched
-    in this graph.
+    `gpu`: None for a CPU. `a_block` and `b_block` are (rows, columns) that share a scale, as in
+    `recipe.Block`; at least one is not (0, 0). Sizes are ints, or SymInts where only a run knows them.
+    `launches`: whether kernels of our own may be launched in this graph.
     """
     if gpu is None:
         return REFERENCE
@@ -68,7 +75,9 @@ def how(
     return EMULATED
 
 
-def how_grouped(gpu: Gpu | None, a_block: Sequence[int], b_block: Sequence[int], launches: bool = True) -> str:
+def how_grouped(
+    gpu: Gpu | None, a_block: Sequence[int], b_block: Sequence[int], launches: bool = True
+) -> str:
     """The form of a matmul of groups: GROUPED, TRITON, EMULATED or, on a CPU, REFERENCE."""
     if gpu is None:
         return REFERENCE
@@ -89,18 +98,21 @@ def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
         return ROWWISE
     if sys.platform == "win32":  # CUTLASS's kernels are not built there
         return AFTER
-    if architecture.slow_rows and not fast_accum:  # its row-wise kernel promotes sums slowly; torchao scales afterwards, too
+    # its row-wise kernel promotes sums slowly; torchao scales afterwards, too
+    if architecture.slow_rows and not fast_accum:
         return AFTER
     return AFTER if out_dtype == torch.float32 and not compat.versions.rowwise_returns_float32() else ROWWISE
 
 
 def _cublas_blocks(a: Block, b: Block, m: Any, n: Any, k: Any) -> bool:
-    """Does cuBLASLt take these sizes and blocks through `_scaled_mm`? (Not if only a run knows a size: the size may not fit.)
+    """Does cuBLASLt take these sizes and blocks through `_scaled_mm`? (Not if only a run knows a size: the
+    size may not fit.)
 
-    cuBLASLt has no product of 128 x 128 blocks with 128 x 128 blocks. It expects the scales of a row of 128 x 128 blocks to be
-    stored as a multiple of four. `_scaled_mm` neither checks this nor pads the scales (pytorch#166752: wrong results), so the
-    number of blocks in a row has to be a multiple of four. Each column of the scales of 1 x 128 blocks begins at a multiple of
-    16 bytes, and rows are tested in multiples of 16 only.
+    cuBLASLt has no product of 128 x 128 blocks with 128 x 128 blocks. It expects the scales of a row of 128 x
+    128 blocks to be stored as a multiple of four. `_scaled_mm` neither checks this nor pads the scales
+    (pytorch#166752: wrong results), so the number of blocks in a row has to be a multiple of four. Each
+    column of the scales of 1 x 128 blocks begins at a multiple of 16 bytes, and rows are tested in multiples
+    of 16 only.
     """
     if not all(isinstance(size, int) for size in (m, n, k)) or a == b == SQUARE:
         return False

@@ -5,11 +5,11 @@
     col     a scale a column: from memory; its amax was taken in another walk
     tile    a scale for a block of `rows` x `columns` elements; a tile holds whole blocks: computed in place, or from memory
 
-In the graph, a scale to be computed is `current_scale(amax_blocks(x, ..))`, perhaps permuted for square blocks; a scale from
-memory is a tensor that was computed earlier. A scale computed in place equals that of `ir.scale.scale_of` bit for bit: reach /
-amax in float64, rounded to float32, is the correctly rounded float32 quotient, because both numbers are float32 and 53 bits are
-more than 2 * 24 (Figueroa, "When is double rounding innocuous?", 1995). So no kernel divides in float64, which some GPUs do 64
-times slower.
+In the graph, a scale to be computed is `current_scale(amax_blocks(x, ..))`, perhaps permuted for square
+blocks; a scale from memory is a tensor that was computed earlier. A scale computed in place equals that of
+`ir.scale.scale_of` bit for bit: reach / amax in float64, rounded to float32, is the correctly rounded float32
+quotient, because both numbers are float32 and 53 bits are more than 2 * 24 (Figueroa, "When is double
+rounding innocuous?", 1995). So no kernel divides in float64, which some GPUs do 64 times slower.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SPAN = 128  # columns that a program takes strip by strip, see `kernel`
 class Scale:
     """One scale for `rows` x `columns` elements of the matrix [R, C]; 0 stands for all rows or all columns.
 
-    `node`: float32 [1], or one a block, [blocks of rows, blocks of columns]; `flipped`: [blocks of columns, blocks of rows].
-    `groups`: the group of each `rows` rows, or how many rows a group has if all have equally many; then `node` is
-    [groups, columns].
+    `node`: float32 [1], or one a block, [blocks of rows, blocks of columns]; `flipped`: [blocks of columns,
+    blocks of rows]. `groups`: the group of each `rows` rows, or how many rows a group has if all have equally
+    many; then `node` is [groups, columns].
     """
 
     node: Node
@@ -47,8 +47,9 @@ class Scale:
 
     @property
     def read(self) -> tuple[Node, ...]:
-        """What a kernel reads of a scale for the whole matrix: the scale, or what each program computes it from. That is an
-        amax; or, where several tensors have one scale, the amaxes or the scales of all of them."""
+        """What a kernel reads of a scale for the whole matrix: the scale, or what each program computes it
+        from. That is an amax; or, where several tensors have one scale, the amaxes or the scales of all of
+        them."""
         if not self.computed:
             return (self.node,)
         source = arg(self.node, 0)
@@ -87,7 +88,8 @@ def of_cast(scale: Node, transposed: bool, block: tuple[int, int]) -> Scale:
 
 
 def of_amax(node: Node) -> Scale:
-    """An `amax_blocks`, or a scale or inverse made of it, with the block of the matrix that each of its numbers is for."""
+    """An `amax_blocks`, or a scale or inverse made of it, with the block of the matrix that each of its
+    numbers is for."""
     rows, columns = arg(amax_of(node), 2)  # type: ignore[arg-type]
     transposed = bool(arg(amax_of(node), 1))  # type: ignore[arg-type]
     return Scale(node, columns, rows, True) if transposed else _banded(Scale(node, rows, columns, False))
@@ -109,7 +111,12 @@ def amax_of(node: Node) -> Node | None:
 def made_in_place(scale: Scale, source: Node) -> bool:
     """Can the walk that casts `source` compute this scale?"""
     amax = amax_of(scale.node)
-    if amax is None or arg(amax, 0) is not source or scale.granularity not in ("row", "tile") or scale.groups is not None:
+    if (
+        amax is None
+        or arg(amax, 0) is not source
+        or scale.granularity not in ("row", "tile")
+        or scale.groups is not None
+    ):
         return False
     own = of_amax(amax)
     return (own.rows, own.columns) == (scale.rows, scale.columns)
@@ -124,15 +131,18 @@ def chain(amax: Node) -> list[Node]:
 
 
 def loaded_scale(scale: Scale, name: str) -> list[str]:
-    """Lines that set `{name}_value` to a scale for the whole matrix. `name`: the first pointer to what it is read or computed
-    from, `s3`; others follow it."""
+    """Lines that set `{name}_value` to a scale for the whole matrix. `name`: the first pointer to what it is
+    read or computed from, `s3`; others follow it."""
     loads = [f"tl.load(s{int(name[1:]) + i})" for i in range(len(scale.read))]
     if not scale.computed or scale.node.target is merged.least:
         return [f"{name}_value = {_folded('minimum', loads)}"]
     if len(loads) > 1:  # as integers: the bits of NaN are above those of all numbers
         loads = [_folded("maximum", [f"{x}.to(tl.int32, bitcast=True)" for x in loads])]
     amax = f"{name}_amax"
-    return [f"{amax} = {loads[0]}.to(tl.float32, bitcast=True)", *computed_scale(scale.node, amax, f"{name}_value")]
+    return [
+        f"{amax} = {loads[0]}.to(tl.float32, bitcast=True)",
+        *computed_scale(scale.node, amax, f"{name}_value"),
+    ]
 
 
 def _folded(function: str, values: Sequence[str]) -> str:
@@ -140,15 +150,21 @@ def _folded(function: str, values: Sequence[str]) -> str:
 
 
 def computed_scale(node: Node, operand: str, name: str) -> list[str]:
-    """Lines that set `name` to the scales of the amaxes `operand`, or to the inverses of the scales `operand`."""
+    """Lines that set `name` to the scales of the amaxes `operand`, or to the inverses of the scales
+    `operand`."""
     if node.target is ops.inverse:
         return [f"{name} = tl.div_rn(1.0, {operand})"]
     reach, largest, smallest = arg(node, 1) / 2.0 ** arg(node, 2), number_text(LARGEST), number_text(SMALLEST)
     lines = [
         f"{name} = tl.div_rn({number_text(reach)}, {operand})",
-        f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < {smallest}, {smallest}, {name}))",
+        (
+            f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < "
+            f"{smallest}, {smallest}, {name}))"
+        ),
         f'{name} = tl.where(({operand} > 0) & ({operand} < float("inf")), {name}, 1.0)',
     ]
     if len(node.args) > 3 and node.args[3]:
-        lines.append(f"{name} = ({name}.to(tl.int32, bitcast=True) & {EXPONENT}).to(tl.float32, bitcast=True)")
+        lines.append(
+            f"{name} = ({name}.to(tl.int32, bitcast=True) & {EXPONENT}).to(tl.float32, bitcast=True)"
+        )
     return lines

@@ -1,12 +1,14 @@
-"""The two launches of a direction that serve its scaling state: `fp8_begin` and `fp8_update` of `triton_kernels`.
+"""The two launches of a direction that serve its scaling state: `fp8_begin` and `fp8_update` of
+`triton_kernels`.
 
     vector = zeros(n); scales = snapshot(page)   ->   vector = empty(n); scales = empty(..); fp8_begin(page, scales, vector)
     copy_(page, update(page, scales, amaxes))    ->   fp8_update(page, scales, amaxes)
 
 `fp8_begin` takes the snapshot of the page and zeroes the amaxes of the graph, at the beginning of the graph.
 
-`fp8_update` replaces the handful of kernels that Inductor makes of `state_page.next_page`. One program checks whether every
-amax is finite. If so, it writes the values of `next_page` over the page, one block of slots after the other.
+`fp8_update` replaces the handful of kernels that Inductor makes of `state_page.next_page`. One program checks
+whether every amax is finite. If so, it writes the values of `next_page` over the page, one block of slots
+after the other.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def launch_update(node: Node, page: Node, scales: Node, amax: Node) -> None:
 
 
 def launch_begin(node: Node, page: Node) -> Node | None:
-    """A snapshot of the page by the kernel that also zeroes the graph's vector of amaxes. None if the graph has no such vector,
-    or a snapshot before this one has taken it: then the snapshot is a kernel of its own."""
+    """A snapshot of the page by the kernel that also zeroes the graph's vector of amaxes. None if the
+    graph has no such vector, or a snapshot before this one has taken it: then the snapshot is a kernel of
+    its own."""
     from .triton_kernels import fp8_begin
 
     vector = launch.zeroed(node.graph)
@@ -56,12 +59,16 @@ def launch_begin(node: Node, page: Node) -> Node | None:
     (slots, width), (count,) = (map(int, value(x).shape) for x in (page, vector))
     emit = Emitter(node.graph, vector, vector, nn_module_stack=None, fwd_nn_module_stack=None)  # of no module
     device = value(page).device
-    scales = emit(aten.empty.memory_format, [slots, BEFORE, APART], dtype=torch.float32, device=device, pin_memory=False)
+    scales = emit(
+        aten.empty.memory_format, [slots, BEFORE, APART], dtype=torch.float32, device=device, pin_memory=False
+    )
     zeros = emit(aten.empty.memory_format, [count], dtype=torch.int32, device=device, pin_memory=False)
     programs = -(-max(slots * BEFORE, count) // NUMBERS_AT_BEGIN)
     constants = {"SLOTS": slots, "WIDTH": width, "COUNT": count}
     kernel = launch.tuned(fp8_begin, ((NUMBERS_AT_BEGIN, 1, 4),))
-    compat.triton.launch(emit, kernel, [(programs, 1, 1)], {"page": page, "scales": scales, "amaxes": zeros}, constants)
+    compat.triton.launch(
+        emit, kernel, [(programs, 1, 1)], {"page": page, "scales": scales, "amaxes": zeros}, constants
+    )
     vector.replace_all_uses_with(zeros)
     node.graph.erase_node(vector)
     return scales

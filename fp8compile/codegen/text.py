@@ -18,8 +18,12 @@ def integer(expr: sympy.Expr) -> str:
     if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
         return " * ".join([f"({integer(expr.base)})"] * int(expr.exp))
     if type(expr).__name__ in ("Max", "Min"):  # of one or more arguments: a number of blocks, say
-        return functools.reduce(lambda a, b: f"tl.{type(expr).__name__.lower()}imum({a}, {b})", map(integer, expr.args))
-    sign = {"Add": " + ", "Mul": " * ", "FloorDiv": " // ", "Mod": " % ", "PythonMod": " % "}.get(type(expr).__name__)
+        return functools.reduce(
+            lambda a, b: f"tl.{type(expr).__name__.lower()}imum({a}, {b})", map(integer, expr.args)
+        )
+    sign = {"Add": " + ", "Mul": " * ", "FloorDiv": " // ", "Mod": " % ", "PythonMod": " % "}.get(
+        type(expr).__name__
+    )
     if sign is None:
         raise Unwritable(f"the size {expr}")
     return sign.join(integer(x) if x.is_Atom else f"({integer(x)})" for x in expr.args)
@@ -44,8 +48,8 @@ MOST_ROWS, MOST_COLUMNS = 128, 256  # of a tile, in any configuration
 
 @dataclass(frozen=True)
 class Masks:
-    """Names of the masks that say which elements of a tile lie in the matrix, "" where all tiles are full. `counts`: elements
-    that are inside and in a row of some group."""
+    """Names of the masks that say which elements of a tile lie in the matrix, "" where all tiles are full.
+    `counts`: elements that are inside and in a row of some group."""
 
     row: str
     col: str

@@ -1,7 +1,8 @@
-"""Kernels for groups of rows, written by hand: their order, and their matmul. `grouped_gemm` launches them, and imports this
-module only then, because it needs Triton.
+"""Kernels for groups of rows, written by hand: their order, and their matmul. `grouped_gemm` launches them,
+and imports this module only then, because it needs Triton.
 
-Sizes that are known when a graph is compiled are `tl.constexpr`. See `triton_kernels` for what Inductor copies.
+Sizes that are known when a graph is compiled are `tl.constexpr`. See `triton_kernels` for what Inductor
+copies.
 """
 
 import triton
@@ -11,7 +12,8 @@ STEP = tl.constexpr(128)  # elements of the contraction that a step takes
 MX_STEP = tl.constexpr(32)  # elements that share an E8M0 scale
 MX_SCALES = tl.constexpr(4)  # of a row in a step
 
-# what has a scale of its own: the operand, one matrix of a stack, a row, 1 x 128 elements, 128 x 128, 1 x 32, 32 x 32
+# what has a scale of its own: the operand, one matrix of a stack, a row, 1 x 128 elements, 128 x 128, 1 x 32,
+# 32 x 32
 WHOLE = tl.constexpr(0)
 MATRIX = tl.constexpr(1)
 ROW = tl.constexpr(2)
@@ -37,8 +39,8 @@ def fp8_group_order(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # offs: int32 [E]; rows: [P]; ends: [E]; groups: [P / ALIGN]. LANES: more than E, a power of two; lane E has what belongs to
-    # no group. BLOCK_R: places of a program, a multiple of ALIGN
+    # offs: int32 [E]; rows: [P]; ends: [E]; groups: [P / ALIGN]. LANES: more than E, a power of two; lane E
+    # has what belongs to no group. BLOCK_R: places of a program, a multiple of ALIGN
     size = m if M is None else M
     places = (size + ALIGN - 1) // ALIGN * ALIGN + E * ALIGN
     lane = tl.arange(0, LANES)
@@ -88,11 +90,13 @@ def fp8_grouped(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # OF_ROWS: y [M, N], a [M, K], b [E, N, K] with strides B_MATRIX, B_ROW, B_COLUMN; group e has rows offs[e - 1] to offs[e]
+    # OF_ROWS: y [M, N], a [M, K], b [E, N, K] with strides B_MATRIX, B_ROW, B_COLUMN; group e has rows offs[e
+    # - 1] to offs[e]
     # else:    y [E, M, N], a [M, K], b [N, K]; group e has columns offs[e - 1] to offs[e] of a and b, multiples of 16
-    # A size that only a run knows has None in M or K, and is in m, or in k16 divided by 16. LANES: E as a power of two.
-    # Inverses: WHOLE [1]; MATRIX [E]; ROW [M], [E, N] or, of groups of columns, [E, M]; LINE [K / 128, M], LINE_OF_ROW
-    # [M, K / 128]; SQUARE [E, N / 128, K / 128]; MX [M, K / 32], [E, N, K / 32]; MX_TILE
+    # A size that only a run knows has None in M or K, and is in m, or in k16 divided by 16. LANES: E as a
+    # power of two. Inverses: WHOLE [1]; MATRIX [E]; ROW [M], [E, N] or, of groups of columns, [E, M]; LINE [K
+    # / 128, M], LINE_OF_ROW [M, K / 128]; SQUARE [E, N / 128, K / 128]; MX [M, K / 32], [E, N, K / 32];
+    # MX_TILE
     # [E, N / 32, K / 32]. EVEN: no step ends beyond its group.
     rows = m if M is None else M
     inner = k16 * 16 if K is None else K
@@ -100,7 +104,8 @@ def fp8_grouped(
     program = tl.program_id(0)
     lane = tl.arange(0, LANES)
     if OF_ROWS:
-        # tiles of a group are neighbours; there are as many as its rows need, so only the ends tell which group this is
+        # tiles of a group are neighbours; there are as many as its rows need, so only the ends tell which
+        # group this is
         tile = program // wide
         block_c = program % wide
         ends = tl.load(offs + lane, mask=lane < E, other=0)
@@ -119,7 +124,8 @@ def fp8_grouped(
         start = tl.maximum(tl.load(offs + group - 1, mask=group > 0, other=0), 0)
         end = tl.load(offs + group)
         col = block_c * BLOCK_C + tl.arange(0, BLOCK_C)
-        # rows and columns outside of the matrix read its first ones instead, so that the loop needs no mask for them
+        # rows and columns outside of the matrix read its first ones instead, so that the loop needs no mask
+        # for them
         from_col = tl.where(col < N, col, 0).to(tl.int64)
         if OF_ROWS:
             row = start + tl.maximum(block_r, 0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -160,7 +166,9 @@ def fp8_grouped(
         else:
             a_scale = a_inv
         if B_KIND == SQUARE:  # one number a step: a tile has at most 128 columns
-            b_scale = b_inv + (group * ((N + STEP - 1) // STEP) + block_c * BLOCK_C // STEP) * ((inner + STEP - 1) // STEP)
+            b_scale = b_inv + (group * ((N + STEP - 1) // STEP) + block_c * BLOCK_C // STEP) * (
+                (inner + STEP - 1) // STEP
+            )
             b_next = 1
         elif B_KIND == LINE:
             b_scale = b_inv + low // STEP * N + b_of
@@ -172,7 +180,9 @@ def fp8_grouped(
             b_scale = b_inv + b_of[:, None] * (inner // MX_STEP) + low // MX_STEP + scale[None, :]
             b_next = MX_SCALES
         elif B_KIND == MX_TILE:
-            b_scale = b_inv + (b_of // MX_STEP)[:, None] * (inner // MX_STEP) + low // MX_STEP + scale[None, :]
+            b_scale = (
+                b_inv + (b_of // MX_STEP)[:, None] * (inner // MX_STEP) + low // MX_STEP + scale[None, :]
+            )
             b_next = MX_SCALES
         elif B_KIND == ROW:
             b_scale = b_inv + b_of

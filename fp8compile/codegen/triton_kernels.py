@@ -1,10 +1,11 @@
-"""The kernels that are written by hand: the matmul with block scales, the begin and the end of a direction's scaling state, and
-the reductions of partial results: column sums, and amaxes of rows.
+"""The kernels that are written by hand: the matmul with block scales, the begin and the end of a direction's
+scaling state, and the reductions of partial results: column sums, and amaxes of rows.
 
-`block_gemm`, `state_kernels` and `launch` launch them, and import this module only then, because it needs Triton.
+`block_gemm`, `state_kernels` and `launch` launch them, and import this module only then, because it needs
+Triton.
 
-Sizes that are known when a graph is compiled are `tl.constexpr`. Inductor copies a kernel into its code together with the
-`tl.constexpr` globals that the kernel names, and with nothing else of this module.
+Sizes that are known when a graph is compiled are `tl.constexpr`. Inductor copies a kernel into its code
+together with the `tl.constexpr` globals that the kernel names, and with nothing else of this module.
 """
 
 import triton
@@ -52,10 +53,11 @@ def fp8_gemm(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # a: FP8 [rows, inner]; b: FP8 [columns, inner]; y: [rows, columns] of any float; bias: [columns] of any float, or None
-    # Sizes that are known are in M, N and K. Where only a run knows a size, its constant is None, and it is in m, n or k16
-    # (otherwise None), with K = 16 * k16: the compiler has to know that K is a multiple of 16 to read 16 bytes at a time.
-    # a_inv: [rows / 128, inner / 128] of 128 x 128 blocks (A_SQUARE), or [inner / 128, rows] of 1 x 128 blocks; b_inv likewise
+    # a: FP8 [rows, inner]; b: FP8 [columns, inner]; y: [rows, columns] of any float; bias: [columns] of any
+    # float, or None Sizes that are known are in M, N and K. Where only a run knows a size, its constant is
+    # None, and it is in m, n or k16 (otherwise None), with K = 16 * k16: the compiler has to know that K is a
+    # multiple of 16 to read 16 bytes at a time. a_inv: [rows / 128, inner / 128] of 128 x 128 blocks
+    # (A_SQUARE), or [inner / 128, rows] of 1 x 128 blocks; b_inv likewise
     rows = m if M is None else M
     columns = n if N is None else N
     inner = k16 * 16 if K is None else K
@@ -132,8 +134,8 @@ def fp8_raise(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # rows0..3: amaxes of rows, float32 [COUNT], or [n] where COUNT is None; amax0..3: int32 [1], the bits of the largest one.
-    # The bits of NaN are above those of infinity. Pairs after the first may be None
+    # rows0..3: amaxes of rows, float32 [COUNT], or [n] where COUNT is None; amax0..3: int32 [1], the bits of
+    # the largest one. The bits of NaN are above those of infinity. Pairs after the first may be None
     i = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = i < (n if COUNT is None else COUNT)
     bits = tl.load(rows0 + i, mask=inside, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -150,7 +152,9 @@ def fp8_raise(
 
 
 @triton.jit
-def fp8_column_sums(partial, total, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_column_sums(
+    partial, total, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
     # partial: float32 [ROWS, COLUMNS]; total: [COLUMNS] of any float
     col = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     row = tl.arange(0, BLOCK_R).to(tl.int64)
@@ -173,7 +177,8 @@ def fp8_begin(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # page: float32 [SLOTS, WIDTH]; scales: float32 [SLOTS, BEFORE, APART], its first columns; amaxes: int32 [COUNT], zeroed
+    # page: float32 [SLOTS, WIDTH]; scales: float32 [SLOTS, BEFORE, APART], its first columns; amaxes: int32
+    # [COUNT], zeroed
     i = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = i < SLOTS * BEFORE
     numbers = tl.load(page + i // BEFORE * WIDTH + i % BEFORE, mask=inside)
@@ -181,8 +186,8 @@ def fp8_begin(
     tl.store(amaxes + i, tl.zeros([BLOCK_R], tl.int32), mask=i < COUNT)
 
 
-# The same rule in plain torch is `ir.state_page.next_page`: change both. `test_the_update_kernel_is_next_page` in
-# tests/passes/test_fusion.py compares them bitwise.
+# The same rule in plain torch is `ir.state_page.next_page`: change both.
+# `test_the_update_kernel_is_next_page` in tests/passes/test_fusion.py compares them bitwise.
 @triton.jit
 def fp8_update(
     page,
@@ -195,8 +200,9 @@ def fp8_update(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # page: float32 [SLOTS, HISTORY + LENGTH], written in place; scales: float32 [SLOTS, BEFORE, APART], as they are in this
-    # call; amaxes: COUNT amaxes of this call, STRIDE elements apart: float32, or int32 with the bits of a float32
+    # page: float32 [SLOTS, HISTORY + LENGTH], written in place; scales: float32 [SLOTS, BEFORE, APART], as
+    # they are in this call; amaxes: COUNT amaxes of this call, STRIDE elements apart: float32, or int32 with
+    # the bits of a float32
     finite = tl.full([BLOCK_R], 1, tl.int32)
     for start in range(0, COUNT, BLOCK_R):
         slot = start + tl.arange(0, BLOCK_R)

@@ -13,7 +13,8 @@
     regions     graphs that a graph calls
     versions    which versions of torch these are
 
-Differences between versions are handled here, in `dryrun.fake_gpu` (which stands in for a device), and nowhere else.
+Differences between versions are handled here, in `dryrun.fake_gpu` (which stands in for a device), and
+nowhere else.
 """
 
 import torch
@@ -25,4 +26,16 @@ versions.check(torch.__version__)  # first: the imports below use private parts
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import aot_cache, autograd, dynamo, flat, fsdp, inductor, process_groups, regions, shards, split, triton
+from . import (
+    aot_cache,
+    autograd,
+    dynamo,
+    flat,
+    fsdp,
+    inductor,
+    process_groups,
+    regions,
+    shards,
+    split,
+    triton,
+)

@@ -1,9 +1,11 @@
-"""Callables of ours in AOTAutograd's cache, which makes a second process skip tracing, our passes and the partitioner.
+"""Callables of ours in AOTAutograd's cache, which makes a second process skip tracing, our passes and the
+partitioner.
 
-With `bundled_autograd_cache`, an entry of that cache holds what the inner compiler returned for each half of a graph, pickled,
-as far as it is an `OutputCode`; a hit unpickles both and calls `post_compile` of each (torch 2.11 to 2.15). So a `Saved` half
-carries `content`, bytes of ours, in the same file as all else that belongs to the entry. It names the code that Inductor made
-by its key in FxGraphCache, as torch's own unbundled entries do. A half whose code is not there any more is a miss.
+With `bundled_autograd_cache`, an entry of that cache holds what the inner compiler returned for each half of
+a graph, pickled, as far as it is an `OutputCode`; a hit unpickles both and calls `post_compile` of each
+(torch 2.11 to 2.15). So a `Saved` half carries `content`, bytes of ours, in the same file as all else that
+belongs to the entry. It names the code that Inductor made by its key in FxGraphCache, as torch's own
+unbundled entries do. A half whose code is not there any more is a miss.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from .triton import accesses_known
 
 TAGS = ("recompute", "ac_graph_id", "partitioner_tag")  # metadata that the user's checkpointing leaves
 
-_local = threading.local()  # `hit`: the halves that this thread's compilation has got from the cache; None: it uses no cache
+# `hit`: the halves that this thread's compilation has got from the cache; None: it uses no cache
+_local = threading.local()
 
 
 class Saved(OutputCode):
-    """One half of a graph: `run` calls the code that Inductor made (`compiled`). `content`: what `run` can be made of again."""
+    """One half of a graph: `run` calls the code that Inductor made (`compiled`). `content`: what `run` can be
+    made of again."""
 
     def __init__(self, run: Callable[[list[Any]], Any], compiled: Any, content: bytes | None, backward: bool):
         super().__init__()
@@ -71,7 +75,9 @@ class Saved(OutputCode):
 
 
 def _not_made(inputs: list[Any]) -> Any:
-    raise RuntimeError("fp8compile: a half of a graph from the cache was called before it was made; please report this")
+    raise RuntimeError(
+        "fp8compile: a half of a graph from the cache was called before it was made; please report this"
+    )
 
 
 @functools.cache
@@ -82,31 +88,39 @@ def _loader(backward: bool) -> Any:
 
 
 def cache_is_on() -> bool:
-    """May a compilation use AOTAutograd's cache in the way above? Not if it is off, and not if somebody bundles entries. Nor
-    where another thread might compile with our options."""
+    """May a compilation use AOTAutograd's cache in the way above? Not if it is off, and not if somebody
+    bundles entries. Nor where another thread might compile with our options."""
     import torch._dynamo.config as dynamo_config
     import torch._inductor.config as inductor_config
 
     bundles = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
     off = inductor_config.force_disable_caches or bundles or functorch_config.strict_autograd_cache
-    return bool(options_by_thread() and functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache) and not off
+    return (
+        bool(
+            options_by_thread() and functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
+        )
+        and not off
+    )
 
 
 def options_by_thread() -> bool:
-    """Are torch's options those of a thread, while it patches them? In 2.13 and 2.15 they are, in 2.11 those of the process."""
+    """Are torch's options those of a thread, while it patches them? In 2.13 and 2.15 they are, in 2.11 those
+    of the process."""
     entries: Any = functorch_config
     return isinstance(entries._config["enable_autograd_cache"].user_override, ContextVar)
 
 
 @contextlib.contextmanager
 def cached(on: bool) -> Iterator[list[Saved]]:
-    """Inside, AOTAutograd's cache is used with `Saved` halves, or not at all. Yields a list of the halves that came from it,
-    once the compilation is over. They have code then, and no `run`."""
+    """Inside, AOTAutograd's cache is used with `Saved` halves, or not at all. Yields a list of the halves
+    that came from it, once the compilation is over. They have code then, and no `run`."""
     before: list[Saved] | None = getattr(_local, "hit", None)
     hit: list[Saved] = []
     _local.hit = hit if on else None
     # an entry is saved when its backward has been compiled: in here, while the options are ours
-    options: dict[str, Any] = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True} if on else {}
+    options: dict[str, Any] = (
+        {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True} if on else {}
+    )
     try:
         with functorch_config.patch({"enable_autograd_cache": on, **options}):
             yield hit
@@ -126,7 +140,11 @@ def saved(run: Callable[[list[Any]], Any], compiled: Any, content: bytes | None,
 @contextlib.contextmanager
 def inner_options() -> Iterator[None]:
     """For the inner compiler: it uses FxGraphCache as ever, although AOTAutograd bundles."""
-    bundled = functorch_config.patch(bundled_autograd_cache=False) if getattr(_local, "hit", None) is not None else None
+    bundled = (
+        functorch_config.patch(bundled_autograd_cache=False)
+        if getattr(_local, "hit", None) is not None
+        else None
+    )
     before, _local.inner = in_inner(), True
     try:
         with bundled or contextlib.nullcontext():
@@ -141,8 +159,8 @@ def in_inner() -> bool:
 
 
 def modules_of_nodes(gm: GraphModule) -> list[Any]:
-    """Of each node of a Dynamo graph, and of the graphs nested in it, the modules that it belongs to, and the user's tags.
-    AOTAutograd's key has none of these."""
+    """Of each node of a Dynamo graph, and of the graphs nested in it, the modules that it belongs to, and the
+    user's tags. AOTAutograd's key has none of these."""
 
     def text(kind: Any) -> str:
         return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
@@ -150,7 +168,9 @@ def modules_of_nodes(gm: GraphModule) -> list[Any]:
     found: list[Any] = []
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            stack = [(str(path), text(kind)) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
+            stack = [
+                (str(path), text(kind)) for path, kind in (node.meta.get("nn_module_stack") or {}).values()
+            ]
             tags = [(name, str(node.meta[name])) for name in TAGS if name in node.meta]
             found.append([node.op, node.name, stack, tags])
     return found
@@ -160,7 +180,11 @@ def modes() -> list[Any]:
     """What a trace depends on and that torch 2.11 to 2.15 do not all have in AOTAutograd's key."""
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    flags = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
+    flags = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
     return [*autocast, *flags, torch.get_default_dtype(), str(torch.get_default_device())]
 
 

@@ -16,12 +16,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 no_torch_function = torch._C._disabled_torch_function_impl  # of a tensor subclass
-VERSIONS_AND_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # the dispatch key that keeps track of both
+# the dispatch key that keeps track of both
+VERSIONS_AND_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class TensorMarks:
-    """A note on each of some tensors, found by its memory: autograd hands back a saved tensor as another object.
-    Does not keep the tensors alive."""
+    """A note on each of some tensors, found by its memory: autograd hands back a saved tensor as another
+    object. Does not keep the tensors alive."""
 
     def __init__(self) -> None:
         self.marks: dict[int, tuple[StorageWeakRef, Any]] = {}
@@ -59,8 +60,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> AbstractContextManager[Any]:
-    """Inside, tensors that are `ours` are saved for backward without the user's saved-tensor hooks (offloading, compression).
-    Those hooks hand back copies, and we find our tensors by their addresses."""
+    """Inside, tensors that are `ours` are saved for backward without the user's saved-tensor hooks
+    (offloading, compression). Those hooks hand back copies, and we find our tensors by their addresses."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return _NOTHING
@@ -71,8 +72,9 @@ def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> AbstractContextMa
 
 
 def unseen(values: Sequence[Any] = ()) -> AbstractContextManager[Any]:
-    """Inside, neither autograd nor the user's dispatch modes see what is computed, as they do not see into a compiled graph.
-    With fake tensors among `values` this does nothing, because their mode has to see all operators."""
+    """Inside, neither autograd nor the user's dispatch modes see what is computed, as they do not see into a
+    compiled graph. With fake tensors among `values` this does nothing, because their mode has to see all
+    operators."""
     return _NOTHING if any(isinstance(x, FakeTensor) for x in values) else _Unseen()
 
 
@@ -80,7 +82,10 @@ class _Unseen:
     """A class, because each call of a compiled graph pays for it."""
 
     def __enter__(self) -> None:
-        self.guards = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(VERSIONS_AND_VIEWS)
+        self.guards = (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._ExcludeDispatchKeyGuard(VERSIONS_AND_VIEWS),
+        )
         for guard in self.guards:
             guard.__enter__()
         self.modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else None
@@ -110,21 +115,23 @@ def hooked() -> bool:
 
 
 def recomputing() -> bool:
-    """Is a forward that runs now the recomputation of a checkpoint? A checkpoint sets saved-tensor hooks for it. A reentrant
-    checkpoint sets none, and its second forward is no recomputation for us: the first one ran without gradients."""
+    """Is a forward that runs now the recomputation of a checkpoint? A checkpoint sets saved-tensor hooks for
+    it. A reentrant checkpoint sets none, and its second forward is no recomputation for us: the first one ran
+    without gradients."""
     return in_backward() and hooked()
 
 
 def repeating() -> bool:
-    """Is a forward that runs now certainly the recomputation of a checkpoint, whatever ran before? Then the checkpoint's hooks
-    are the topmost ones. If the user sets hooks inside of the checkpointed region, this cannot be told: the answer is no."""
+    """Is a forward that runs now certainly the recomputation of a checkpoint, whatever ran before? Then the
+    checkpoint's hooks are the topmost ones. If the user sets hooks inside of the checkpointed region, this
+    cannot be told: the answer is no."""
     found = checkpoint()
     return found is not None and found.repeats
 
 
 class Checkpoint(NamedTuple):
-    """The non-reentrant checkpoint that a forward runs in: torch's frame of it, which is one object for a region and its
-    recomputations, and the hook, which is another one for each recomputation."""
+    """The non-reentrant checkpoint that a forward runs in: torch's frame of it, which is one object for a
+    region and its recomputations, and the hook, which is another one for each recomputation."""
 
     frame: Any
     hook: Any
@@ -140,14 +147,17 @@ def checkpoint() -> Checkpoint | None:
     name = getattr(hook, "__qualname__", "")
     if "_checkpoint_hook" not in name and "_recomputation_hook" not in name:
         return None
-    cells = {name: cell.cell_contents for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)}
+    cells = {
+        name: cell.cell_contents
+        for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    }
     frame = cells["frame"] if "frame" in cells else cells["target_frame_ref"]()
     return None if frame is None else Checkpoint(frame, hooks[0], "frame" not in cells)
 
 
 def compiled_autograd() -> bool:
-    """Will compiled autograd take over the backward of what runs now? It copies our backward graph into a graph of its own. Our
-    Python code does not run then, so the host can decide nothing in backward."""
+    """Will compiled autograd take over the backward of what runs now? It copies our backward graph into a
+    graph of its own. Our Python code does not run then, so the host can decide nothing in backward."""
     return dynamo_autograd.compiled_autograd_enabled
 
 

@@ -1,6 +1,7 @@
-"""What FSDP1 (`FullyShardedDataParallel`) manages. It packs the parameters of a module into a flat one. In a forward, the
-module has views of the flat one in their place, plain tensors, which are new ones each time. With `use_orig_params=True` the
-optimizer and `parameters()` have the original parameters, whose data are a rank's parts. Read in 2.11, 2.13 and 2.15."""
+"""What FSDP1 (`FullyShardedDataParallel`) manages. It packs the parameters of a module into a flat one. In a
+forward, the module has views of the flat one in their place, plain tensors, which are new ones each time.
+With `use_orig_params=True` the optimizer and `parameters()` have the original parameters, whose data are a
+rank's parts. Read in 2.11, 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -35,10 +36,15 @@ def owners(args: Sequence[Any], positions: Iterable[int]) -> Sequence[Any]:
 
 
 def freed(inputs: Sequence[Any]) -> frozenset[int]:
-    """Which of a graph's inputs are such views whose memory is freed after forward, and gathered again in backward. To be asked
-    within the backend, while the forward of the module that has packed them is under way."""
+    """Which of a graph's inputs are such views whose memory is freed after forward, and gathered again in
+    backward. To be asked within the backend, while the forward of the module that has packed them is under
+    way."""
     handles = [(module._handle, module._is_root) for module in _under_way() if module._handle is not None]
-    kept = {id(handle.flat_param) for handle, root in handles if root or handle._sharding_strategy.name not in FREED}
+    kept = {
+        id(handle.flat_param)
+        for handle, root in handles
+        if root or handle._sharding_strategy.name not in FREED
+    }
     return frozenset(i for i in packed(inputs) if id(inputs[i]._base) not in kept)
 
 
@@ -55,25 +61,35 @@ def is_packed(module: nn.Module) -> bool:
 def shapes(model: nn.Module) -> dict[int, Size]:
     """The shapes of the whole parameters that are packed in a model, by the ids of the original ones."""
     kind = _kind()
-    flats = [m._handle.flat_param for m in model.modules() if isinstance(m, kind) and m._handle is not None] if kind else []
+    flats = (
+        [m._handle.flat_param for m in model.modules() if isinstance(m, kind) and m._handle is not None]
+        if kind
+        else []
+    )
     pairs = (zip(flat._params, flat._shapes, strict=True) for flat in flats if flat._params is not None)
     return {id(parameter): shape for several in pairs for parameter, shape in several}
 
 
 def on_refusal(backend: str, tell: Callable[..., None]) -> None:
-    """Have `tell(**keywords)`, with those that `torch.compile` passes to a backend of this name, called where Dynamo begins to
-    compile for it, and will leave everything to eager: inside of FSDP1 with `use_orig_params=False`. `torch._dynamo.reset()`
-    forgets this."""
+    """Have `tell(**keywords)`, with those that `torch.compile` passes to a backend of this name, called where
+    Dynamo begins to compile for it, and will leave everything to eager: inside of FSDP1 with
+    `use_orig_params=False`. `torch._dynamo.reset()` forgets this."""
     from torch._dynamo.callback import callback_handler
 
     def begins(_: Any) -> None:
         if any(not module._use_orig_params and module._handle is not None for module in _under_way()):
             frames = (variables.get("compiler_fn") for variables in _variables("torch._dynamo"))
-            given = next((getattr(made, "_torchdynamo_orig_backend", made) for made in frames if made is not None), None)
+            given = next(
+                (getattr(made, "_torchdynamo_orig_backend", made) for made in frames if made is not None),
+                None,
+            )
             if getattr(given, "compiler_name", "") == backend:
                 tell(**given.kwargs)  # type: ignore[union-attr]
 
-    if all(getattr(known, "__qualname__", "") != begins.__qualname__ for known in callback_handler.start_callbacks):
+    if all(
+        getattr(known, "__qualname__", "") != begins.__qualname__
+        for known in callback_handler.start_callbacks
+    ):
         callback_handler.register_start_callback(begins)
 
 
@@ -85,8 +101,8 @@ def _under_way() -> Iterator[Any]:
 
 
 def _variables(package: str) -> Iterator[dict[str, Any]]:
-    """The local variables of the frames on the stack that run code of this package. Not of other frames: a frame that was asked
-    keeps what it holds then to its end, also what it deletes (up to Python 3.12)."""
+    """The local variables of the frames on the stack that run code of this package. Not of other frames: a
+    frame that was asked keeps what it holds then to its end, also what it deletes (up to Python 3.12)."""
     for frame in frames():
         if str(frame.f_globals.get("__name__")).startswith(package):
             yield frame.f_locals

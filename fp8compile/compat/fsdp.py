@@ -1,5 +1,6 @@
-"""What FSDP2 (`fully_shard`) manages. The parameters of a module are the sharded ones. Its forward, and so a compiled graph,
-reads the unsharded ones. These are other objects. They stay the same for the whole run; their memory is freed in between."""
+"""What FSDP2 (`fully_shard`) manages. The parameters of a module are the sharded ones. Its forward, and so a
+compiled graph, reads the unsharded ones. These are other objects. They stay the same for the whole run; their
+memory is freed in between."""
 
 from __future__ import annotations
 
@@ -19,15 +20,22 @@ EVALUATES = "fp8compile_evaluates"  # of a group: it was gathered for a forward 
 
 
 def class_name(kind: type | str) -> str:
-    """The name of a module's class, as the user wrote it. `fully_shard` and `replicate` make one of their own for each class:
-    FSDPLinear, ReplicateLinear, DDPLinear. `kind`: a class, or its name with its package. Read in 2.11 to 2.15."""
+    """The name of a module's class, as the user wrote it. `fully_shard` and `replicate` make one of their own
+    for each class: FSDPLinear, ReplicateLinear, DDPLinear. `kind`: a class, or its name with its package.
+    Read in 2.11 to 2.15."""
     package, _, name = kind.rpartition(".") if isinstance(kind, str) else (kind.__module__, "", kind.__name__)
     return MADE.sub("", name) if package.startswith("torch.distributed.") else name
 
 
 def resharded(inputs: Sequence[Any]) -> frozenset[int]:
-    """Which of a graph's inputs are parameters that FSDP2 frees after forward and gathers again in backward, by position."""
-    freed = {id(_unsharded(p)) for group in _groups() if group.post_forward_mesh_info is not None for p in group.fsdp_params}
+    """Which of a graph's inputs are parameters that FSDP2 frees after forward and gathers again in backward,
+    by position."""
+    freed = {
+        id(_unsharded(p))
+        for group in _groups()
+        if group.post_forward_mesh_info is not None
+        for p in group.fsdp_params
+    }
     return frozenset(i for i, value in enumerate(inputs) if value is not None and id(value) in freed)
 
 
@@ -40,7 +48,8 @@ def sharded_pairs() -> Iterator[tuple[Any, Any]]:
 
 
 def specs_before_sharding() -> dict[int, Any]:
-    """By the id of each parameter that FSDP2 has sharded: how it was distributed before, None if it was a plain tensor."""
+    """By the id of each parameter that FSDP2 has sharded: how it was distributed before, None if it was a
+    plain tensor."""
     found = {}
     for group in _groups():
         for parameter in group.fsdp_params:  # _tp_spec up to 2.11, where a plain tensor has none
@@ -66,7 +75,11 @@ def _groups() -> Iterator[Any]:
         return
     from torch.distributed._composable_state import _module_state_mapping
 
-    found = {id(state): state for _, reference in list(_module_state_mapping.items()) if (state := reference()) is not None}
+    found = {
+        id(state): state
+        for _, reference in list(_module_state_mapping.items())
+        if (state := reference()) is not None
+    }
     for state in found.values():
         if isinstance(state, states.FSDPState):
             yield from _of(state)
@@ -76,20 +89,22 @@ def _groups() -> Iterator[Any]:
 
 
 class ShardedParameter:
-    """A parameter of `fully_shard`, and what its ranks gather for it. `prepare()` makes what this rank sends: a matrix, and
-    maybe a second tensor. `finish(*gathered)` makes the weight of what arrives; a rank alone gets its matrix only. Both may be
-    of several kinds (`use`): each has its own memory and its own unsharded parameter, of which FSDP2 fills and frees the one
-    that is in use. Read in 2.11, 2.13 and 2.15."""
+    """A parameter of `fully_shard`, and what its ranks gather for it. `prepare()` makes what this rank sends:
+    a matrix, and maybe a second tensor. `finish(*gathered)` makes the weight of what arrives; a rank alone
+    gets its matrix only. Both may be of several kinds (`use`): each has its own memory and its own unsharded
+    parameter, of which FSDP2 fills and frees the one that is in use. Read in 2.11, 2.13 and 2.15."""
 
     def __init__(self, parameter: Any, group: Any, name: str):
         self._parameter, self.group, self.name = parameter, group, name
         self.module: nn.Module = parameter._module_info.module  # whose parameter it is
         self.tied = bool(parameter._module_info.shared_modules)
         self.is_tensor_parallel: bool = parameter.is_dtensor
-        self.is_replicated = not hasattr(group.mesh_info, "shard_mesh_size")  # nothing is gathered: each rank has the whole
+        # nothing is gathered: each rank has the whole
+        self.is_replicated = not hasattr(group.mesh_info, "shard_mesh_size")
         self.on_cpu: bool = parameter.offload_to_cpu
         self.kind = ""  # in use
-        self._others: dict[str, tuple[Any, Any]] = {}  # of kinds not in use: FSDP2's memory, the unsharded parameter
+        # of kinds not in use: FSDP2's memory, the unsharded parameter
+        self._others: dict[str, tuple[Any, Any]] = {}
 
     @property
     def sharded(self) -> nn.Parameter:
@@ -151,7 +166,8 @@ class ShardedParameter:
         return getattr(self._local, "fp8_all_gather", None) is self
 
     def install(self, prepare: Callable[[], Sequence[Tensor]], finish: Callable[..., Tensor]) -> None:
-        """Into the tensor of the shard, where FSDP2 looks for it. `load_state_dict(assign=True)` makes another one."""
+        """Into the tensor of the shard, where FSDP2 looks for it. `load_state_dict(assign=True)` makes
+        another one."""
 
         def pre(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
             return tuple(prepare()), None
@@ -199,7 +215,12 @@ class Listener(Protocol):
 
 def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
     """All that `fully_shard` manages in a model, in the order of the model."""
-    found = {id(p.sharded_param): (p, group) for state in _states(model) for group in _of(state) for p in group.fsdp_params}
+    found = {
+        id(p.sharded_param): (p, group)
+        for state in _states(model)
+        for group in _of(state)
+        for p in group.fsdp_params
+    }
     return [ShardedParameter(*found[id(p)], name) for name, p in model.named_parameters() if id(p) in found]
 
 
@@ -218,7 +239,8 @@ def _hear_forward(state: Any, listener: Listener) -> None:
         state._lazy_init()
         context = state._state_ctx
         if context.iter_forward_root is None:
-            if context.post_optim_event is not None:  # an optimizer on another stream; the listener reads its weights
+            # an optimizer on another stream; the listener reads its weights
+            if context.post_optim_event is not None:
                 state._device_handle.current_stream().wait_event(context.post_optim_event)
                 context.post_optim_event = None
             if in_backward():  # a checkpoint around a sharded module computes it again
@@ -249,7 +271,11 @@ def _hear_unshard(group: Any, listener: Listener) -> None:
             listener.reduces()
         if group._all_gather_result is None:  # else it is under way
             evaluates = listener.evaluates and not backward
-            if group.is_unsharded and evaluates != getattr(group, EVALUATES, evaluates) and listener.differs(group):
+            if (
+                group.is_unsharded
+                and evaluates != getattr(group, EVALUATES, evaluates)
+                and listener.differs(group)
+            ):
                 group._to_sharded()  # it was left unsharded, for the other purpose
             if not group.is_unsharded:
                 setattr(group, EVALUATES, evaluates)
@@ -276,22 +302,24 @@ def _of(state: Any) -> Sequence[Any]:
 
 
 class Shard(NamedTuple):
-    """A parameter in FSDP2's buffer of gradients: the shape of the whole, and the elements of a rank's part, with padding."""
+    """A parameter in FSDP2's buffer of gradients: the shape of the whole, and the elements of a rank's part,
+    with padding."""
 
     shape: tuple[int, ...]
     elements: int
 
 
 def shard_ranks(module: Any) -> int:
-    """Over how many ranks FSDP2 shards the parameters of this module; 1 if it has none of its own, or replicates them."""
+    """Over how many ranks FSDP2 shards the parameters of this module; 1 if it has none of its own, or
+    replicates them."""
     meshes = [group.mesh_info for group in _of(module._get_fsdp_state())]
     return max((getattr(mesh, "shard_mesh_size", 1) for mesh in meshes), default=1)
 
 
 def reduce_shards_by(module: Any, reduce: Callable[..., None]) -> None:
-    """FSDP2 calls `reduce(out, flat, group, factor, shards, key)` instead of its reduce-scatter for the parameters of this
-    module: `out` [n] becomes the sum over the group of `flat` [ranks, n], times factor. Its own is called where not all of them
-    have gradients, because the buffer does not say which.
+    """FSDP2 calls `reduce(out, flat, group, factor, shards, key)` instead of its reduce-scatter for the
+    parameters of this module: `out` [n] becomes the sum over the group of `flat` [ranks, n], times factor.
+    Its own is called where not all of them have gradients, because the buffer does not say which.
 
     ValueError if they lie on several meshes."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -301,7 +329,9 @@ def reduce_shards_by(module: Any, reduce: Callable[..., None]) -> None:
         return
 
     class Reduced(DefaultReduceScatter):
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        ) -> Any:
             ranks = torch.distributed.get_world_size(group)
             shards = [
                 Shard(tuple(p._orig_size), p.padded_sharded_param_size.numel())

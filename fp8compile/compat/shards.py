@@ -11,8 +11,8 @@ from .fsdp import sharded_pairs, specs_before_sharding
 
 
 def parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The part of each tensor that this rank multiplies by: "[0:128, 64:128] of [128, 128]", or "" for all of it. FSDP2's own
-    shards are no parts: they are gathered."""
+    """The part of each tensor that this rank multiplies by: "[0:128, 64:128] of [128, 128]", or "" for all of
+    it. FSDP2's own shards are no parts: they are gathered."""
     sharded = specs_before_sharding()
     found = {}
     for name, tensor in tensors.items():
@@ -31,8 +31,8 @@ def _part(shape: torch.Size, spec: Any) -> str:
 
 
 def mesh_groups(tensors: Iterable[Any]) -> dict[str, str]:
-    """The names of process groups by the names of dimensions, of the meshes that these parameters live on; "" where two meshes
-    have a dimension of one name and of different ranks."""
+    """The names of process groups by the names of dimensions, of the meshes that these parameters live on; ""
+    where two meshes have a dimension of one name and of different ranks."""
     sharded = {id(read): parameter for parameter, read in sharded_pairs()}
     owners = [sharded.get(id(tensor), tensor) for tensor in tensors]
     meshes = {id(mesh): mesh for owner in owners if (mesh := getattr(owner, "device_mesh", None)) is not None}

@@ -1,4 +1,5 @@
-"""DDPOptimizer cuts a Dynamo graph where its buckets end. This module finds the whole graph, while a part is compiled."""
+"""DDPOptimizer cuts a Dynamo graph where its buckets end. This module finds the whole graph, while a part is
+compiled."""
 
 from __future__ import annotations
 
@@ -19,13 +20,17 @@ def uncut(gm: GraphModule) -> tuple[GraphModule, Sequence[Any]] | None:
     for frame in frames("_dynamo/backends/distributed.py"):
         if frame.f_code.co_name == "compile_fn":
             whole, inputs = frame.f_locals.get("gm"), frame.f_locals.get("example_inputs")
-            return (whole, inputs) if isinstance(whole, GraphModule) and inputs is not None and whole is not gm else None
+            return (
+                (whole, inputs)
+                if isinstance(whole, GraphModule) and inputs is not None and whole is not gm
+                else None
+            )
     return None
 
 
 def forward_of(gm: GraphModule) -> Graph:
-    """The forward of a Dynamo graph in ATen, as Inductor would get it. Compiles nothing, and leaves a compilation that is in
-    progress as it is."""
+    """The forward of a Dynamo graph in ATen, as Inductor would get it. Compiles nothing, and leaves a
+    compilation that is in progress as it is."""
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import TracingContext, detect_fake_mode, tracing
 

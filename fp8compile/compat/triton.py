@@ -1,4 +1,5 @@
-"""Triton kernels: loading generated ones, launching them from a graph, and what Inductor does with launches."""
+"""Triton kernels: loading generated ones, launching them from a graph, and what Inductor does with
+launches."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ import torch
 from torch._inductor import config
 from torch.fx import Graph, Node
 
-_ours: dict[Any, bool] = {}  # the Python functions of the kernels that were launched here: may the compiler contract them?
-_accesses: dict[Any, Any] = {}  # by such a function and the arguments that are not given: what it reads and writes
+# the Python functions of the kernels that were launched here: may the compiler contract them?
+_ours: dict[Any, bool] = {}
+# by such a function and the arguments that are not given: what it reads and writes
+_accesses: dict[Any, Any] = {}
 
 
 # options of Inductor by which it reorders a graph by data dependencies, after our pass
@@ -23,13 +26,17 @@ REORDERING += ("aten_distributed_optimizations.enable_overlap_scheduling",)
 
 
 def is_on(option: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Is this option of Inductor on? One that a version does not have is off. `options`: of this compilation."""
-    value = (options or {}).get(option, functools.reduce(lambda x, part: getattr(x, part, None), option.split("."), config))
+    """Is this option of Inductor on? One that a version does not have is off. `options`: of this
+    compilation."""
+    value = (options or {}).get(
+        option, functools.reduce(lambda x, part: getattr(x, part, None), option.split("."), config)
+    )
     return value not in (None, False, "none")
 
 
 def reorders() -> bool:
-    """Will Inductor reorder a graph after our pass by data dependencies? A launch has none: it writes its arguments."""
+    """Will Inductor reorder a graph after our pass by data dependencies? A launch has none: it writes its
+    arguments."""
     return any(map(is_on, REORDERING))
 
 
@@ -38,12 +45,14 @@ def max_autotune() -> bool:
 
 
 def converts_wrongly(capability: tuple[int, int]) -> bool:
-    """Are conversions of float32 to FP8 that Triton writes wrong on this NVIDIA GPU? Those of 3.6 are, those of 3.9 are not.
+    """Are conversions of float32 to FP8 that Triton writes wrong on this NVIDIA GPU? Those of 3.6 are, those
+    of 3.9 are not.
 
-    On sm_89, 3.6 converts in two steps, which rounds twice: `cvt.rz.f16.f32`, then `cvt.rn.satfinite` of float16. And its ptxas
-    (12.8, up to sm_90) miscompiles pairs of FP8 numbers that are 16-bit registers: a pair of equal values that fills a word on
-    both sides leaves half of it unwritten, and the bytes of a pair that is stored in both layouts are taken before the pair is
-    there. (Seen on an H200; tests/support/undefined_bytes.py finds it in machine code.)"""
+    On sm_89, 3.6 converts in two steps, which rounds twice: `cvt.rz.f16.f32`, then `cvt.rn.satfinite` of
+    float16. And its ptxas (12.8, up to sm_90) miscompiles pairs of FP8 numbers that are 16-bit registers: a
+    pair of equal values that fills a word on both sides leaves half of it unwritten, and the bytes of a pair
+    that is stored in both layouts are taken before the pair is there. (Seen on an H200;
+    tests/support/undefined_bytes.py finds it in machine code.)"""
     import triton
 
     return capability in ((8, 9), (9, 0)) and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -51,7 +60,8 @@ def converts_wrongly(capability: tuple[int, int]) -> bool:
 
 @functools.cache
 def load_kernel(name: str, source: str) -> Any:
-    """The JIT function `name` of `source`, from a file in Inductor's cache (Triton reads its functions' sources from files)."""
+    """The JIT function `name` of `source`, from a file in Inductor's cache (Triton reads its functions'
+    sources from files)."""
     from torch._inductor.codecache import PyCodeCache
 
     kernel = getattr(PyCodeCache.load(source), name)
@@ -69,10 +79,11 @@ def launch(
     constants: dict[str, Any] | None = None,
     contracts: bool = False,
 ) -> Node:
-    """Insert the launch of a Triton function, with one grid a configuration. `arguments` are tensors, or nodes of numbers.
-    `constants` are values of `tl.constexpr` parameters, and None for arguments that are not given. Launches with different
-    constants are tuned apart. `contracts`: a compiler may make one instruction, which rounds once, of a product and a sum. (An
-    eager step and Triton's interpreter round twice. Triton's own default is to contract, and not to from 3.10 on.)"""
+    """Insert the launch of a Triton function, with one grid a configuration. `arguments` are tensors, or
+    nodes of numbers. `constants` are values of `tl.constexpr` parameters, and None for arguments that are not
+    given. Launches with different constants are tuned apart. `contracts`: a compiler may make one
+    instruction, which rounds once, of a product and a sum. (An eager step and Triton's interpreter round
+    twice. Triton's own default is to contract, and not to from 3.10 on.)"""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
     _ours[_python_function(function)] = contracts
@@ -139,7 +150,9 @@ def size_node(emit: Any, expr: Any, symbol: Callable[[Any, Any], Node]) -> Any:
         if op is None:
             raise NotImplementedError(f"a size that cannot be computed: {expr}")
         parts = [size_node(emit, x, symbol) for x in expr.args]
-    return functools.reduce(lambda a, b: op(a, b) if isinstance(a, int) and isinstance(b, int) else emit(op, a, b), parts)
+    return functools.reduce(
+        lambda a, b: op(a, b) if isinstance(a, int) and isinstance(b, int) else emit(op, a, b), parts
+    )
 
 
 def stable_sort(graph: Graph) -> None:
@@ -151,9 +164,9 @@ def stable_sort(graph: Graph) -> None:
 
 @contextlib.contextmanager
 def contraction_chosen() -> Iterator[None]:
-    """Inside, Inductor writes into its code whether the compiler may contract one of our kernels. (No version takes this from a
-    launch. Read in 2.11, 2.13 and 2.15: CachingAutotuner compiles with `enable_fp_fusion` of `triton_meta`, if that has it.)
-    Kernels of others, and Inductor's own, stay as they are."""
+    """Inside, Inductor writes into its code whether the compiler may contract one of our kernels. (No version
+    takes this from a launch. Read in 2.11, 2.13 and 2.15: CachingAutotuner compiles with `enable_fp_fusion`
+    of `triton_meta`, if that has it.) Kernels of others, and Inductor's own, stay as they are."""
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     define = PythonWrapperCodegen.define_user_defined_triton_kernel
@@ -166,7 +179,9 @@ def contraction_chosen() -> Iterator[None]:
 
         def written(name: str, body: str, *more: Any, **others: Any) -> Any:
             chosen = f"triton_meta={{'enable_fp_fusion': {contracts}, "
-            return write(name, body if chosen in body else body.replace("triton_meta={", chosen, 1), *more, **others)
+            return write(
+                name, body if chosen in body else body.replace("triton_meta={", chosen, 1), *more, **others
+            )
 
         self.define_kernel = written
         try:
@@ -183,12 +198,13 @@ def contraction_chosen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def accesses_known() -> Iterator[None]:
-    """Inside, Inductor finds out only once which arguments one of our kernels writes (once more where one is not given). By
-    itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a model launch the same ones, as
-    do the graphs of a model that is compiled block by block."""
+    """Inside, Inductor finds out only once which arguments one of our kernels writes (once more where one is
+    not given). By itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a
+    model launch the same ones, as do the graphs of a model that is compiled block by block."""
     from torch._higher_order_ops import triton_kernel_wrap as module
 
-    name = next(x for x in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(module, x))  # up to 2.11
+    # up to 2.11
+    name = next(x for x in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(module, x))
     find = getattr(module, name)
 
     def identify(kernel: Any, arguments: dict[str, Any], *more: Any) -> Any:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 
 class MatmulForm(NamedTuple):
-    """The positions of the arguments, in `out[.., m, n] = a[.., m, k] @ b[.., k, n] + addend`. `alpha` and `beta` of an
-    addend are keyword arguments. `offs`: the ends of the groups of rows, where each group is multiplied with its own matrix."""
+    """The positions of the arguments, in `out[.., m, n] = a[.., m, k] @ b[.., k, n] + addend`. `alpha` and
+    `beta` of an addend are keyword arguments. `offs`: the ends of the groups of rows, where each group is
+    multiplied with its own matrix."""
 
     a: int
     b: int

@@ -1,7 +1,7 @@
 """What ``torch.compile(model, backend="fp8", mode=..., options={...})`` hands us, validated.
 
-Our keys are those of OURS. A key of torch._inductor.config is passed on to Inductor. Any other key is an OptionError (a
-ValueError) that lists near matches. Nothing is compiled before all options are valid.
+Our keys are those of OURS. A key of torch._inductor.config is passed on to Inductor. Any other key is an
+OptionError (a ValueError) that lists near matches. Nothing is compiled before all options are valid.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
 
 @dataclass(frozen=True)
 class Options:
-    """`inductor` are config patches for compile_fx: dotted names such as "triton.cudagraphs" -> value. `choose(module, name)`
-    says of each module with parameters of its own whether its matmuls may be FP8."""
+    """`inductor` are config patches for compile_fx: dotted names such as "triton.cudagraphs" -> value.
+    `choose(module, name)` says of each module with parameters of its own whether its matmuls may be FP8."""
 
     policy: Policy
     strict: bool = False
@@ -55,9 +55,13 @@ class Options:
         """The same, with the matmuls of these parameters in high precision."""
         if not parameters:
             return self
-        policy, own = self.policy, self.policy.own or 0  # this rule is not the user's: nothing is said where it fits none
+        # this rule is not the user's: nothing is said where it fits none
+        policy, own = self.policy, self.policy.own or 0
         rule = Rule(name=FUNCTION, parameter="re:" + "|".join(map(re.escape, parameters)), fp8="off")
-        rules, labels = ((*given[:own], new, *given[own:]) for given, new in ((policy.rules, rule), (policy.labels, FUNCTION)))
+        rules, labels = (
+            (*given[:own], new, *given[own:])
+            for given, new in ((policy.rules, rule), (policy.labels, FUNCTION))
+        )
         return dataclasses.replace(self, policy=dataclasses.replace(policy, rules=rules, labels=labels))
 
 
@@ -86,7 +90,9 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     policy = load(None if choose is not None else given_policy)
     labels = tuple(str(rule.name) for rule in excluded)
     own = None if policy.own is None else policy.own + len(excluded)
-    policy = dataclasses.replace(policy, rules=(*excluded, *policy.rules), own=own, labels=(*labels, *policy.labels))
+    policy = dataclasses.replace(
+        policy, rules=(*excluded, *policy.rules), own=own, labels=(*labels, *policy.labels)
+    )
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
     named = isinstance(ours.get("recipe"), str) and ours["recipe"] in policy.recipes
     given = {name: value for name, value in ours.items() if not (named and name == "recipe")}
@@ -94,7 +100,9 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     Recipe(**{_RECIPE_FIELDS[name]: value for name, value in {"recipe": "tensorwise", **given}.items()})
     policy = dataclasses.replace(policy.with_defaults(**ours), **settings)
     if policy.schedule is not None and any(recipe.frozen == "fp8" for recipe in policy.possible):
-        raise OptionError.of("frozen", "fp8", "'high_precision' with a [schedule], whose phases read weights in high precision")
+        raise OptionError.of(
+            "frozen", "fp8", "'high_precision' with a [schedule], whose phases read weights in high precision"
+        )
     if policy.device is not None:
         catalog.find(policy.device)
     for text in (*_without_effect(policy, ours), *policy.without_effect()):
@@ -103,7 +111,8 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
 
 
 def _without_effect(policy: Policy, options: Mapping[str, Any]) -> list[str]:
-    """A message about options that no recipe of the policy looks at. (What a recipe cannot do is an error of `Recipe`.)"""
+    """A message about options that no recipe of the policy looks at. (What a recipe cannot do is an error of
+    `Recipe`.)"""
     given = ((name, value) for name, value in options.items() if name in SETTINGS)
     unused = [name for name, value in given if SETTINGS[name].ignored(value, *policy.possible)]
     names = ", ".join(map(repr, unused))
@@ -113,7 +122,11 @@ def _without_effect(policy: Policy, options: Mapping[str, Any]) -> list[str]:
 def _spelled(recipe: Recipe, beside: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a Recipe stands for: its name, and what differs from the defaults of that name."""
     default = Recipe(recipe.name)
-    fields = {option: name for option, name in _RECIPE_FIELDS.items() if getattr(recipe, name) != getattr(default, name)}
+    fields = {
+        option: name
+        for option, name in _RECIPE_FIELDS.items()
+        if getattr(recipe, name) != getattr(default, name)
+    }
     twice = [option for option in fields if option in beside]
     if twice:
         raise OptionError(f"fp8 option {twice[0]!r} is given twice: in the recipe, and on its own.")
@@ -122,9 +135,17 @@ def _spelled(recipe: Recipe, beside: Mapping[str, Any]) -> dict[str, Any]:
 
 def _exclusions(given: Any) -> tuple[Rule, ...]:
     """Rules that come before all others: modules of these names, and all in them, stay in high precision."""
-    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else None
+    names = (
+        (given,)
+        if isinstance(given, str)
+        else tuple(given)
+        if isinstance(given, (list, tuple, set, frozenset))
+        else None
+    )
     if names is None or not all(isinstance(name, str) and name for name in names):
-        raise OptionError.of("exclude", given, "a list of names of modules, such as ['lm_head', 'layers.0', '*.router']")
+        raise OptionError.of(
+            "exclude", given, "a list of names of modules, such as ['lm_head', 'layers.0', '*.router']"
+        )
     rules = []
     for name in dict.fromkeys(names):
         globs = (name,) if name.startswith("re:") else (name, f"*.{name}", f"{name}.*", f"*.{name}.*")
@@ -139,7 +160,9 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
     # a mode without joint-graph passes ("lite") leaves no place for FP8 to happen
     every = compat.inductor.inductor_modes()
-    modes = {name: patches for name, patches in every.items() if all(patches.get(key, True) for key in _PASSES)}
+    modes = {
+        name: patches for name, patches in every.items() if all(patches.get(key, True) for key in _PASSES)
+    }
     return dict(modes[one_of("mode", mode, modes)])
 
 
@@ -164,16 +187,23 @@ def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _meant(key: str, inductor: Collection[str]) -> str:
-    """What somebody who wrote `key` may have meant: another library's option, a near miss among ours, or among Inductor's."""
+    """What somebody who wrote `key` may have meant: another library's option, a near miss among ours, or
+    among Inductor's."""
     if instead := peers.option(key):
         return f" Here it is {instead}."
     if found := near(key, OURS) or near(key, inductor, least=0.85):
         return did_you_mean(found)
-    return f" fp8compile's options are {', '.join(OURS)}; any option of torch._inductor.config is passed on to Inductor."
+    return (
+        f" fp8compile's options are {', '.join(OURS)}; any option of torch._inductor.config "
+        "is passed on to Inductor."
+    )
 
 
 def _fits(value: Any, expected: Any) -> bool:
-    """isinstance, as far as `expected` allows: generics are not checked (torch's own wrapper does not either)."""
+    """isinstance, as far as `expected` allows: generics are not checked (torch's own wrapper does not
+    either)."""
     if get_origin(expected) is not None or get_args(expected) or not isinstance(expected, type):
         return True
-    return isinstance(value, expected) or (expected is float and isinstance(value, int) and not isinstance(value, bool))
+    return isinstance(value, expected) or (
+        expected is float and isinstance(value, int) and not isinstance(value, bool)
+    )

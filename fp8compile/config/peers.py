@@ -1,4 +1,5 @@
-"""What torchao and TransformerEngine call a thing, and what it is here: hints for the errors about a recipe or an option."""
+"""What torchao and TransformerEngine call a thing, and what it is here: hints for the errors about a recipe
+or an option."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ _ATTENTION = "nothing: fp8compile leaves attention in high precision"
 # option -> what takes its place
 _OPTIONS = {
     # torchao
-    "module_filter_fn": "'policy', which accepts the same function of (module, name), or 'exclude', a list of names",
+    "module_filter_fn": (
+        "'policy', which accepts the same function of (module, name), or 'exclude', a list of names"
+    ),
     "enable_fsdp_float8_all_gather": _GATHER,
     "precompute_float8_dynamic_scale_for_fsdp": f"{_GATHER}; no per-step call is needed",
     "force_recompute_fp8_weight_in_bwd": "'recast_weights'",
@@ -46,7 +49,8 @@ _OPTIONS = {
 
 
 def recipe(given: Any) -> str | None:
-    """What to write for a recipe of another library (its name, class, object or enumeration); None for any other value."""
+    """What to write for a recipe of another library (its name, class, object or enumeration); None for any
+    other value."""
     if isinstance(given, enum.Enum):
         return f"{given.value!r}, the value of that name"
     name = given if isinstance(given, str) else (given if isinstance(given, type) else type(given)).__name__

@@ -8,8 +8,9 @@
 ``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout. With
                         `weight_tiles` one for 32 x 32 elements of a weight
 
-In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are TransformerEngine's and torchao's;
-the blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
+In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are
+TransformerEngine's and torchao's; the blocks are those of DeepSeek-V3 and of the OCP Microscaling
+specification.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ from .settings import (
 )
 
 ROLES = ("input", "weight", "gradient")
-# Default margins of gradients with a delayed scale, in E5M2 and in E4M3. Gradients outgrow their history: after a LayerScale
-# of 1e-6, Adam makes them 1,000 times as large in a step. benchmarks/margins.py measures the cost of this headroom.
+# Default margins of gradients with a delayed scale, in E5M2 and in E4M3. Gradients outgrow their history:
+# after a LayerScale of 1e-6, Adam makes them 1,000 times as large in a step. benchmarks/margins.py measures
+# the cost of this headroom.
 HEADROOM, HEADROOM_OF_E4M3 = 11, 3
 
 
 class Block(NamedTuple):
-    """The elements that share a scale, in a copy whose contracted dimension is the columns; 0 stands for all of them."""
+    """The elements that share a scale, in a copy whose contracted dimension is the columns; 0 stands for all
+    of them."""
 
     rows: int
     columns: int
@@ -58,9 +61,10 @@ ROW_OF_GROUP = Block(1, 16)  # a scale for a row of a group of columns, repeated
 class BuiltIn(NamedTuple):
     """What is particular to a recipe.
 
-    `power_of_2`: the allowed values of `power_of_2_scale`, the default first. `cost`: None if its tensors are scaled as those
-    of another recipe. `needs`: whether a GPU has such a matmul (else it is emulated); None: every GPU with FP8 has it. `whose`:
-    the GPUs that have it. `tile`: the weight's blocks with `weight_tiles`; None: the recipe has no others.
+    `power_of_2`: the allowed values of `power_of_2_scale`, the default first. `cost`: None if its tensors are
+    scaled as those of another recipe. `needs`: whether a GPU has such a matmul (else it is emulated); None:
+    every GPU with FP8 has it. `whose`: the GPUs that have it. `tile`: the weight's blocks with
+    `weight_tiles`; None: the recipe has no others.
     """
 
     block: Block  # of inputs and gradients
@@ -75,15 +79,18 @@ class BuiltIn(NamedTuple):
         return self.needs is None or self.needs(gpu)
 
 
-# From coarse to fine: a matmul whose operands are scaled in different ways costs as much as the finer way. docs/cost-model.md
-# has the sources of the costs.
+# From coarse to fine: a matmul whose operands are scaled in different ways costs as much as the finer way.
+# docs/cost-model.md has the sources of the costs.
 BUILT_IN = {
     "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=4)),
     "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, once=2)),
     "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True), tile=WHOLE),
     "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None, tile=WHOLE),
     "blockwise": BuiltIn(
-        Block(1, 128), Block(128, 128), (True, False), ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True)
+        Block(1, 128),
+        Block(128, 128),
+        (True, False),
+        ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True),
     ),
     "mxfp8": BuiltIn(
         Block(1, 32),
@@ -103,7 +110,11 @@ def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
     """The recipe that scales all tensors in this way: with or without a history, with such blocks."""
     if block == WHOLE:
         return "delayed" if delayed else "tensorwise"
-    found = (name for name in COSTS if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block, BUILT_IN[name].tile))
+    found = (
+        name
+        for name in COSTS
+        if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block, BUILT_IN[name].tile)
+    )
     return next(found, "rowwise")  # a scale for a row of one group, or of one matrix of a stack
 
 
@@ -116,7 +127,8 @@ class Scaling(NamedTuple):
     margin: int
     power_of_2: bool
     encoding: str
-    history: tuple[int, int, bool] = (0, 0, False)  # delayed: window, interval, whether an overflow asks for the current amax
+    # delayed: window, interval, whether an overflow asks for the current amax
+    history: tuple[int, int, bool] = (0, 0, False)
 
     @property
     def recipe(self) -> str:
@@ -141,15 +153,17 @@ def _whole(recipe: Recipe) -> bool:
 class Recipe:
     """How tensors are scaled, and what runs in FP8. Each setting is described at its field.
 
-    Validated on construction: OptionError (a ValueError) names the field, the value and what is allowed. Lists are stored as
-    tuples, process groups by their names. A setting that is None takes the recipe's own value.
+    Validated on construction: OptionError (a ValueError) names the field, the value and what is allowed.
+    Lists are stored as tuples, process groups by their names. A setting that is None takes the recipe's own
+    value.
     """
 
     name: str = "delayed"
     fp8_format: str | None = setting(
         None,
         "The FP8 formats. hybrid: E4M3 for activations and weights, E5M2 for gradients; e4m3: E4M3 for all "
-        "three. Default: hybrid with one scale per tensor, e4m3 with finer scales, which support nothing else.",
+        "three. Default: hybrid with one scale per tensor, e4m3 with finer scales, "
+        "which support nothing else.",
         unless_none(in_any_case(*FP8_FORMATS)),
         "'hybrid', 'e4m3'",
     )
@@ -161,11 +175,19 @@ class Recipe:
         unless_none(margins),
         "an integer from 0 to 64, or three",
     )
-    amax_history_len: int = setting(16, "How many amaxes are remembered.", positive, "an integer >= 1", _delayed)
-    amax_compute_algo: str = setting(
-        "max", "Which of the remembered amaxes gives the scale.", one("max", "most_recent"), "'max', 'most_recent'", _delayed
+    amax_history_len: int = setting(
+        16, "How many amaxes are remembered.", positive, "an integer >= 1", _delayed
     )
-    interval: int = setting(1, "How many steps lie between two updates of a scale.", positive, "an integer >= 1", _delayed)
+    amax_compute_algo: str = setting(
+        "max",
+        "Which of the remembered amaxes gives the scale.",
+        one("max", "most_recent"),
+        "'max', 'most_recent'",
+        _delayed,
+    )
+    interval: int = setting(
+        1, "How many steps lie between two updates of a scale.", positive, "an integer >= 1", _delayed
+    )
     override_linear_precision: tuple[bool, bool, bool] = setting(
         (False, False, False),
         "(fprop, dgrad, wgrad): True keeps that gemm in high precision.",
@@ -244,9 +266,9 @@ class Recipe:
     )
     on_overflow: str = setting(
         "current",
-        "What follows an amax that saturates and is over twice the amax that its scale comes from (a gradient's: "
-        "eight times). current: the next step scales the tensor by its current amax; saturate: the amax "
-        "only enters the history.",
+        "What follows an amax that saturates and is over twice the amax that its scale comes from (a "
+        "gradient's: eight times). current: the next step scales the tensor by its current amax; saturate: "
+        "the amax only enters the history.",
         one("current", "saturate"),
         "'current', 'saturate'",
         _delayed,
@@ -289,12 +311,20 @@ class Recipe:
         if self.power_of_2_scale is None:
             self._set("power_of_2_scale", allowed[0])
         elif self.power_of_2_scale not in allowed:
-            self._refuse("power_of_2_scale", str(allowed[0]), ": its scales are powers of two" if allowed[0] else "")
+            self._refuse(
+                "power_of_2_scale", str(allowed[0]), ": its scales are powers of two" if allowed[0] else ""
+            )
         if self.amax_group and self.fine:
             self._refuse("amax_group", "False", ", whose scales are of rows or blocks of a shard")
         if self.frozen == "fp8" and len({*self.weight_block}) > 1:
-            why = ", whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
-            self._refuse("frozen", "'high_precision'", why + ("; or set weight_tiles to True" if self.built_in.tile else ""))
+            why = (
+                ", whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
+            )
+            self._refuse(
+                "frozen",
+                "'high_precision'",
+                why + ("; or set weight_tiles to True" if self.built_in.tile else ""),
+            )
         if self.name == "rowwise_with_gw_hp":
             self._set("override_linear_precision", (*self.override_linear_precision[:2], True))
 
@@ -331,7 +361,11 @@ class Recipe:
     def scaling(self, role: str, gemm: str) -> Scaling:
         """How the "input", "weight" or "gradient" of a "fprop", "dgrad" or "wgrad" is scaled."""
         i = ROLES.index(role)
-        delayed = self.name == "delayed" and not self.current_scaling[i] and not (role == "weight" and self.cache_weights)
+        delayed = (
+            self.name == "delayed"
+            and not self.current_scaling[i]
+            and not (role == "weight" and self.cache_weights)
+        )
         block = self.weight_block if role == "weight" else self.built_in.block
         if self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad"):
             block = WHOLE

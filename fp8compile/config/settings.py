@@ -1,8 +1,10 @@
-"""The description of a setting of a recipe: what it means, which values it takes, and for which recipes it matters.
+"""The description of a setting of a recipe: what it means, which values it takes, and for which recipes it
+matters.
 
     interval: int = setting(1, "How many steps lie between two updates of a scale.", positive, "an integer >= 1", _delayed)
 
-`Recipe` checks its values with it. Options, keys of policies, the JSON Schema and the reference page come from it, too.
+`Recipe` checks its values with it. Options, keys of policies, the JSON Schema and the reference page come
+from it, too.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ from typing import Any
 
 from ..errors import OptionError, one_of
 
-Check = Callable[[str, Any], Any]  # of a key and its value; returns the value as it is stored. Raises OptionError
+# of a key and its value; returns the value as it is stored. Raises OptionError
+Check = Callable[[str, Any], Any]
 MOST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Setting:
-    """`values` completes "takes ..". `matters(recipe)`: whether the setting changes what a recipe does. `feature`: the folder
-    of `features` that it belongs to, "" for the core."""
+    """`values` completes "takes ..". `matters(recipe)`: whether the setting changes what a recipe does.
+    `feature`: the folder of `features` that it belongs to, "" for the core."""
 
     meaning: str
     values: str
@@ -39,10 +42,17 @@ def every(recipe: Any) -> bool:
 
 
 def setting(
-    default: Any, meaning: str, check: Check, values: str, matters: Callable[[Any], bool] = every, feature: str = ""
+    default: Any,
+    meaning: str,
+    check: Check,
+    values: str,
+    matters: Callable[[Any], bool] = every,
+    feature: str = "",
 ) -> Any:
     """A field of a recipe."""
-    return dataclasses.field(default=default, metadata={"setting": Setting(meaning, values, check, matters, feature)})
+    return dataclasses.field(
+        default=default, metadata={"setting": Setting(meaning, values, check, matters, feature)}
+    )
 
 
 def settings_of(recipe: type) -> Mapping[str, Setting]:
@@ -100,7 +110,9 @@ def switch(key: str, value: Any) -> bool | str:
 
 def three_bools(meaning: str) -> Check:
     def check(key: str, value: Any) -> tuple[bool, bool, bool]:
-        if not (isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(x, bool) for x in value)):
+        if not (
+            isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(x, bool) for x in value)
+        ):
             raise OptionError.of(key, value, f"three bools {meaning}")
         return value[0], value[1], value[2]
 
@@ -118,11 +130,15 @@ def margins(key: str, value: Any) -> int | tuple[int, int, int]:
 
 
 def group(*others: bool) -> Check:
-    """A process group, also that of a DeviceMesh, is stored by its name. `others`: what stands for all ranks, or for none."""
+    """A process group, also that of a DeviceMesh, is stored by its name. `others`: what stands for all ranks,
+    or for none."""
     words = ", ".join({True: "True (all ranks)", False: "False"}[other] for other in others)
 
     def check(key: str, value: Any) -> bool | str:
-        allowed = f"{words}, a torch.distributed process group or its name, a dimension of a DeviceMesh: 'dp' or (mesh, 'dp')"
+        allowed = (
+            f"{words}, a torch.distributed process group or its name, a dimension of a "
+            "DeviceMesh: 'dp' or (mesh, 'dp')"
+        )
         given = value
         mesh, *dimension = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given,)
         if hasattr(mesh, "get_group"):

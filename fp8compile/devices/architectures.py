@@ -1,4 +1,5 @@
-"""GPU architectures: which FP8 matmuls each one supports, in which encodings, and how many FLOP a compute unit does per clock.
+"""GPU architectures: which FP8 matmuls each one supports, in which encodings, and how many FLOP a compute
+unit does per clock.
 
     of((9, 0))              Hopper; an unlisted compute capability takes the newest listed one that is not newer
     of((9, 4), "gfx942")    an AMD GPU, found by its name: the longest listed prefix of the name
@@ -20,19 +21,21 @@ class Architecture:
 
     These fields describe devices without a description (`catalog.derived`) and the fake GPU:
 
-    `flop`: dense bf16 FLOP per clock of one compute unit: the published peak / (units * clock). `geforce_flop`: the same for
-    GeForce boards, some of which run float32 accumulation at half rate. FP8 is twice as fast as bf16 on all of them. `shared`:
-    KiB of shared memory of a unit. `shared_of_block`: the most KiB that one block may use. `threads`: threads of a unit.
-    `warp`: threads of a warp.
+    `flop`: dense bf16 FLOP per clock of one compute unit: the published peak / (units * clock).
+    `geforce_flop`: the same for GeForce boards, some of which run float32 accumulation at half rate. FP8 is
+    twice as fast as bf16 on all of them. `shared`: KiB of shared memory of a unit. `shared_of_block`: the
+    most KiB that one block may use. `threads`: threads of a unit. `warp`: threads of a warp.
 
-    These fields describe FP8 matmuls. A version is the CUDA version that torch was built with; cuBLAS has the same version:
+    These fields describe FP8 matmuls. A version is the CUDA version that torch was built with; cuBLAS has the
+    same version:
 
-    `fp8`: the architecture multiplies FP8 with one scale per operand. `fnuz`: its FP8 encodings are AMD's first ones, "fnuz".
-    `row_dtypes`: the output dtypes, by torch's names, of a matmul with one scale per row; None: the output dtypes of CUTLASS's
-    kernel. `slow_rows`: CUTLASS's rowwise kernel is slow without fast accumulation. `blocks_from`: the first version whose
-    cuBLASLt scales rows and 128-blocks; None: no version does. `mx_from`: the first version that multiplies 1 x 32 blocks with
-    E8M0 scales; None: no version does. `either_major`: its tensor cores read 8-bit operands along either dimension from shared
-    memory (tcgen05; others need the contracted one to be contiguous). `grouped`: `aten._scaled_grouped_mm` scales rows
+    `fp8`: the architecture multiplies FP8 with one scale per operand. `fnuz`: its FP8 encodings are AMD's
+    first ones, "fnuz". `row_dtypes`: the output dtypes, by torch's names, of a matmul with one scale per row;
+    None: the output dtypes of CUTLASS's kernel. `slow_rows`: CUTLASS's rowwise kernel is slow without fast
+    accumulation. `blocks_from`: the first version whose cuBLASLt scales rows and 128-blocks; None: no version
+    does. `mx_from`: the first version that multiplies 1 x 32 blocks with E8M0 scales; None: no version does.
+    `either_major`: its tensor cores read 8-bit operands along either dimension from shared memory (tcgen05;
+    others need the contracted one to be contiguous). `grouped`: `aten._scaled_grouped_mm` scales rows
     (Blackwell's refuses them or traps: pytorch#161780, #187095).
     """
 
@@ -70,8 +73,8 @@ ARCHITECTURES: dict[Version | str, Architecture] = {
     (12, 0): Architecture(1024, 512, 100, 99, 1536, mx_from=(12, 9)),
     # MI300X, the first one whose hipBLASLt scales rows ("only supports BFloat16 output")
     "gfx94": Architecture(2048, 2048, 64, 64, 2048, warp=64, fnuz=True, row_dtypes=("bfloat16",)),
-    # MI355X. We do not use its matmuls of 1 x 32 blocks: the layout of their scales differs between ROCm versions, and K has to
-    # be a multiple of 128
+    # MI355X. We do not use its matmuls of 1 x 32 blocks: the layout of their scales differs between ROCm
+    # versions, and K has to be a multiple of 128
     "gfx95": Architecture(4096, 4096, 160, 160, 2048, warp=64, row_dtypes=("bfloat16",)),
     # RX 9070
     "gfx12": Architecture(1024, 1024, 64, 64, 2048, row_dtypes=()),
@@ -85,7 +88,8 @@ AMD = tuple(key for key in WITH_FP8 if isinstance(key, str))
 
 
 def of(capability: tuple[int, int], gfx: str = "") -> Architecture:
-    """The architecture of a GPU. `gfx` is AMD's name of it; "" for an NVIDIA GPU, which is found by `capability`."""
+    """The architecture of a GPU. `gfx` is AMD's name of it; "" for an NVIDIA GPU, which is found by
+    `capability`."""
     if gfx:
         known = [key for key in ARCHITECTURES if isinstance(key, str) and gfx.startswith(key)]
         return ARCHITECTURES[max(known, key=len, default="gfx")]

@@ -3,15 +3,17 @@
     calibrate() -> Device      matmul rates in bf16, float16, float32 and FP8, copy bandwidth, and what one more kernel
                                without work takes
 
-A rate is the median over a few large sizes. For each size, the time is the median of several runs. Each run has a cold cache:
-a buffer larger than L2 is written before it. FP8 matmuls are `torch._scaled_mm` with both operands K-major, as FP8 tensor cores
-require; `fp8` is their rate with fast accumulation, `fp8_precise` without. The other properties of the device (units, memory,
-architecture) come from its shipped description, or from torch. The result is stored (`catalog.store`). From then on,
-`catalog.of` finds it for devices of this name.
+A rate is the median over a few large sizes. For each size, the time is the median of several runs. Each run
+has a cold cache: a buffer larger than L2 is written before it. FP8 matmuls are `torch._scaled_mm` with both
+operands K-major, as FP8 tensor cores require; `fp8` is their rate with fast accumulation, `fp8_precise`
+without. The other properties of the device (units, memory, architecture) come from its shipped description,
+or from torch. The result is stored (`catalog.store`). From then on, `catalog.of` finds it for devices of this
+name.
 
-The measuring functions take a timer: `Timer.seconds(function)` is the time of one call. It contains a constant: events are
-recorded in a few microseconds. So the time of a launch is a slope, that of many launches over that of fewer, and is measured
-after work that keeps the device busy: else the host, which launches more slowly than the device runs, would be measured.
+The measuring functions take a timer: `Timer.seconds(function)` is the time of one call. It contains a
+constant: events are recorded in a few microseconds. So the time of a launch is a slope, that of many launches
+over that of fewer, and is measured after work that keeps the device busy: else the host, which launches more
+slowly than the device runs, would be measured.
 """
 
 from __future__ import annotations
@@ -31,11 +33,18 @@ from .catalog import Device, Rates
 logger = get_logger(__name__)
 
 # m, n, k of the forward, dgrad and wgrad of large layers; none is a power of two in all sizes
-SIZES = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192), (16384, 8192, 8192))
+SIZES = (
+    (8192, 4096, 4096),
+    (8192, 14336, 4096),
+    (8192, 4096, 14336),
+    (4096, 14336, 8192),
+    (16384, 8192, 8192),
+)
 COPY_BYTES = 1 << 30
 RUNS, WARMUP = 15, 5
 LAUNCHES, PAIRS = 64, 5  # of a pair of times, one is of 64 launches, one of 4 * 64
-AHEAD = 100  # buffers that are written meanwhile: at least 30 us each, and 256 launches take 1 to 3 ms of the host
+# buffers that are written meanwhile: at least 30 us each, and 256 launches take 1 to 3 ms of the host
+AHEAD = 100
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -44,7 +53,8 @@ class NoDevice(Fp8CompileError, RuntimeError):
 
 
 class Timer:
-    """Times calls on a CUDA or ROCm device by events. Before each call, it writes a buffer larger than the device's cache."""
+    """Times calls on a CUDA or ROCm device by events. Before each call, it writes a buffer larger than the
+    device's cache."""
 
     def __init__(self, device: torch.device, cache_bytes: int):
         self.device = device
@@ -70,7 +80,8 @@ class Timer:
 def calibrate(device: torch.device | str | None = None, write: bool = True) -> Device:
     """Measure `device` (default: the current GPU), print the description, and store it if `write`.
 
-    Raises NoDevice without a CUDA or ROCm device. Takes about half a minute; nothing else should run on the device meanwhile.
+    Raises NoDevice without a CUDA or ROCm device. Takes about half a minute; nothing else should run on the
+    device meanwhile.
     """
     if not torch.cuda.is_available():
         raise NoDevice("calibrate measures a CUDA or ROCm GPU, and torch sees none on this machine.")
@@ -87,24 +98,35 @@ def calibrate(device: torch.device | str | None = None, write: bool = True) -> D
     return made
 
 
-def measured(known: Device, timer: Timer, device: torch.device, sizes=SIZES, copy_bytes: int = COPY_BYTES) -> Device:
-    """`known`, with its sustained rates and launch time replaced by those that `timer` measures on `device`."""
+def measured(
+    known: Device, timer: Timer, device: torch.device, sizes=SIZES, copy_bytes: int = COPY_BYTES
+) -> Device:
+    """`known`, with its sustained rates and launch time replaced by those that `timer` measures on
+    `device`."""
     alone = timer.seconds(_launches(1, device))  # what the time of one kernel has beside its work
     rates = {name: matmul_rate(timer, device, name, sizes, alone, known) for name in DTYPES}
     for name in cost.FP8:
         rates[name] = matmul_rate(timer, device, name, sizes, alone, known) if known.has_fp8 else 0.0
     rates["bandwidth"] = copy_rate(timer, device, copy_bytes)
-    return dataclasses.replace(known, sustained=Rates(**rates), launch=launch_time(timer, device), origin="calibrated")
+    return dataclasses.replace(
+        known, sustained=Rates(**rates), launch=launch_time(timer, device), origin="calibrated"
+    )
 
 
 def matmul_rate(
-    timer: Timer, device: torch.device, dtype: str, sizes=SIZES, alone: float = 0.0, known: Device | None = None
+    timer: Timer,
+    device: torch.device,
+    dtype: str,
+    sizes=SIZES,
+    alone: float = 0.0,
+    known: Device | None = None,
 ) -> float:
-    """FLOP/s of matmuls in "bf16", "fp16", "fp32" (under torch.set_float32_matmul_precision("high")), "fp8" or "fp8_precise".
+    """FLOP/s of matmuls in "bf16", "fp16", "fp32" (under torch.set_float32_matmul_precision("high")), "fp8"
+    or "fp8_precise".
 
-    The median over `sizes` (m, n, k). With `known`, a description of the device, it is the rate of whole waves of full tiles,
-    as the cost model counts them. `alone`: seconds of a kernel without work, which are taken off. 0.0 for FP8 if the device or
-    its library refuses FP8.
+    The median over `sizes` (m, n, k). With `known`, a description of the device, it is the rate of whole
+    waves of full tiles, as the cost model counts them. `alone`: seconds of a kernel without work, which are
+    taken off. 0.0 for FP8 if the device or its library refuses FP8.
     """
     found = []
     for m, n, k in sizes:
@@ -119,14 +141,17 @@ def matmul_rate(
             logger.warning("no FP8 matmul here: %s", str(error).splitlines()[0])
             return 0.0
         seconds = timer.seconds(run) - alone - (cost.FP8_START_S if dtype in cost.FP8 else 0)
-        found.append(2 * m * n * k / max(seconds, 1e-9) / (1.0 if known is None else _filled(known, m, n, k, dtype)))
+        found.append(
+            2 * m * n * k / max(seconds, 1e-9) / (1.0 if known is None else _filled(known, m, n, k, dtype))
+        )
     if not found:
         raise NoDevice(f"{device} has not enough free memory to measure a matmul.")
     return statistics.median(found)
 
 
 def _filled(device: Device, m: int, n: int, k: int, dtype: str) -> float:
-    """The part of a matmul's time, by the cost model, that is not lost to ramps and to waves and tiles that are not full."""
+    """The part of a matmul's time, by the cost model, that is not lost to ramps and to waves and tiles that
+    are not full."""
     rate = device.flops.of(dtype)
     return 2 * m * n * k / rate / cost.compute(device, m, n, k, dtype) if rate else 1.0
 
@@ -147,8 +172,8 @@ def launch_time(timer: Timer, device: torch.device) -> float:
 
 
 def slope(times: Sequence[tuple[float, float]], count: int) -> float:
-    """Seconds of one launch, from pairs of times: of `count` launches, and of four times as many. What each time has beside its
-    launches falls out; the median leaves out pairs in which one was disturbed."""
+    """Seconds of one launch, from pairs of times: of `count` launches, and of four times as many. What each
+    time has beside its launches falls out; the median leaves out pairs in which one was disturbed."""
     return max(statistics.median((many - few) / (3 * count) for few, many in times), 1e-7)
 
 
@@ -163,7 +188,8 @@ def _launches(count: int, device: torch.device) -> Callable[[], Any]:
 
 
 def matmul(m: int, n: int, k: int, dtype: str, device: torch.device) -> Callable[[], Any]:
-    """A call that multiplies [m, k] by [k, n] in one of the ways of `matmul_rate`. FP8: both K-major, bf16 output."""
+    """A call that multiplies [m, k] by [k, n] in one of the ways of `matmul_rate`. FP8: both K-major, bf16
+    output."""
     own = formats.pick(False, formats.fnuz()).dtype if dtype in cost.FP8 else DTYPES[dtype]
     a, b = (torch.randn(rows, k, device=device).to(own) for rows in (m, n))
     if dtype in cost.FP8:

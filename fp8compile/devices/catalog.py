@@ -1,14 +1,15 @@
-"""Descriptions of GPUs: how fast each multiplies and copies. The compiler decides by them before anything runs.
+"""Descriptions of GPUs: how fast each multiplies and copies. The compiler decides by them before anything
+runs.
 
     find("h200")                 a shipped description (devices.toml), by key or by the name that torch gives the device
     of(torch.device("cuda"))     the description of a device of this machine; None for a CPU
 
-A description that `fp8compile calibrate` measured takes precedence over the shipped one. A GPU without a description gets rates
-derived from its architecture, compute units and clock; this is logged once.
+A description that `fp8compile calibrate` measured takes precedence over the shipped one. A GPU without a
+description gets rates derived from its architecture, compute units and clock; this is logged once.
 
-Rates are sustained ones, not peaks: decisions depend on the ratio of FP8 to bf16, and FP8 sustains a smaller part of its peak
-than bf16 does. Measured descriptions are kept in `stored_path()`, one table per device, in the format of devices.toml. A file
-that cannot be read is ignored with a warning.
+Rates are sustained ones, not peaks: decisions depend on the ratio of FP8 to bf16, and FP8 sustains a smaller
+part of its peak than bf16 does. Measured descriptions are kept in `stored_path()`, one table per device, in
+the format of devices.toml. A file that cannot be read is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -38,17 +39,21 @@ logger = get_logger(__name__)
 SHIPPED = Path(__file__).with_name("devices.toml")
 RATES = ("fp8", "fp8_precise", "bf16", "fp16", "fp32")
 LAUNCH_S = 2e-6
-HOPPER_PRECISE = 1 / 1.1  # Hopper's FP8 rate without fast accumulation, as a part of the rate with it, as in devices.toml
+# Hopper's FP8 rate without fast accumulation, as a part of the rate with it, as in devices.toml
+HOPPER_PRECISE = 1 / 1.1
 
-_SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth": 0.85}  # of peak, as in devices.toml
+# of peak, as in devices.toml
+_SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth": 0.85}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of dense matmuls by the dtype of their operands, and bytes/s of a copy (bytes read + bytes written).
+    """FLOP/s of dense matmuls by the dtype of their operands, and bytes/s of a copy (bytes read + bytes
+    written).
 
-    `fp8` is the rate with fast accumulation, 0 for a device without FP8. `fp8_precise` is the rate without it; where it is not
-    given, it is that with it. `fp32` is the rate of float32 matmuls under "high" precision, TF32 where it exists.
+    `fp8` is the rate with fast accumulation, 0 for a device without FP8. `fp8_precise` is the rate without
+    it; where it is not given, it is that with it. `fp32` is the rate of float32 matmuls under "high"
+    precision, TF32 where it exists.
     """
 
     bf16: float
@@ -62,7 +67,8 @@ class Rates:
         object.__setattr__(self, "fp8_precise", self.fp8_precise or self.fp8)
 
     def of(self, dtype: str) -> float:
-        """FLOP/s for "fp8", "fp8_precise", "bfloat16", "float16", "float32" or short names; float32's for anything else."""
+        """FLOP/s for "fp8", "fp8_precise", "bfloat16", "float16", "float32" or short names; float32's for
+        anything else."""
         short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
         return getattr(self, short if short in RATES else "fp32")
 
@@ -71,9 +77,9 @@ class Rates:
 class Device:
     """One GPU. Decisions use the `sustained` rates; `peak` rates are the published ones (None if unknown).
 
-    `launch` is the least time of a kernel in seconds, `sms` the number of SMs or CUs; `l2` and `memory` are bytes. `clock_mhz`
-    is the highest clock, 0 if unknown. `gfx` is AMD's architecture, "" for NVIDIA. `origin` says where the rates come from:
-    "shipped", "calibrated" or "derived".
+    `launch` is the least time of a kernel in seconds, `sms` the number of SMs or CUs; `l2` and `memory` are
+    bytes. `clock_mhz` is the highest clock, 0 if unknown. `gfx` is AMD's architecture, "" for NVIDIA.
+    `origin` says where the rates come from: "shipped", "calibrated" or "derived".
     """
 
     key: str
@@ -130,13 +136,17 @@ class Device:
 
     def matches(self, name: str) -> bool:
         """Whether `name`, a device name of torch's, is a name of this device."""
-        return any(fnmatch.fnmatchcase(name.lower(), pattern.lower()) for pattern in (self.name, *self.patterns))
+        return any(
+            fnmatch.fnmatchcase(name.lower(), pattern.lower()) for pattern in (self.name, *self.patterns)
+        )
 
 
 def find(name: str) -> Device:
-    """The description called `name`: a key ("h200"), in any case and spelling ("RTX 4090"), or a device's full name.
+    """The description called `name`: a key ("h200"), in any case and spelling ("RTX 4090"), or a device's
+    full name.
 
-    Finds a description measured on this machine by the full name of its device. Raises OptionError, which lists the known keys.
+    Finds a description measured on this machine by the full name of its device. Raises OptionError, which
+    lists the known keys.
     """
     if isinstance(name, str):
         for device in stored().values():
@@ -149,7 +159,9 @@ def find(name: str) -> Device:
         for device in shipped().values():
             if device.matches(name):
                 return device
-    raise OptionError.of("device", name, f"one of {', '.join(shipped())}, or a device's full name", near(name, shipped()))
+    raise OptionError.of(
+        "device", name, f"one of {', '.join(shipped())}, or a device's full name", near(name, shipped())
+    )
 
 
 def of(device: torch.device) -> Device | None:
@@ -162,7 +174,8 @@ def of(device: torch.device) -> Device | None:
 
 
 def of_properties(properties: Any) -> Device:
-    """The description for the result of `torch.cuda.get_device_properties`: measured, else shipped, else derived."""
+    """The description for the result of `torch.cuda.get_device_properties`: measured, else shipped, else
+    derived."""
     measured = stored()
     if properties.name in measured:
         return measured[properties.name]
@@ -173,28 +186,38 @@ def of_properties(properties: Any) -> Device:
     say_once(
         logger,
         logging.INFO,
-        f"fp8: {properties.name} is not described; from its properties it is taken to sustain {made.flops.bf16 / 1e12:.0f} "
-        f"TFLOP/s in bf16, {fp8}, {made.bandwidth / 1e12:.2f} TB/s. `python -m fp8compile calibrate` measures it.",
+        f"fp8: {properties.name} is not described; from its properties it is taken to sustain "
+        f"{made.flops.bf16 / 1e12:.0f} TFLOP/s in bf16, {fp8}, {made.bandwidth / 1e12:.2f} TB/s. `python -m "
+        "fp8compile calibrate` measures it.",
     )
     return made
 
 
 def unmeasured(properties: Any) -> Device:
-    """As `of_properties`, but ignores measured descriptions: shipped, under this device's own name, else derived."""
+    """As `of_properties`, but ignores measured descriptions: shipped, under this device's own name, else
+    derived."""
     known = _shipped_for(properties)
     return derived(properties) if known is None else dataclasses.replace(known, name=properties.name)
 
 
 def derived(properties: Any) -> Device:
-    """A description from a device's properties alone: compute units x clock x FLOP per clock of its architecture."""
+    """A description from a device's properties alone: compute units x clock x FLOP per clock of its
+    architecture."""
     gfx = gfx_of(properties)
     capability = (int(properties.major), int(properties.minor))
     architecture = architectures.of(capability, gfx)
     units = int(properties.multi_processor_count)
     clock = float(getattr(properties, "clock_rate", 0) or 1.5e6) * 1e3  # kHz
-    bf16 = (architecture.geforce_flop if "geforce" in properties.name.lower() else architecture.flop) * units * clock
-    bus, memory_clock = (int(getattr(properties, name, 0) or 0) for name in ("memory_bus_width", "memory_clock_rate"))
-    bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250  # 250 FLOP per byte: about the ratio of all known GPUs
+    bf16 = (
+        (architecture.geforce_flop if "geforce" in properties.name.lower() else architecture.flop)
+        * units
+        * clock
+    )
+    bus, memory_clock = (
+        int(getattr(properties, name, 0) or 0) for name in ("memory_bus_width", "memory_clock_rate")
+    )
+    # 250 FLOP per byte: about the ratio of all known GPUs
+    bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250
     fp8 = 2 * bf16 if architecture.fp8 else 0.0
     peak = Rates(bf16=bf16, fp16=bf16, fp32=bf16 / 2, fp8=fp8, bandwidth=bandwidth)
     rates = {name: part * getattr(peak, name) for name, part in _SUSTAINED.items()}
@@ -218,7 +241,7 @@ def derived(properties: Any) -> Device:
     )
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -228,7 +251,8 @@ def shipped() -> dict[str, Device]:
 
 
 def stored_path() -> Path:
-    """Where measured descriptions are kept: FP8COMPILE_DEVICES, or fp8compile/devices.toml in the user's cache."""
+    """Where measured descriptions are kept: FP8COMPILE_DEVICES, or fp8compile/devices.toml in the user's
+    cache."""
     given = os.environ.get(DEVICES_VARIABLE)
     if given:
         return Path(given).expanduser()
@@ -240,10 +264,14 @@ def stored() -> dict[str, Device]:
     """The descriptions that `fp8compile calibrate` has written on this machine, by the device's name."""
     try:
         path = stored_path()
-        devices = [dataclasses.replace(_device(key, table), origin="calibrated") for key, table in _tables(path).items()]
+        devices = [
+            dataclasses.replace(_device(key, table), origin="calibrated")
+            for key, table in _tables(path).items()
+        ]
     except (FileNotFoundError, NotADirectoryError, RuntimeError):  # no file; no home
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         fix = "Remove it, or run `python -m fp8compile calibrate` again."
         say_once(logger, logging.WARNING, f"fp8: {path} is ignored: {error}. {fix}")
         return {}
@@ -264,11 +292,17 @@ def store(device: Device) -> Path:
 def to_toml(device: Device) -> str:
     """A description as a table of devices.toml."""
     text = json.dumps  # its strings are TOML's
-    lines = [f"[{text(device.key)}]", f"name = {text(device.name)}", f"capability = {list(device.capability)}"]
+    lines = [
+        f"[{text(device.key)}]",
+        f"name = {text(device.name)}",
+        f"capability = {list(device.capability)}",
+    ]
     if device.gfx:
         lines.append(f"gfx = {text(device.gfx)}")
     for name in ("sms", "clock_mhz", "memory", "memory_bus", "memory_clock_mhz", "l2", "launch"):
-        lines.append(f"{name} = {getattr(device, name):g}" if name == "launch" else f"{name} = {getattr(device, name)}")
+        lines.append(
+            f"{name} = {getattr(device, name):g}" if name == "launch" else f"{name} = {getattr(device, name)}"
+        )
     for name in ("peak", "sustained"):
         rates = getattr(device, name)
         if rates is not None:
@@ -283,7 +317,8 @@ def _tables(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _device(key: str, table: dict[str, Any]) -> Device:
-    """The description in a table of a TOML file. Raises TypeError for a key that is missing, or one too many."""
+    """The description in a table of a TOML file. Raises TypeError for a key that is missing, or one too
+    many."""
     given = dict(table)
     for rates in {"peak", "sustained"} & given.keys():
         bf16 = given[rates].get("bf16", 0.0)
@@ -293,11 +328,12 @@ def _device(key: str, table: dict[str, Any]) -> Device:
     return Device(key=key, **given)
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
+# -- names ---------------------------------------------------------------------------------------------------
 
 
 def _shipped_for(properties: Any) -> Device | None:
-    """Found by name; an AMD device with an unspecific name ("AMD Radeon Graphics") by its architecture, units and memory."""
+    """Found by name; an AMD device with an unspecific name ("AMD Radeon Graphics") by its architecture, units
+    and memory."""
     gfx = gfx_of(properties)
     for device in shipped().values():
         if device.matches(properties.name):

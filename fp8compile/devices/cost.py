@@ -1,4 +1,5 @@
-"""How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes, no graph, no tensors.
+"""How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes, no
+graph, no tensors.
 
     gemm(device, m, n, k, "bf16")           seconds of out[m, n] = a[m, k] @ b[k, n]
     compute(device, m, n, k, "bf16")        its seconds on the tensor cores alone, in waves of tiles
@@ -6,16 +7,18 @@
     break_even(gain)                        the smallest number of tokens from which a gain stays positive
 
 **Matmul**  ``max(compute, bytes / bandwidth) + launch``. Compute is counted in waves: the output is cut into tiles, each unit
-(SM, CU) works on one tile at a time, and the last wave takes as long as a full one. A tile takes ``2 bm bn (k + ramp)`` FLOP at
-its unit's share of the sustained rate. `ramp` is the cost of filling the pipeline. Tiles smaller than 128 x 256 run at a part
-of the rate. The model takes the best tile and the best split of k, as a library does. FP8 steps through k twice as deep, so its
-ramp is twice as long, and its kernels start later. Therefore small and odd sizes lose in FP8. "fp8_precise" is FP8 without
-fast accumulation, which is slower on Hopper (`catalog.Rates`).
+(SM, CU) works on one tile at a time, and the last wave takes as long as a full one. A tile takes ``2 bm bn (k
++ ramp)`` FLOP at its unit's share of the sustained rate. `ramp` is the cost of filling the pipeline. Tiles
+smaller than 128 x 256 run at a part of the rate. The model takes the best tile and the best split of k, as a
+library does. FP8 steps through k twice as deep, so its ramp is twice as long, and its kernels start later.
+Therefore small and odd sizes lose in FP8. "fp8_precise" is FP8 without fast accumulation, which is slower on
+Hopper (`catalog.Rates`).
 
 **Casts**  bytes read and written, and launches. A `ScalingCost` says how often a recipe walks over a tensor: `delayed`,
-`blockwise` and `mxfp8` once; `tensorwise` once for the amax and once for the cast; `rowwise` twice for each layout. If the
-producer's kernel does the cast, the cast reads for free. If nothing else reads the tensor in high precision, the kernel does
-not write that copy. This is a gain over bf16, so the net cost of casts can be negative.
+`blockwise` and `mxfp8` once; `tensorwise` once for the amax and once for the cast; `rowwise` twice for each
+layout. If the producer's kernel does the cast, the cast reads for free. If nothing else reads the tensor in
+high precision, the kernel does not write that copy. This is a gain over bf16, so the net cost of casts can be
+negative.
 
 The sources of the constants are in docs/cost-model.md.
 """
@@ -28,14 +31,16 @@ from dataclasses import dataclass
 
 from .catalog import Device
 
-# rows and columns of an output tile, and the part of the sustained rate that it reaches: a smaller tile reuses less loaded data
+# rows and columns of an output tile, and the part of the sustained rate that it reaches: a smaller tile
+# reuses less loaded data
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.7), (128, 64, 0.7), (64, 64, 0.5))
 SPLITS = (1, 2, 4, 8, 16)  # parts of k that are computed in parallel and added up in float32
 FP8 = ("fp8", "fp8_precise")  # with and without fast accumulation
 RAMP = dict.fromkeys(FP8, 512)
 RAMP_OTHERS = 256
 FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, one in bf16 3.7
-STRIDED = 1 / 0.58  # slowdown of a walk along columns of memory: Inductor's transposes reach 58% of the bandwidth
+# slowdown of a walk along columns of memory: Inductor's transposes reach 58% of the bandwidth
+STRIDED = 1 / 0.58
 ITEMSIZE = {"fp8": 1, "fp8_precise": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 LARGEST = 1 << 20
 
@@ -44,11 +49,12 @@ LARGEST = 1 << 20
 class ScalingCost:
     """The cost of a recipe; `config.recipe` lists one for each recipe.
 
-    `walks`: how often a tensor is read, for its amax and its casts. `for_each_layout`: each copy needs these walks of its own.
-    `amax_apart`: a scattered tensor (`CastInput.scattered`) needs one more walk for its amax. `once`: further launches per
-    graph, forward and backward together. `copy_bytes`: bytes per element of a copy, scales included. `gemm_rate`: the rate of
-    its matmuls, as a part of the rate with one scale per operand and fast accumulation. `promotes`: its matmuls leave no choice
-    of the accumulation; `gemm_rate` includes what theirs costs.
+    `walks`: how often a tensor is read, for its amax and its casts. `for_each_layout`: each copy needs these
+    walks of its own. `amax_apart`: a scattered tensor (`CastInput.scattered`) needs one more walk for its
+    amax. `once`: further launches per graph, forward and backward together. `copy_bytes`: bytes per element
+    of a copy, scales included. `gemm_rate`: the rate of its matmuls, as a part of the rate with one scale per
+    operand and fast accumulation. `promotes`: its matmuls leave no choice of the accumulation; `gemm_rate`
+    includes what theirs costs.
     """
 
     walks: int = 1
@@ -62,14 +68,22 @@ class ScalingCost:
 
 @functools.lru_cache(maxsize=1 << 16)
 def gemm(
-    device: Device, m: int, n: int, k: int, dtype: str = "bf16", out_bytes: int = 2, instead: str = "bf16", groups: int = 1
+    device: Device,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str = "bf16",
+    out_bytes: int = 2,
+    instead: str = "bf16",
+    groups: int = 1,
 ) -> float:
-    """Seconds of out[m, n] = a[m, k] @ b[k, n] with operands of `dtype` ("fp8", "fp8_precise", "bf16", "fp16", "fp32"); of
-    `groups` such matmuls in one kernel, if there are several.
+    """Seconds of out[m, n] = a[m, k] @ b[k, n] with operands of `dtype` ("fp8", "fp8_precise", "bf16",
+    "fp16", "fp32"); of `groups` such matmuls in one kernel, if there are several.
 
-    `out_bytes` is the itemsize of the output. For FP8, `instead` is the dtype that the matmul would have without FP8. FP8 is
-    never credited with more than it saves over `instead` at full efficiency: the part of a wave that bf16 wastes is too
-    uncertain to count as FP8's gain. ValueError for FP8 on a device without FP8.
+    `out_bytes` is the itemsize of the output. For FP8, `instead` is the dtype that the matmul would have
+    without FP8. FP8 is never credited with more than it saves over `instead` at full efficiency: the part of
+    a wave that bf16 wastes is too uncertain to count as FP8's gain. ValueError for FP8 on a device without
+    FP8.
     """
     if dtype in FP8 and not device.has_fp8:
         raise ValueError(f"{device.name} has no FP8")
@@ -92,8 +106,9 @@ def block_gemm(
     groups: int = 1,
     fast: bool = True,
 ) -> float:
-    """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device does not support this scaling, so the
-    FP8 copies are converted to bf16 and multiplied in bf16. `fast`: with fast accumulation."""
+    """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device does not support
+    this scaling, so the FP8 copies are converted to bf16 and multiplied in bf16. `fast`: with fast
+    accumulation."""
     if emulated:
         widened = 3 * groups * (m * k + n * k) / device.bandwidth + 2 * device.launch
         return gemm(device, m, n, k, "bf16", out_bytes, groups=groups) + widened
@@ -121,8 +136,9 @@ def start(device: Device, dtype: str) -> float:
 
 @functools.lru_cache(maxsize=1 << 16)
 def compute(device: Device, m: int, n: int, k: int, dtype: str, groups: int = 1) -> float:
-    """Seconds that the tensor cores take for `groups` matmuls [m, k] @ [k, n] in one kernel: whole waves of the best tiles and
-    the best split of k, with the reads and writes of partial sums, and without the time to start and to move operands."""
+    """Seconds that the tensor cores take for `groups` matmuls [m, k] @ [k, n] in one kernel: whole waves of
+    the best tiles and the best split of k, with the reads and writes of partial sums, and without the time to
+    start and to move operands."""
     unit_rate = device.flops.of(dtype) / device.sms
     ramp = RAMP.get(dtype, RAMP_OTHERS)
     ways = []
@@ -144,12 +160,13 @@ def _ceil_div(a: int, b: int) -> int:
 class CastInput:
     """A tensor that matmuls read and that would be cast to FP8.
 
-    `itemsize`: bytes per element of the tensor in memory. `scattered`: the tensor is a concatenation, which no kernel fuses
-    with casts; its amax and each of its copies are separate walks. `fused`: the kernel that computes the tensor also does the
-    casts. That kernel reads `producer_bytes`, and a second walk reads them again. If the tensor is not fused, or is written in
-    high precision as well, the casts read it from memory. `high_bytes`: the itemsize in which other nodes (matmuls in high
-    precision and others) read the tensor; 0: no other node reads it. A fused producer has to write such a copy; a tensor in
-    memory with another itemsize (float32 under autocast) is converted.
+    `itemsize`: bytes per element of the tensor in memory. `scattered`: the tensor is a concatenation, which
+    no kernel fuses with casts; its amax and each of its copies are separate walks. `fused`: the kernel that
+    computes the tensor also does the casts. That kernel reads `producer_bytes`, and a second walk reads them
+    again. If the tensor is not fused, or is written in high precision as well, the casts read it from memory.
+    `high_bytes`: the itemsize in which other nodes (matmuls in high precision and others) read the tensor; 0:
+    no other node reads it. A fused producer has to write such a copy; a tensor in memory with another
+    itemsize (float32 under autocast) is converted.
     """
 
     elements: int
@@ -160,18 +177,23 @@ class CastInput:
     high_bytes: int = 0
 
 
-def casts(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int = 2, again: bool = False) -> float:
-    """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy (`high_copy`).
+def casts(
+    device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int = 2, again: bool = False
+) -> float:
+    """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy
+    (`high_copy`).
 
-    `layouts` is the number of FP8 copies that are read, 1 or 2 (row-major, transposed). `again`: a separate walk in backward
-    writes the second copy (a weight that is cast again).
+    `layouts` is the number of FP8 copies that are read, 1 or 2 (row-major, transposed). `again`: a separate
+    walk in backward writes the second copy (a weight that is cast again).
     """
     if scaling.for_each_layout:
         return _each_layout(device, tensor, scaling, layouts) + high_copy(device, tensor)
     if tensor.fused and not tensor.high_bytes:
         moved: float = (scaling.walks - 1) * tensor.producer_bytes
         kernels = scaling.walks - 1
-    else:  # a fused tensor that is also written in high precision counts as read again: such casts are not always fused
+    else:
+        # a fused tensor that is also written in high precision counts as read again: such casts are not
+        # always fused
         read = tensor.elements * (tensor.high_bytes if tensor.fused else tensor.itemsize)
         parts = layouts if tensor.scattered or again else 1
         kernels = scaling.walks - 1 + parts + (tensor.scattered and scaling.amax_apart)
@@ -181,12 +203,14 @@ def casts(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int 
 
 
 def transposed(device: Device, elements: int) -> float:
-    """Seconds for the transposed copy of a tensor that is in memory in FP8: a weight that FSDP2 has gathered so."""
+    """Seconds for the transposed copy of a tensor that is in memory in FP8: a weight that FSDP2 has gathered
+    so."""
     return 2 * elements / device.bandwidth + device.launch
 
 
 def high_copy(device: Device, tensor: CastInput) -> float:
-    """Seconds for the high precision copy of a tensor: a write by its fused producer, or a conversion. 0 if none is needed."""
+    """Seconds for the high precision copy of a tensor: a write by its fused producer, or a conversion. 0 if
+    none is needed."""
     if tensor.fused:
         return tensor.high_bytes * tensor.elements / device.bandwidth
     if tensor.high_bytes in (0, tensor.itemsize):
@@ -195,23 +219,28 @@ def high_copy(device: Device, tensor: CastInput) -> float:
 
 
 def _each_layout(device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int) -> float:
-    """`casts` for recipes with `for_each_layout`, such as one scale per row. A cast waits for the amax of its row, so each copy
-    takes two walks (the producer's kernel may be the first one). Those of the transposed copy go along columns of memory."""
+    """`casts` for recipes with `for_each_layout`, such as one scale per row. A cast waits for the amax of its
+    row, so each copy takes two walks (the producer's kernel may be the first one). Those of the transposed
+    copy go along columns of memory."""
     read, written = tensor.elements * tensor.itemsize, tensor.elements * scaling.copy_bytes
     walks = scaling.walks - tensor.fused
     seconds = (walks * read + written) / device.bandwidth + walks * device.launch
     if layouts > 1:
-        seconds += (scaling.walks * STRIDED * read + written) / device.bandwidth + scaling.walks * device.launch
+        seconds += (
+            scaling.walks * STRIDED * read + written
+        ) / device.bandwidth + scaling.walks * device.launch
     return seconds
 
 
 def break_even(gain: Callable[[int], float], largest: int = LARGEST) -> int | None:
     """The smallest number of tokens (a multiple of 16) from which `gain(tokens)`, in seconds, stays positive.
 
-    Tries powers of two and 1.5 times each of them, then bisects between the last size that loses and the next one. It can miss
-    a dip between two sizes (a last wave with few tiles). None if `largest` still loses.
+    Tries powers of two and 1.5 times each of them, then bisects between the last size that loses and the next
+    one. It can miss a dip between two sizes (a last wave with few tiles). None if `largest` still loses.
     """
-    sizes = sorted({size for power in range(4, largest.bit_length()) for size in (1 << power, 3 << power >> 1)})
+    sizes = sorted(
+        {size for power in range(4, largest.bit_length()) for size in (1 << power, 3 << power >> 1)}
+    )
     sizes = [size for size in sizes if size <= largest]
     losing = [i for i, size in enumerate(sizes) if not gain(size) > 0]
     if not losing:

@@ -1,8 +1,9 @@
 """The FP8 formats: torch's dtype and its largest finite value.
 
-E4M3 has more precision (3 mantissa bits), E5M2 has more range (5 exponent bits). ``hybrid`` uses E4M3 for activations and
-weights and E5M2 for gradients; ``e4m3`` uses E4M3 for everything. AMD's gfx94x (MI300) uses its own encodings, "fnuz":
-no infinities, no negative zero, one NaN, and an E4M3 that ends at 240. gfx95x and later use the OCP encodings, like NVIDIA.
+E4M3 has more precision (3 mantissa bits), E5M2 has more range (5 exponent bits). ``hybrid`` uses E4M3 for
+activations and weights and E5M2 for gradients; ``e4m3`` uses E4M3 for everything. AMD's gfx94x (MI300) uses
+its own encodings, "fnuz": no infinities, no negative zero, one NaN, and an E4M3 that ends at 240. gfx95x and
+later use the OCP encodings, like NVIDIA.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ E5M2 = Format("e5m2", "float8_e5m2", 57344.0)
 E4M3_FNUZ = Format("e4m3_fnuz", "float8_e4m3fnuz", 240.0)
 E5M2_FNUZ = Format("e5m2_fnuz", "float8_e5m2fnuz", 57344.0)
 
-FORMATS = {(False, False): E4M3, (True, False): E5M2, (False, True): E4M3_FNUZ, (True, True): E5M2_FNUZ}  # wide, fnuz
+# wide, fnuz
+FORMATS = {(False, False): E4M3, (True, False): E5M2, (False, True): E4M3_FNUZ, (True, True): E5M2_FNUZ}
 
 FP8_FORMATS = ("hybrid", "e4m3")
 
 
 def fnuz() -> bool:
-    """Whether this process's GPU computes in the fnuz encodings. False on a CPU and on CUDA, without touching a device."""
+    """Whether this process's GPU computes in the fnuz encodings. False on a CPU and on CUDA, without touching
+    a device."""
     import torch
 
     if torch.version.hip is None or not torch.cuda.is_available():

@@ -1,4 +1,5 @@
-"""A GPU as torch describes it: one class for GPUs of this process, GPUs that are only described, and fake GPUs."""
+"""A GPU as torch describes it: one class for GPUs of this process, GPUs that are only described, and fake
+GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Properties of a GPU, by the names that `torch.cuda.get_device_properties` gives them. The defaults are an H200's."""
+    """Properties of a GPU, by the names that `torch.cuda.get_device_properties` gives them. The defaults are
+    an H200's."""
 
     name: str = "NVIDIA H200"
     major: int = 9
@@ -58,15 +60,15 @@ H200 = Gpu()
 
 
 def gfx_of(properties: Any) -> str:
-    """AMD's architecture without its features ("gfx942:sramecc+:xnack-" -> "gfx942"); "" for other GPUs, for which torch may
-    put the device's name into `gcnArchName`."""
+    """AMD's architecture without its features ("gfx942:sramecc+:xnack-" -> "gfx942"); "" for other GPUs, for
+    which torch may put the device's name into `gcnArchName`."""
     name = str(getattr(properties, "gcnArchName", "") or "").split(":")[0]
     return name if name.startswith("gfx") else ""
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU of this process that `device` names; None for a CPU. A property that this version of torch does not give is
-    taken from an H200."""
+    """The GPU of this process that `device` names; None for a CPU. A property that this version of torch does
+    not give is taken from an H200."""
     if device.type != "cuda":
         return None
     import torch

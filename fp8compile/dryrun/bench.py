@@ -2,10 +2,11 @@
 
     print(bench(model, tokens, labels=labels))
 
-A step is a forward, a backward and a fused AdamW whose learning rate is 0: it moves what an AdamW moves, and changes nothing.
-The arms take turns, round by round, so that drifts of clocks and temperature affect all of them alike. They share weights and
-optimizer: a model that trains on this GPU fits here, too. An arm's peak memory is that of its warm-up, before the next arm is
-compiled; FP8 comes last, since only it may keep something (`cache_weights`). The profiler sees one step of each arm.
+A step is a forward, a backward and a fused AdamW whose learning rate is 0: it moves what an AdamW moves, and
+changes nothing. The arms take turns, round by round, so that drifts of clocks and temperature affect all of
+them alike. They share weights and optimizer: a model that trains on this GPU fits here, too. An arm's peak
+memory is that of its warm-up, before the next arm is compiled; FP8 comes last, since only it may keep
+something (`cache_weights`). The profiler sees one step of each arm.
 
 What single layers gain is not measured. It is the estimate by which the compiler decided about them.
 """
@@ -34,13 +35,25 @@ from .measure import Runner, by_torchao, in_turn, summarise
 
 EMULATED = "FP8 is emulated on a CPU: these times say nothing about a GPU"
 THEIRS = ("rowwise", "rowwise_with_gw_hp")  # recipes that torchao has, too; for all others, its "tensorwise"
-HEAD = ("arm", "ms a step", "spread", "speed", "forward", "backward", "optimizer", "peak GB", "in step 1", "FP8 matmuls")
+HEAD = (
+    "arm",
+    "ms a step",
+    "spread",
+    "speed",
+    "forward",
+    "backward",
+    "optimizer",
+    "peak GB",
+    "in step 1",
+    "FP8 matmuls",
+)
 NAMED = 5  # layers in the line that says which ones gain
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The first of `rows` is the arm in bf16, the last one FP8. A row has `error`, or times, memory and kernels."""
+    """The first of `rows` is the arm in bf16, the last one FP8. A row has `error`, or times, memory and
+    kernels."""
 
     device: str
     rows: tuple[dict[str, Any], ...]
@@ -56,10 +69,14 @@ class Bench:
 
     @property
     def layers(self) -> list[tuple[str, float]]:
-        """Equal layers, and the microseconds of a step that they are estimated to gain by FP8; the largest gain first."""
+        """Equal layers, and the microseconds of a step that they are estimated to gain by FP8; the largest
+        gain first."""
         matmuls = [record for graph in self.report.graphs if not graph.note for record in graph.matmuls]
         timed = [(row, row.times) for row in rows_of(layers_of(matmuls)) if row.times]
-        gains = [(row.name + repeated(len(row.layers)), before - after - casts) for row, (before, after, casts) in timed]
+        gains = [
+            (row.name + repeated(len(row.layers)), before - after - casts)
+            for row, (before, after, casts) in timed
+        ]
         return sorted(gains, key=lambda item: -item[1])
 
     @property
@@ -77,18 +94,34 @@ class Bench:
         if rates["min"] > before["max"] or rates["max"] < before["min"]:
             said = "FP8 pays" if self.ratio > 1 else "FP8 does not pay"
         spread = max(rates["spread"], before["spread"])
-        said += f": {self.ratio:.2f}x as fast as {base['arm']}; the rounds of an arm differ by up to {spread:.1%}"
+        said += (
+            f": {self.ratio:.2f}x as fast as {base['arm']}; the rounds of an arm differ by up to {spread:.1%}"
+        )
         gains = [f"{name} {microseconds(us)}" for name, us in self.layers if us > 0]
         more = f" and {len(gains) - NAMED} more" if gains[NAMED:] else ""
-        which = f"estimated gain a step: {', '.join(gains[:NAMED])}{more}" if gains else "by the estimate, no layer gains"
+        which = (
+            f"estimated gain a step: {', '.join(gains[:NAMED])}{more}"
+            if gains
+            else "by the estimate, no layer gains"
+        )
         which = which if self.layers else "no estimate for this device says which layers gain"
         return f"{said}\n{which}\n{self.report.summary()}"
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain dicts, lists, strings and numbers."""
         layers = [{"name": name, "estimated_gain_us": us} for name, us in self.layers]
-        found = {"device": self.device, "torch": torch.__version__, "emulated": self.emulated, "ratio": self.ratio}
-        found |= {"verdict": self.verdict, "notes": list(self.notes), "rows": list(self.rows), "layers": layers}
+        found = {
+            "device": self.device,
+            "torch": torch.__version__,
+            "emulated": self.emulated,
+            "ratio": self.ratio,
+        }
+        found |= {
+            "verdict": self.verdict,
+            "notes": list(self.notes),
+            "rows": list(self.rows),
+            "layers": layers,
+        }
         return found | {"report": self.report.to_dict()}
 
     def __str__(self) -> str:
@@ -96,7 +129,9 @@ class Bench:
         table = aligned(HEAD, [_cells(row, base) for row in self.rows], "<" + ">" * 9)
         failed = [f"{row['arm']}: {row['error']}" for row in self.rows if row["error"]]
         notes = [f"* {note}" for note in self.notes]
-        return "\n".join([f"{self.device}, torch {torch.__version__}", *notes, "", table, *failed, "", self.verdict])
+        return "\n".join(
+            [f"{self.device}, torch {torch.__version__}", *notes, "", table, *failed, "", self.verdict]
+        )
 
 
 def _cells(row: Mapping[str, Any], base: float) -> tuple[str, ...]:
@@ -106,12 +141,16 @@ def _cells(row: Mapping[str, Any], base: float) -> tuple[str, ...]:
     times = [f"{row['step_ms'][part]:.2f}" for part in ("forward", "backward", "optimizer")]
     memory = [f"{row[when]['allocated'] / 1e9:.2f}" if row[when] else "-" for when in ("peak", "first")]
     fp8 = seen["classes"]["fp8_gemm"] if seen else {}
-    share = f"{fp8['count']:g}, {fp8['ms'] / seen['busy_ms']:.0%} of the time" if seen and seen["busy_ms"] else "-"
+    share = (
+        f"{fp8['count']:g}, {fp8['ms'] / seen['busy_ms']:.0%} of the time"
+        if seen and seen["busy_ms"]
+        else "-"
+    )
     speed = f"{1e3 / rates['median']:.2f}", f"{rates['spread']:.1%}", f"{rates['median'] / base:.2f}x"
     return (row["arm"], *speed, *times, *memory, share)
 
 
-# -- measuring -----------------------------------------------------------------------------------------------------------
+# -- measuring -----------------------------------------------------------------------------------------------
 
 
 def bench(
@@ -129,12 +168,15 @@ def bench(
     progress: Callable[[str], None] = lambda what: None,
     **kwargs: Any,
 ) -> Bench:
-    """Time training steps of `model(*args, **kwargs)` on `device`, where model and inputs go, in training mode.
+    """Time training steps of `model(*args, **kwargs)` on `device`, where model and inputs go, in training
+    mode.
 
-    `options` are those of the backend; Inductor's among them hold for all arms. `loss` is that of `compare`, `autocast` that of
-    `explain`. `torchao`: also its float8 linears; None: where it is installed. `optimizer`: whether a step has one.
+    `options` are those of the backend; Inductor's among them hold for all arms. `loss` is that of `compare`,
+    `autocast` that of `explain`. `torchao`: also its float8 linears; None: where it is installed.
+    `optimizer`: whether a step has one.
 
-    Raises Fp8CompileError if the model refuses the batch in bf16, OptionError for bad options and for a model without a loss.
+    Raises Fp8CompileError if the model refuses the batch in bf16, OptionError for bad options and for a model
+    without a loss.
     """
     from ..backend import fp8
     from ..config.options import parse
@@ -150,7 +192,9 @@ def bench(
     model.to(place).train()
     for part in model.modules():
         part.__dict__["_compiled_call_impl"] = None  # undo module.compile(), whose backend may be FP8
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().to(place).requires_grad_(x.requires_grad), (args, kwargs))
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda x: x.detach().to(place).requires_grad_(x.requires_grad), (args, kwargs)
+    )
     on = under.wanted(modules, autocast)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -158,7 +202,10 @@ def bench(
     dtypes = {str(p.dtype).removeprefix("torch.") for p in trained}
     name = "bf16" if on or dtypes == {"bfloat16"} else " and ".join(sorted(dtypes))
     notes = [f"{under.NOTE} (--no-autocast times it without)"] if on and autocast is None else []
-    leaves = [*trained, *(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad)]
+    leaves = [
+        *trained,
+        *(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad),
+    ]
     update = _update(trained if optimizer else [], leaves)
 
     def compiled(part: nn.Module, backend: Any, given: Mapping[str, Any] | None) -> Runner:
@@ -187,12 +234,18 @@ def bench(
         rows = _measured(arms, rounds, steps, warmup, progress)
         named = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
     if any(isinstance(parameter, FrozenWeight) for parameter in ours.parameters()):
-        notes.append("the other arms keep frozen weights in high precision here: peak memory in FP8 alone is smaller")
+        notes.append(
+            "the other arms keep frozen weights in high precision here: peak memory in FP8 alone is smaller"
+        )
     return Bench(named, tuple(rows), report(ours), place.type == "cpu", tuple(notes))
 
 
 def _measured(
-    arms: Mapping[str, Callable[[], Runner]], rounds: int, steps: int, warmup: int, progress: Callable[[str], None]
+    arms: Mapping[str, Callable[[], Runner]],
+    rounds: int,
+    steps: int,
+    warmup: int,
+    progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """A row for each arm. An arm that fails, other than the first, has its error."""
     rows: dict[str, dict[str, Any]] = {}
@@ -206,9 +259,15 @@ def _measured(
         except OptionError:
             raise
         except Exception as error:
-            fix = " (--no-optimizer leaves out AdamW's states)" if isinstance(error, torch.OutOfMemoryError) else ""
+            fix = (
+                " (--no-optimizer leaves out AdamW's states)"
+                if isinstance(error, torch.OutOfMemoryError)
+                else ""
+            )
             if len(rows) == 1:
-                raise Fp8CompileError(f"bench: the step fails in {name}: {one_line_where(error)}{fix}") from error
+                raise Fp8CompileError(
+                    f"bench: the step fails in {name}: {one_line_where(error)}{fix}"
+                ) from error
             row["error"] = one_line(error) + fix
         if row["error"]:
             runners.pop(name, None)
@@ -225,7 +284,8 @@ def _measured(
 
 
 def _update(trained: Sequence[nn.Parameter], leaves: Sequence[Tensor]) -> Callable[[], None]:
-    """What follows a backward: an AdamW that changes nothing, with its states, for `trained`; `leaves` lose their gradients."""
+    """What follows a backward: an AdamW that changes nothing, with its states, for `trained`; `leaves` lose
+    their gradients."""
     optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
 
     def update() -> None:

@@ -1,4 +1,5 @@
-"""How far is a training step in FP8 from the same step in high precision? `compare` runs both, and shows it layer by layer.
+"""How far is a training step in FP8 from the same step in high precision? `compare` runs both, and shows it
+layer by layer.
 
     print(fp8compile.compare(model, tokens, labels=labels))
 
@@ -9,11 +10,13 @@ The step (forward, loss, backward) runs eagerly, four times, with the same weigh
     with noise              each matmul rounds to bf16 as another kernel might (`observe.dithered`): what bf16 would cost
     in FP8                  with the options and the scaling state that the next training call would have
 
-A model that trains in FP8 already is compared with its own scales: a copy of its scaling state is loaded into the sandbox, as
-into a resumed run. Nothing is left behind (`sandbox`): weights, gradients, buffers, random states, scaling state, statistics,
-reports and compiled code are as before. A `Session` keeps its compiled graphs for the next comparison.
+A model that trains in FP8 already is compared with its own scales: a copy of its scaling state is loaded into
+the sandbox, as into a resumed run. Nothing is left behind (`sandbox`): weights, gradients, buffers, random
+states, scaling state, statistics, reports and compiled code are as before. A `Session` keeps its compiled
+graphs for the next comparison.
 
-Under DDP each rank compares its own batch, and waits for no other: DDP is passed by, and amaxes are not reduced.
+Under DDP each rank compares its own batch, and waits for no other: DDP is passed by, and amaxes are not
+reduced.
 """
 
 from __future__ import annotations
@@ -58,28 +61,31 @@ def compare(
     device: str | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Compare one training step of `model(*args, **kwargs)` in FP8 with the same step in high precision. See `Comparison`.
+    """Compare one training step of `model(*args, **kwargs)` in FP8 with the same step in high precision. See
+    `Comparison`.
 
-    `model` is a module, a compiled module, or any function that calls modules; it has to be where it trains, not on the meta
-    device. A model in eval mode is compared as in training. Call `compare` in the context of your step, such as autocast.
+    `model` is a module, a compiled module, or any function that calls modules; it has to be where it trains,
+    not on the meta device. A model in eval mode is compared as in training. Call `compare` in the context of
+    your step, such as autocast.
 
-    `loss` takes what the model returns, and returns a scalar tensor. By default the model returns it itself: as a scalar
-    tensor, as the attribute `loss`, as the key "loss", or as the only scalar in a tuple, a list or a dict. What `loss` itself
-    changes is not restored.
+    `loss` takes what the model returns, and returns a scalar tensor. By default the model returns it itself:
+    as a scalar tensor, as the attribute `loss`, as the key "loss", or as the only scalar in a tuple, a list
+    or a dict. What `loss` itself changes is not restored.
 
-    `options` are those of the backend (`strict` is ignored). By default they are those that the model was compiled with, if it
-    has trained in FP8. Then FP8 has its scales, too; a model that has not is scaled by its current amaxes. `device` names the
-    described device to decide for, e.g. "h100".
+    `options` are those of the backend (`strict` is ignored). By default they are those that the model was
+    compiled with, if it has trained in FP8. Then FP8 has its scales, too; a model that has not is scaled by
+    its current amaxes. `device` names the described device to decide for, e.g. "h100".
 
-    Under DDP, a rank compares its own batch, whether or not the others call `compare`, too. `Comparison.rank` is that rank.
-    Only a model that communicates itself (SyncBatchNorm) needs the call on all ranks.
+    Under DDP, a rank compares its own batch, whether or not the others call `compare`, too. `Comparison.rank`
+    is that rank. Only a model that communicates itself (SyncBatchNorm) needs the call on all ranks.
 
-    It takes four steps, run eagerly, the tracing of two graphs, and the memory of an eager step, of the results of
-    all forward matmuls, and of all tensors that FP8 casts.
+    It takes four steps, run eagerly, the tracing of two graphs, and the memory of an eager step, of the
+    results of all forward matmuls, and of all tensors that FP8 casts.
 
-    Raises Fp8CompileError if the model refuses the batch, if its loss is not finite, or if no matmul becomes FP8; OptionError
-    (a ValueError) for bad options, a loss that is none, a model on the meta device, parameters that are DTensors, and a model
-    without a trained parameter; TypeError if `model` is neither a module nor a function.
+    Raises Fp8CompileError if the model refuses the batch, if its loss is not finite, or if no matmul becomes
+    FP8; OptionError (a ValueError) for bad options, a loss that is none, a model on the meta device,
+    parameters that are DTensors, and a model without a trained parameter; TypeError if `model` is neither a
+    module nor a function.
     """
     return Session(model, options, device).run(args, kwargs, loss)
 
@@ -95,7 +101,8 @@ class ComparedStep:
 
 
 class Session:
-    """Compares steps of one model. Its graphs are compiled at the first step, and again where Dynamo's guards ask for it."""
+    """Compares steps of one model. Its graphs are compiled at the first step, and again where Dynamo's guards
+    ask for it."""
 
     def __init__(
         self,
@@ -108,10 +115,14 @@ class Session:
         self.model = taken(model)
         if isinstance(self.model, nn.Module):
             self.model = unwrapped(self.model)  # of DDP, whose hooks would communicate
-        self.given = None if options is None else {name: value for name, value in options.items() if name != "strict"}
+        self.given = (
+            None if options is None else {name: value for name, value in options.items() if name != "strict"}
+        )
         self.device = device
         module = isinstance(self.model, nn.Module)
-        self.name = compat.fsdp.class_name(type(self.model)) if module else getattr(self.model, "__name__", "model")
+        self.name = (
+            compat.fsdp.class_name(type(self.model)) if module else getattr(self.model, "__name__", "model")
+        )
         self.tap = Tap()
         self.graphs: list[Any] = []
         self.report: Report | None = None
@@ -121,7 +132,8 @@ class Session:
         self._options({})  # raises errors in the options here, without Dynamo's text around them
 
     def run(self, args: Any, kwargs: Any, loss: Loss | None = None, repeat: bool = True) -> Comparison:
-        """Compare one step. `repeat`: also find out whether the model is deterministic, which takes one more run."""
+        """Compare one step. `repeat`: also find out whether the model is deterministic, which takes one more
+        run."""
         step = self.taking(args, kwargs, loss)
         reference = step(HIGH_PRECISION, Watched())
         self.check_finite(reference)
@@ -132,21 +144,31 @@ class Session:
         assert self.report is not None
         if not fp8.watched.gemms:
             raise Fp8CompileError(
-                f"compare: no matmul of {self.name} becomes FP8 ({self.report.summary()}), so there is nothing to compare; "
-                "fp8compile.explain says why, and a policy can change it"
+                f"compare: no matmul of {self.name} becomes FP8 ({self.report.summary()}), so there is "
+                "nothing to compare; fp8compile.explain says why, and a policy can change it"
             )
         return assembled(self.name, reference, again, noisy, fp8, _rank())
 
-    def taking(self, args: Any, kwargs: Any, loss: Loss | None = None) -> Callable[[str, Watched | None], ComparedStep]:
-        """A function that takes the step in one phase, with the options in `given`, as often as it is called. Without a
-        `Watched` only loss and gradients are found."""
+    def taking(
+        self, args: Any, kwargs: Any, loss: Loss | None = None
+    ) -> Callable[[str, Watched | None], ComparedStep]:
+        """A function that takes the step in one phase, with the options in `given`, as often as it is called.
+        Without a `Watched` only loss and gradients are found."""
         modules = modules_of((self.model, args, kwargs))
         found = roots_of(modules)
-        roots = {"" if len(found) == 1 else f"{i}.": root for i, root in enumerate(found)}  # by a prefix of parameters' names
-        weights = {prefix + name: weight for prefix, root in roots.items() for name, weight in named_weights(root).items()}
+        # by a prefix of parameters' names
+        roots = {"" if len(found) == 1 else f"{i}.": root for i, root in enumerate(found)}
+        weights = {
+            prefix + name: weight
+            for prefix, root in roots.items()
+            for name, weight in named_weights(root).items()
+        }
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         if not trained:
-            raise OptionError(f"{self.who}: no parameter of {self.name} requires gradients, so there is no step to {self.who}")
+            raise OptionError(
+                f"{self.who}: no parameter of {self.name} requires gradients, so there "
+                f"is no step to {self.who}"
+            )
         check_places(weights, self.who)
         self._compile(self._options(weights))
         self.tap.names = {id(weight): name for name, weight in weights.items()}
@@ -170,13 +192,17 @@ class Session:
                 except Fp8CompileError:
                     raise
                 except Exception as error:
-                    raise Fp8CompileError(f"{self.who}: {self.name} refuses this batch: {one_line_where(error)}") from error
+                    raise Fp8CompileError(
+                        f"{self.who}: {self.name} refuses this batch: {one_line_where(error)}"
+                    ) from error
                 finally:
                     self.tap.watched = None
                 if phase == FP8 and self.report is None:
                     self.report = report()
                 named = [(prefix, row) for prefix, root, made in measurements for row in table(root, made)]
-            found = {name: grad.detach() for name, grad in zip(trained, gradients, strict=True) if grad is not None}
+            found = {
+                name: grad.detach() for name, grad in zip(trained, gradients, strict=True) if grad is not None
+            }
             seen.sources.clear()
             rows = [{**row, "name": prefix + row["name"]} for prefix, row in named]
             return ComparedStep(float(value.detach()), found, seen, rows)
@@ -186,18 +212,23 @@ class Session:
     def check_finite(self, reference: ComparedStep) -> None:
         if not math.isfinite(reference.loss):
             raise Fp8CompileError(
-                f"{self.who}: the loss of {self.name} is {reference.loss} in high precision on this batch, so there is nothing "
-                "to compare FP8 with; use a batch with a finite loss"
+                f"{self.who}: the loss of {self.name} is {reference.loss} in high precision on this batch, "
+                "so there is nothing to compare FP8 with; use a batch with a finite loss"
             )
 
     def _options(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         options = dict(self.given or {})
         if self.given is None:
-            every = [record.options for weight in weights.values() if (record := find(weight)).options is not None]
+            every = [
+                record.options for weight in weights.values() if (record := find(weight)).options is not None
+            ]
             if every:
                 first: Options = every[0]  # type: ignore[assignment]
                 if any(one is not first and one.policy != first.policy for one in every):  # type: ignore[union-attr]
-                    logger.warning("fp8: compare: parts of %s have other options; all are compared with the first", self.name)
+                    logger.warning(
+                        "fp8: compare: parts of %s have other options; all are compared with the first",
+                        self.name,
+                    )
                 options = {"policy": first.policy, **first.inductor}
         chosen = parse(options if self.device is None else {**options, "device": self.device})
         return {"policy": _of_one_rank(chosen.policy), **chosen.inductor}
@@ -221,7 +252,8 @@ class Session:
 
 
 def _of_one_rank(policy: Policy) -> Policy:
-    """The policy without `reduce_amax`, which waits for other ranks and changes no scale of this step: only of later ones."""
+    """The policy without `reduce_amax`, which waits for other ranks and changes no scale of this step: only
+    of later ones."""
 
     def alone(settings: Any) -> Any:
         return dataclasses.replace(settings, reduce_amax=False) if settings.reduce_amax else settings
@@ -242,12 +274,15 @@ def check_places(tensors: Mapping[str, Tensor], who: str) -> None:
     """OptionError for parameters without values here."""
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
-            raise OptionError(f"{who}: {name} is on the meta device, and a step needs values; explain works without them")
+            raise OptionError(
+                f"{who}: {name} is on the meta device, and a step needs values; explain works without them"
+            )
         kind = "a DTensor (fully_shard, tensor parallelism)" if hasattr(tensor, "placements") else ""
         kind = "a part of a flat parameter (FSDP1)" if compat.flat.is_flattened(tensor) else kind
         if kind:
             raise OptionError(
-                f"{who}: {name} is {kind}, whose step needs all ranks; {who} the model on one device, before it is sharded"
+                f"{who}: {name} is {kind}, whose step needs all ranks; {who} the model on one "
+                "device, before it is sharded"
             )
 
 
@@ -264,7 +299,11 @@ def loss_of(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
         found, source = result, f"{name} returned"
     else:
         found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-        source = f"{name} returned {type(result).__name__} whose loss is" if found is not None else f"{name} returned"
+        source = (
+            f"{name} returned {type(result).__name__} whose loss is"
+            if found is not None
+            else f"{name} returned"
+        )
         found = result if found is None else found
         scalars = [leaf for leaf in pytree.tree_leaves(found) if _is_loss(leaf)]
         found = scalars[0] if len(scalars) == 1 else found
@@ -273,5 +312,9 @@ def loss_of(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
     what = type(found).__name__
     if isinstance(found, Tensor):
         what = f"a tensor {list(found.shape)}" + ("" if found.requires_grad else " without a gradient")
-    wanted = "give loss= (--loss), such as lambda out: out[1]" if loss is None else "it has to return a scalar tensor"
+    wanted = (
+        "give loss= (--loss), such as lambda out: out[1]"
+        if loss is None
+        else "it has to return a scalar tensor"
+    )
     raise OptionError(f"{who} needs a scalar loss, but {source} {what}: {wanted}")

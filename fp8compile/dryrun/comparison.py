@@ -1,24 +1,28 @@
-"""The result of `fp8compile.compare`: a row for each layer and parameter, worst first, and which of them have left their band.
+"""The result of `fp8compile.compare`: a row for each layer and parameter, worst first, and which of them have
+left their band.
 
-Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2), so 20 dB is an error of a tenth. A layer has three kinds of them:
+Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2), so 20 dB is an error of a tenth. A layer has three
+kinds of them:
 
     own         of each of its FP8 matmuls, against the float32 product of the tensors that were cast for it
     output      of its result, against the run in high precision: with all that it inherits from the layers before it
     gradient    of its weight, against the run in high precision: with all errors of forward and backward
 
-The band. What a matmul's own error is in good order follows from its formats, not from the model: rounding to E4M3 leaves 31.5
-dB, to E5M2 25.5 dB, and the errors of both operands add, so 28.5 dB for fprop and 24.5 dB for dgrad and wgrad. Ten healthy
-models (notes/log.md, 2026-11-24) have 28.2 dB or more, 24.1 and 21.6. Sums that cancel lower it, so a layer leaves its band at
-`BAND` dB below.
+The band. What a matmul's own error is in good order follows from its formats, not from the model: rounding to
+E4M3 leaves 31.5 dB, to E5M2 25.5 dB, and the errors of both operands add, so 28.5 dB for fprop and 24.5 dB
+for dgrad and wgrad. Ten healthy models (notes/log.md, 2026-11-24) have 28.2 dB or more, 24.1 and 21.6. Sums
+that cancel lower it, so a layer leaves its band at `BAND` dB below.
 
-Outliers. In a tensor whose largest element is `OUTLIERS` times the median, a scale that is a little too old saturates what
-matters most. With its own amax as scale, E4M3 still resolves the rest: its range is 2^18. But such tensors precede divergence
-(Fishman et al., "Scaling FP8 training to trillion-token LLMs", arXiv:2409.12517), so they are out of band, too.
+Outliers. In a tensor whose largest element is `OUTLIERS` times the median, a scale that is a little too old
+saturates what matters most. With its own amax as scale, E4M3 still resolves the rest: its range is 2^18. But
+such tensors precede divergence (Fishman et al., "Scaling FP8 training to trillion-token LLMs",
+arXiv:2409.12517), so they are out of band, too.
 
-A gradient that inherits errors has no such number. Beside it stands what another bf16 kernel would cost (`observe.dithered`):
-bf16 has four bits more than E4M3, five more than E5M2, which are 24 and 30 dB. Healthy models have gaps of 14 to 35 dB. A
-parameter leaves its band if the gap is more than `GAP` dB, and its SQNR is under `POOR` dB: that is an error of which no
-matmul knows. It is only asked if no layer has left its band, because a layer's fault spreads.
+A gradient that inherits errors has no such number. Beside it stands what another bf16 kernel would cost
+(`observe.dithered`): bf16 has four bits more than E4M3, five more than E5M2, which are 24 and 30 dB. Healthy
+models have gaps of 14 to 35 dB. A parameter leaves its band if the gap is more than `GAP` dB, and its SQNR is
+under `POOR` dB: that is an error of which no matmul knows. It is only asked if no layer has left its band,
+because a layer's fault spreads.
 """
 
 from __future__ import annotations
@@ -47,8 +51,8 @@ _HEAD = ("fprop", "dgrad", "wgrad", "output (bf16)", "gradient (bf16)", "cosine"
 
 @dataclass(frozen=True)
 class Compared:
-    """One weight of an FP8 matmul (`layer`), or another parameter. Numbers are NaN where there are none. `flag`: how it has
-    left its band, or ""."""
+    """One weight of an FP8 matmul (`layer`), or another parameter. Numbers are NaN where there are none.
+    `flag`: how it has left its band, or ""."""
 
     name: str
     layer: bool
@@ -64,9 +68,11 @@ class Compared:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sorts the worst first: what has left its band by its own error, by outliers, by its gradient; then layers, then
-        others. Among these, what is farthest out of its band, or nearest to leaving it."""
-        short = max((EXPECTED[gemm] - BAND - _or(x, -math.inf) for gemm, x in self.own.items()), default=-math.inf)
+        """Sorts the worst first: what has left its band by its own error, by outliers, by its gradient; then
+        layers, then others. Among these, what is farthest out of its band, or nearest to leaving it."""
+        short = max(
+            (EXPECTED[gemm] - BAND - _or(x, -math.inf) for gemm, x in self.own.items()), default=-math.inf
+        )
         outliers = 20 * math.log10(self.peak / OUTLIERS) if self.peak > 0 else -math.inf
         kind = 3.0 if not self.flag else 0.0 if short > 0 else 1.0 if outliers > 0 else 2.0
         gap = _or(self.gradient_bf16 - self.gradient.sqnr, -math.inf)
@@ -85,12 +91,14 @@ class Compared:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """A training step in FP8, compared with the same step in high precision. ``str()`` is a table, ``rows()`` are flat dicts,
-    ``to_dict()`` is for JSON, ``plot(path)`` draws a picture. `flagged` are the rows out of range.
+    """A training step in FP8, compared with the same step in high precision. ``str()`` is a table, ``rows()``
+    are flat dicts, ``to_dict()`` is for JSON, ``plot(path)`` draws a picture. `flagged` are the rows out of
+    range.
 
-    `loss`, `loss_bf16`, `loss_fp8`: of the three runs. `gradient`, `gradient_bf16`: of all parameters as one vector.
-    `deterministic`: two runs in high precision with the same random numbers were bitwise equal (None: not asked); `unsteady`:
-    else, the gradient that differs most, and its SQNR. `rank`: of the process whose batch was compared (None: it trains alone).
+    `loss`, `loss_bf16`, `loss_fp8`: of the three runs. `gradient`, `gradient_bf16`: of all parameters as one
+    vector. `deterministic`: two runs in high precision with the same random numbers were bitwise equal (None:
+    not asked); `unsteady`: else, the gradient that differs most, and its SQNR. `rank`: of the process whose
+    batch was compared (None: it trains alone).
     """
 
     model: str
@@ -110,7 +118,8 @@ class Comparison:
         * name: the parameter. kind: "layer" for the weight of an FP8 matmul, "parameter" for any other.
         * fprop, dgrad, wgrad: the own SQNR of each FP8 matmul.
         * output, gradient: SQNR against high precision. output_bf16, gradient_bf16: what bf16 would have.
-        * cosine: of the angle between the two gradients. norm: the length of FP8's gradient over that of the other.
+        * cosine: of the angle between the two gradients. norm: the length of FP8's gradient over that of the
+          other.
         * overflows%, underflows%: the most of the layer's casts, as in `Stats.rows`.
         * peak: the largest magnitude of its input or its weight, over the median of those that are not 0.
         * flag: why it is out of range, or "".
@@ -124,8 +133,8 @@ class Comparison:
         return [item.row() for item in self.items if item.flag]
 
     def to_dict(self) -> dict[str, Any]:
-        """{"model", "rank", "loss", "loss_bf16", "loss_fp8", "gradient": {"sqnr", "cosine", "norm"}, "gradient_bf16",
-        "deterministic", "flagged": [name, ...], "rows": rows()}, for JSON."""
+        """{"model", "rank", "loss", "loss_bf16", "loss_fp8", "gradient": {"sqnr", "cosine", "norm"},
+        "gradient_bf16", "deterministic", "flagged": [name, ...], "rows": rows()}, for JSON."""
         return {
             "model": self.model,
             "rank": self.rank,
@@ -144,20 +153,27 @@ class Comparison:
         return iter(self.rows())
 
     def __repr__(self) -> str:
-        return f"<fp8compile.Comparison of {self.model}: {len(self.items)} parameters, {len(self.flagged)} flagged>"
+        return (
+            f"<fp8compile.Comparison of {self.model}: {len(self.items)} parameters, "
+            f"{len(self.flagged)} flagged>"
+        )
 
     def __str__(self) -> str:
         return self.table()
 
     def summary(self) -> str:
         """The step in a sentence."""
-        change = f" ({100 * (self.loss_fp8 / self.loss - 1):+.3g}%)" if self.loss and math.isfinite(self.loss_fp8) else ""
+        change = (
+            f" ({100 * (self.loss_fp8 / self.loss - 1):+.3g}%)"
+            if self.loss and math.isfinite(self.loss_fp8)
+            else ""
+        )
         like, bf16 = self.gradient, self.gradient_bf16
         where = "" if self.rank is None else f" on rank {self.rank}"
         return (
-            f"{self.model}{where}: loss {self.loss:.6g} in high precision, {self.loss_fp8:.6g} in FP8{change}; gradient "
-            f"{_text('sqnr', like.sqnr)} dB (bf16: {_text('sqnr', bf16.sqnr)}), cosine {_text('cosine', like.cosine)}, "
-            f"norm {_text('norm', like.norm)}"
+            f"{self.model}{where}: loss {self.loss:.6g} in high precision, {self.loss_fp8:.6g} in "
+            f"FP8{change}; gradient {_text('sqnr', like.sqnr)} dB (bf16: {_text('sqnr', bf16.sqnr)}), "
+            f"cosine {_text('cosine', like.cosine)}, norm {_text('norm', like.norm)}"
         )
 
     def table(self, worst: int | None = 20) -> str:
@@ -168,33 +184,44 @@ class Comparison:
         if self.unsteady is not None:
             name, sqnr = self.unsteady
             lines.append(
-                f"the model is not deterministic: with the same random numbers, the gradient of {name} is at {sqnr:.1f} dB in "
-                "a second run in high precision; numbers near that say nothing about FP8"
+                f"the model is not deterministic: with the same random numbers, the gradient of {name} is "
+                f"at {sqnr:.1f} dB in a second run in high precision; numbers near "
+                "that say nothing about FP8"
             )
         for layer in (True, False):
             items = [item.row() for item in self.items if item.layer is layer]
             shown = items if worst is None else items[: worst if layer else worst // 2]
             if shown:
                 head = _HEAD if layer else _HEAD[-3:]
-                cells = [[("! " if row["flag"] else "") + row["name"], *_cells(row)[-len(head) :]] for row in shown]
+                cells = [
+                    [("! " if row["flag"] else "") + row["name"], *_cells(row)[-len(head) :]] for row in shown
+                ]
                 title = "layer (SQNRs in dB)" if layer else "other parameter"
                 lines += ["", aligned((title, *head), cells, "<" + ">" * len(head))]
             if len(shown) < len(items):
-                lines.append(f"and {len(items) - len(shown)} more, which are better (table(worst=None) shows all)")
+                lines.append(
+                    f"and {len(items) - len(shown)} more, which are better (table(worst=None) shows all)"
+                )
         return "\n".join(lines)
 
     def plot(self, path: str | PathLike[str], worst: int = 30) -> None:
-        """Draw the `worst` layers into an image, in the format of its suffix. OptionError if it cannot be written;
-        Fp8CompileError if matplotlib is missing."""
+        """Draw the `worst` layers into an image, in the format of its suffix. OptionError if it cannot be
+        written; Fp8CompileError if matplotlib is missing."""
         from ..reporting.plots import plot_comparison
 
-        plot_comparison(self.rows(), self.summary(), path, {key: x - BAND for key, x in EXPECTED.items()}, worst)
+        plot_comparison(
+            self.rows(), self.summary(), path, {key: x - BAND for key, x in EXPECTED.items()}, worst
+        )
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     """What `_HEAD` names."""
     beside = [f"{_text(key, row[key])} ({_text(key, row[key + '_bf16'])})" for key in ("output", "gradient")]
-    return [*(_text(key, row[key]) for key in EXPECTED), *beside, *(_text(key, row[key]) for key in ("cosine", "norm"))]
+    return [
+        *(_text(key, row[key]) for key in EXPECTED),
+        *beside,
+        *(_text(key, row[key]) for key in ("cosine", "norm")),
+    ]
 
 
 def _text(key: str, x: float | None) -> str:
@@ -227,7 +254,9 @@ def assembled(
     for row in fp8.rows:
         casts.setdefault(row["name"], []).append(row)
     items = []
-    for name in dict.fromkeys([*sorted({name for name, _ in fp8.watched.gemms}), *fp8.watched.results, *reference.gradients]):
+    for name in dict.fromkeys(
+        [*sorted({name for name, _ in fp8.watched.gemms}), *fp8.watched.results, *reference.gradients]
+    ):
         mine = casts.get(name, [])
         known = {gemm: _own(fp8, name, gemm, mine) for gemm in EXPECTED if (name, gemm) in fp8.watched.gemms}
         own = {gemm: sqnr for gemm, sqnr in known.items() if sqnr is not None}
@@ -236,8 +265,12 @@ def assembled(
         likes = [_like(given, step.gradients.get(name)) for step in (fp8, noisy)]
         shares = [[row[f"{what}%"] for row in mine] for what in ("overflows", "underflows")]
         over, under = (max((x for x in found if x is not None), default=math.nan) for found in shares)
-        peak = max((float(fp8.watched.peaks.get((name, role), 0.0)) for role in ("input", "weight")), default=0.0)
-        item = Compared(name, bool(known), own, output, noise, likes[0], likes[1].sqnr, over, under, peak or math.nan)
+        peak = max(
+            (float(fp8.watched.peaks.get((name, role), 0.0)) for role in ("input", "weight")), default=0.0
+        )
+        item = Compared(
+            name, bool(known), own, output, noise, likes[0], likes[1].sqnr, over, under, peak or math.nan
+        )
         items.append(_flagged(item, mine))
     if not any(item.flag for item in items):
         items = [_apart(item) for item in items]
@@ -257,11 +290,14 @@ def assembled(
 
 
 def _own(fp8: ComparedStep, name: str, gemm: str, casts: Sequence[Mapping[str, Any]]) -> float | None:
-    """The own SQNR of a matmul. Where its product was not seen (experts, merged matmuls): what the casts of its operands leave,
-    whose errors add. None if that is not known, either."""
+    """The own SQNR of a matmul. Where its product was not seen (experts, merged matmuls): what the casts of
+    its operands leave, whose errors add. None if that is not known, either."""
     if (name, gemm) in fp8.watched.own:
         return _sqnr(fp8.watched.own[name, gemm])
-    known = {role: [row["sqnr"] for row in casts if row["role"] == role and row["sqnr"] is not None] for role in ROLES[gemm]}
+    known = {
+        role: [row["sqnr"] for row in casts if row["role"] == role and row["sqnr"] is not None]
+        for role in ROLES[gemm]
+    }
     errors = sum(10 ** (-min(found) / 10) for found in known.values() if found)
     return -10 * math.log10(errors) if errors else None
 
@@ -270,10 +306,16 @@ def _flagged(item: Compared, casts: Sequence[Mapping[str, Any]]) -> Compared:
     """The item, with a flag if one of its matmuls has left its band, or if it has outliers."""
     low = {gemm: x for gemm, x in item.own.items() if x < EXPECTED[gemm] - BAND or math.isnan(x)}
     if not low:
-        text = f"its largest element is {item.peak:.0f} times the median: outliers" if item.peak > OUTLIERS else ""
+        text = (
+            f"its largest element is {item.peak:.0f} times the median: outliers"
+            if item.peak > OUTLIERS
+            else ""
+        )
         return replace(item, flag=text)
     gemm = min(low, key=lambda gemm: _or(low[gemm], -math.inf) - EXPECTED[gemm])
-    text = "is not finite" if math.isnan(low[gemm]) else f"{low[gemm]:.1f} dB, expected about {EXPECTED[gemm]}"
+    text = (
+        "is not finite" if math.isnan(low[gemm]) else f"{low[gemm]:.1f} dB, expected about {EXPECTED[gemm]}"
+    )
     shares = [(row[f"{what}%"], f"{row[f'{what}%']:.3g}% of its {row['role']} {how}")
               for row in casts for what, how in (("overflows", "saturate"), ("underflows", "become 0"))
               if row["role"] in ROLES[gemm] and (row[f"{what}%"] or 0) >= 0.01]  # fmt: skip
@@ -301,13 +343,20 @@ def _like(reference: Any, test: Any) -> Likeness:
 
 def _whole(reference: ComparedStep, test: ComparedStep) -> Likeness:
     """Of all gradients as one vector."""
-    every = [sums(given, test.gradients[name]).cpu() for name, given in reference.gradients.items() if name in test.gradients]
+    every = [
+        sums(given, test.gradients[name]).cpu()
+        for name, given in reference.gradients.items()
+        if name in test.gradients
+    ]
     return Likeness.of(sum(every[1:], every[0])) if every else _like(None, None)
 
 
 def _unsteady(reference: ComparedStep, again: ComparedStep) -> tuple[str, float] | None:
-    """The parameter whose gradient differs most between two equal runs, with its SQNR; None if none differs."""
-    found = {name: _like(given, again.gradients.get(name)).sqnr for name, given in reference.gradients.items()}
+    """The parameter whose gradient differs most between two equal runs, with its SQNR; None if none
+    differs."""
+    found = {
+        name: _like(given, again.gradients.get(name)).sqnr for name, given in reference.gradients.items()
+    }
     worse = {name: sqnr for name, sqnr in found.items() if sqnr < math.inf}
     if not worse and again.loss == reference.loss:
         return None

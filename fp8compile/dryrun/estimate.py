@@ -1,14 +1,17 @@
-"""How much would a model gain from `backend="fp8"` on a GPU that is not here? Compile its training step for it, and count.
+"""How much would a model gain from `backend="fp8"` on a GPU that is not here? Compile its training step for
+it, and count.
 
     print(fp8compile.estimate(model, tokens, labels=labels, device="h100"))
 
-The step is compiled twice for the described device (see `fake_gpu`): by Inductor alone, and with our passes. Nothing is
-executed, so weights may be on the meta device. The compilations give the bytes, the FLOPs and the module of each kernel; a
-roofline gives its time (see `roofline`). The result is not a measurement: it compares two compilations of one model by traffic
-and FLOPs. It ignores the host and caches, and how well kernels other than matmuls use the device. The optimizer counts if the
-caller says how many bytes it moves. Communication is not counted.
+The step is compiled twice for the described device (see `fake_gpu`): by Inductor alone, and with our passes.
+Nothing is executed, so weights may be on the meta device. The compilations give the bytes, the FLOPs and the
+module of each kernel; a roofline gives its time (see `roofline`). The result is not a measurement: it
+compares two compilations of one model by traffic and FLOPs. It ignores the host and caches, and how well
+kernels other than matmuls use the device. The optimizer counts if the caller says how many bytes it moves.
+Communication is not counted.
 
-For an AMD GPU, both compilations are for an NVIDIA GPU (Inductor's HIP path cannot be described), and times are at AMD's rates.
+For an AMD GPU, both compilations are for an NVIDIA GPU (Inductor's HIP path cannot be described), and times
+are at AMD's rates.
 """
 
 from __future__ import annotations
@@ -55,21 +58,25 @@ def estimate(
     extrapolate: bool = False,
     **kwargs: Any,
 ) -> Estimate:
-    """Estimate a training step, forward and backward of `model(*args, **kwargs)`, on `device` in bf16 and in FP8.
+    """Estimate a training step, forward and backward of `model(*args, **kwargs)`, on `device` in bf16 and in
+    FP8.
 
     `device`: None takes the device of the options or of their policy, else "h200".
 
-    `model` is a module, a compiled module, or any function that calls modules. Model and inputs are on the CPU or the meta
-    device. `options` are those of the backend. `autocast` compiles under bf16 autocast; None does so if a parameter is float32
-    and no autocast is active. `attention` is the rate of fused attention as a share of the bf16 matmul rate (`roofline` defines
-    the default). `waves`: matmuls take whole waves of tiles; False counts their FLOPs at the device's full rate. `optimizer` is
-    how many bytes the optimizer moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it
-    out. `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and extrapolates to all.
+    `model` is a module, a compiled module, or any function that calls modules. Model and inputs are on the
+    CPU or the meta device. `options` are those of the backend. `autocast` compiles under bf16 autocast; None
+    does so if a parameter is float32 and no autocast is active. `attention` is the rate of fused attention as
+    a share of the bf16 matmul rate (`roofline` defines the default). `waves`: matmuls take whole waves of
+    tiles; False counts their FLOPs at the device's full rate. `optimizer` is how many bytes the optimizer
+    moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it out.
+    `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and
+    extrapolates to all.
 
-    Takes 5 to 60 s for every graph, twice, and resets Dynamo: other compiled models compile again at their next call.
+    Takes 5 to 60 s for every graph, twice, and resets Dynamo: other compiled models compile again at their
+    next call.
 
-    Raises OptionError for an unknown device, a device without FP8, or bad options; Fp8CompileError if no GPU can be described
-    (in a process with a CUDA device, or without Triton); and any error of the model.
+    Raises OptionError for an unknown device, a device without FP8, or bad options; Fp8CompileError if no GPU
+    can be described (in a process with a CUDA device, or without Triton); and any error of the model.
     """
     if attention is not None and not 0 < attention <= 1:
         raise OptionError.of("attention", attention, "a share of the bf16 matmul rate, above 0 and at most 1")
@@ -85,16 +92,21 @@ def estimate(
     modules = modules_of((model, args, kwargs))
     container, name = repeated(modules) if extrapolate else (None, "")
     if extrapolate and container is None:
-        raise OptionError("extrapolate: the model has no ModuleList or Sequential of three or more equal blocks")
+        raise OptionError(
+            "extrapolate: the model has no ModuleList or Sequential of three or more equal blocks"
+        )
     compiler = Compiler(model, modules, args, kwargs, found, chosen, container, attention, waves)
     notes = []
     if found.gfx:
-        notes.append("compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described")
+        notes.append(
+            "compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described"
+        )
     with under(modules, autocast) as how:
         notes[:0] = [how] if how else []
         bf16, (fp8, decided) = compiler.bf16(), compiler.fp8()
         if container is not None:
-            decided = explain(model, *args, options=chosen, autocast=False, **kwargs)  # as it is on already, where it is
+            # as it is on already, where it is
+            decided = explain(model, *args, options=chosen, autocast=False, **kwargs)
             notes.append(f"{len(container)} of {name or 'the blocks'}, extrapolated from 1 and 2")
     if not waves:
         notes.append("matmuls at the full rate, without waves of tiles")
@@ -117,8 +129,8 @@ def device_for(name: str | None) -> Device:
 
 @dataclass(frozen=True)
 class Compiler:
-    """Compiles a step for a device. Of the blocks of `container`, if it is given, only one and two are compiled, and the costs
-    are extrapolated to all."""
+    """Compiles a step for a device. Of the blocks of `container`, if it is given, only one and two are
+    compiled, and the costs are extrapolated to all."""
 
     model: Callable[..., Any]
     modules: list[nn.Module]
@@ -198,11 +210,12 @@ def _described(device: Device) -> Gpu:
     return dataclasses.replace(H200, **{name: getattr(gpu, name) for name in sizes})
 
 
-# -- repeated blocks ---------------------------------------------------------------------------------------------------
+# -- repeated blocks -----------------------------------------------------------------------------------------
 
 
 def repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential | None, str]:
-    """The container of three or more equal blocks with the most parameters, and its name. None if there is none."""
+    """The container of three or more equal blocks with the most parameters, and its name. None if there is
+    none."""
     found: list[tuple[int, nn.ModuleList | nn.Sequential, str]] = []
     for root in modules:
         for name, part in root.named_modules():
@@ -231,8 +244,8 @@ def _only(container: nn.Module | None, blocks: int) -> Iterator[None]:
 
 
 def carried_on(one: Costs, two: Costs, count: int) -> Costs:
-    """The costs with `count` blocks, by module, extrapolated from the costs with one block (`one`) and with two (`two`). Each
-    further block costs as much as the second."""
+    """The costs with `count` blocks, by module, extrapolated from the costs with one block (`one`) and with
+    two (`two`). Each further block costs as much as the second."""
     made: Costs = {}
     for names in _by_block({**one, **two}):
         a, b = (_sum(costs, names) for costs in (one, two))
@@ -246,7 +259,7 @@ def carried_on(one: Costs, two: Costs, count: int) -> Costs:
     return made
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
+# -- layers --------------------------------------------------------------------------------------------------
 
 
 def _sum(costs: Costs, names: Iterable[str]) -> Cost:
@@ -255,18 +268,23 @@ def _sum(costs: Costs, names: Iterable[str]) -> Cost:
 
 def _by_block(names: Iterable[str], apart: Collection[str] = ()) -> list[list[str]]:
     """Groups names that differ in their first number only. A name in `apart` is a group of its own."""
-    return [group for _, group in alike(names, str, lambda name: name if name in apart else tuple(parts(name)[2:]))]
+    return [
+        group
+        for _, group in alike(names, str, lambda name: name if name in apart else tuple(parts(name)[2:]))
+    ]
 
 
 def _part(fqn: str) -> str:
-    """The part of the model that a module belongs to: a child of a numbered block, "layers.0.mlp" for "layers.0.mlp.up"."""
+    """The part of the model that a module belongs to: a child of a numbered block, "layers.0.mlp" for
+    "layers.0.mlp.up"."""
     found = re.match(r"((?:[^.]+\.)*?\d+(?:\.[^.]+)?)(?:\.|$)", fqn)
     return found[1] if found else fqn or NOWHERE
 
 
 def _layers(bf16: Costs, fp8: Costs) -> Iterator[LayerCost]:
     names = {**bf16, **fp8}
-    # `0` and `2` of a Sequential are layers and stay apart; `layers.0` and `layers.1` are blocks with layers in them
+    # `0` and `2` of a Sequential are layers and stay apart; `layers.0` and `layers.1` are blocks with layers
+    # in them
     leaves = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
     apart = {name for name in leaves if parts(name)[2:] == [""]}
     modules: dict[str, list[str]] = {}

@@ -1,4 +1,5 @@
-"""The result of an estimate: the cost of a step in bf16 and in FP8, by part of the model, as text, for JSON and as a page."""
+"""The result of an estimate: the cost of a step in bf16 and in FP8, by part of the model, as text, for JSON
+and as a page."""
 
 from __future__ import annotations
 
@@ -19,16 +20,17 @@ if TYPE_CHECKING:
     from .fake_gpu import Launch
 
 _METHOD = (
-    "A roofline over the kernels that both compilations launch: no measurement. It leaves out the host, the optimizer unless "
-    "it is asked for, and communication. A kernel that serves several parts of the model counts for one of them, and a cast "
-    "counts where its copy is read: what a part gains may show at its neighbour."
+    "A roofline over the kernels that both compilations launch: no measurement. It leaves out the host, the "
+    "optimizer unless it is asked for, and communication. A kernel that serves several parts of the model "
+    "counts for one of them, and a cast counts where its copy is read: what a part gains "
+    "may show at its neighbour."
 )
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of some kernels: counts, bytes, FLOPs and seconds. `flops` are those of matmuls, by dtype ("fp8", "bfloat16",
-    ...), without fused attention."""
+    """The cost of some kernels: counts, bytes, FLOPs and seconds. `flops` are those of matmuls, by dtype
+    ("fp8", "bfloat16", ...), without fused attention."""
 
     kernels: float = 0
     bytes: float = 0
@@ -47,7 +49,10 @@ class Cost:
     def plus(self, other: Cost, times: float) -> Cost:
         """self + times * other."""
         numbers = {f.name: getattr(self, f.name) + times * getattr(other, f.name) for f in _NUMBERS}
-        flops = {d: self.flops.get(d, 0) + times * other.flops.get(d, 0) for d in sorted({*self.flops, *other.flops})}
+        flops = {
+            d: self.flops.get(d, 0) + times * other.flops.get(d, 0)
+            for d in sorted({*self.flops, *other.flops})
+        }
         return Cost(flops=flops, **numbers)
 
     @classmethod
@@ -84,10 +89,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One training step without FP8 (in bf16, or in the model's own dtype) and with FP8. The costs of `layers` add up to `bf16`
-    and `fp8`. `attention` is the rate that fused attention counts at.
+    """One training step without FP8 (in bf16, or in the model's own dtype) and with FP8. The costs of
+    `layers` add up to `bf16` and `fp8`. `attention` is the rate that fused attention counts at.
 
-    A cast counts where its copy is read. A norm that is fused with a cast may therefore look as if it cost nothing in FP8.
+    A cast counts where its copy is read. A norm that is fused with a cast may therefore look as if it cost
+    nothing in FP8.
     """
 
     device: str
@@ -110,13 +116,14 @@ class Estimate:
 
     @property
     def speedup(self) -> float:
-        """Estimated time in bf16 divided by the time in FP8; the optimizer counts only if the estimate was asked for it."""
+        """Estimated time in bf16 divided by the time in FP8; the optimizer counts only if the estimate was
+        asked for it."""
         return self._step.speedup
 
     def summary(self) -> str:
         return (
-            f"{self.speedup:.2f}x on {self.device}: {1e3 * self.bf16.seconds:.4g} ms in bf16, {1e3 * self.fp8.seconds:.4g} ms "
-            f"in FP8 (estimated, forward{self._parts})"
+            f"{self.speedup:.2f}x on {self.device}: {1e3 * self.bf16.seconds:.4g} ms in bf16, "
+            f"{1e3 * self.fp8.seconds:.4g} ms in FP8 (estimated, forward{self._parts})"
         )
 
     @property
@@ -141,13 +148,17 @@ class Estimate:
             ("moved outside of matmuls", _gigabytes(bf16.bytes_outside_matmuls, fp8.bytes_outside_matmuls)),
             ("kept for backward", _gigabytes(bf16.kept_for_backward, fp8.kept_for_backward)),
         )
-        longest = 1e6 * max((cost.seconds for layer in self.layers for cost in (layer.bf16, layer.fp8)), default=0.0)
+        longest = 1e6 * max(
+            (cost.seconds for layer in self.layers for cost in (layer.bf16, layer.fp8)), default=0.0
+        )
         parts = [_part(x, longest) for x in self.layers if x.bf16.seconds or x.fp8.seconds]
         said = (_METHOD, *self._attention, *self.notes)
         timing = Timing(said, _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
         headline = f"{self.speedup:.2f}× on {self.device}, estimated"
         sections = tuple(map(section, self.report.graphs))
-        page = HtmlPage(title("estimate", self.report.graphs), headline, self.summary(), facts, sections, timing=timing)
+        page = HtmlPage(
+            title("estimate", self.report.graphs), headline, self.summary(), facts, sections, timing=timing
+        )
         return render(page, path)
 
     def _lines(self) -> list[tuple[str, ...]]:
@@ -155,7 +166,15 @@ class Estimate:
 
     def __str__(self) -> str:
         shown = aligned(_HEAD, self._lines(), "<" + ">" * (len(_HEAD) - 1))
-        lines = [self.summary(), "", shown, "", *self._attention, *self.notes, f"fp8: {self.report.summary()}"]
+        lines = [
+            self.summary(),
+            "",
+            shown,
+            "",
+            *self._attention,
+            *self.notes,
+            f"fp8: {self.report.summary()}",
+        ]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -176,7 +195,16 @@ class Estimate:
         }
 
 
-_HEAD = ("layer", "ms bf16", "ms fp8", "speedup", "kernels", "GB outside matmuls", "kept, MB", "TFLOP bf16 / fp8")
+_HEAD = (
+    "layer",
+    "ms bf16",
+    "ms fp8",
+    "speedup",
+    "kernels",
+    "GB outside matmuls",
+    "kept, MB",
+    "TFLOP bf16 / fp8",
+)
 
 
 def _line(layer: LayerCost) -> tuple[str, ...]:
@@ -201,7 +229,8 @@ def _line(layer: LayerCost) -> tuple[str, ...]:
 
 
 def _part(layer: LayerCost, longest: float = 0.0) -> TimedPart:
-    """The bars of a part. `longest` (microseconds) is the time of the widest bar; 0 takes the longer of the two bars."""
+    """The bars of a part. `longest` (microseconds) is the time of the widest bar; 0 takes the longer of the
+    two bars."""
     bf16, fp8 = layer.bf16, layer.fp8
     times = f"{microseconds(1e6 * bf16.seconds)} → {microseconds(1e6 * fp8.seconds)}"
     speedup = f"{bf16.seconds / fp8.seconds:.2f}×" if fp8.seconds and bf16.seconds else "–"

@@ -1,10 +1,12 @@
-"""What would `backend="fp8"` do to this model? `explain` gives the report of a training step without compiling or running it.
+"""What would `backend="fp8"` do to this model? `explain` gives the report of a training step without
+compiling or running it.
 
     print(fp8compile.explain(model, tokens, labels=labels))
 
-Dynamo and AOTAutograd trace forward and backward, and our passes decide about every matmul as in training. Inductor generates
-no code, and graphs compute almost nothing (see `placeholders`). So values do not matter, and a model may be on the meta device.
-The model, its buffers and gradients, random states, `fp8compile.report` and other compiled models do not change (`sandbox`).
+Dynamo and AOTAutograd trace forward and backward, and our passes decide about every matmul as in training.
+Inductor generates no code, and graphs compute almost nothing (see `placeholders`). So values do not matter,
+and a model may be on the meta device. The model, its buffers and gradients, random states,
+`fp8compile.report` and other compiled models do not change (`sandbox`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from ..reporting.report import Report, report
 from ..runtime.ledger import Ledger
 
 logger = get_logger(__name__)
-UNWEIGHED = 'no GPU is named: every matmul that can be FP8 is. device="h200" (--device h200) keeps those that gain there'
+UNWEIGHED = (
+    'no GPU is named: every matmul that can be FP8 is. device="h200" (--device h200) '
+    "keeps those that gain there"
+)
 
 
 def explain(
@@ -35,17 +40,19 @@ def explain(
 ) -> Report:
     """The report that training `model` on `model(*args, **kwargs)` would have.
 
-    `model` is a module, a compiled module, or any function that calls modules; tensors may be on the meta device. A model in
-    eval mode is explained as in training. `options` are those of the backend (`strict` is ignored, because the report shows
-    what it would warn about). `device` names the described device to decide for, e.g. "h100". `autocast` traces under bf16
-    autocast; None does so if a parameter is float32 and no autocast is on, as `estimate` does.
+    `model` is a module, a compiled module, or any function that calls modules; tensors may be on the meta
+    device. A model in eval mode is explained as in training. `options` are those of the backend (`strict` is
+    ignored, because the report shows what it would warn about). `device` names the described device to decide
+    for, e.g. "h100". `autocast` traces under bf16 autocast; None does so if a parameter is float32 and no
+    autocast is on, as `estimate` does.
 
-    Code after a graph break (`.item()`, a branch) sees zeros instead of values; only small numbers that follow from sizes,
-    constants and integer inputs are real. Attention with dropout is fused on GPUs only. It counts as fused if a device is
-    named or the model is on the meta device.
+    Code after a graph break (`.item()`, a branch) sees zeros instead of values; only small numbers that
+    follow from sizes, constants and integer inputs are real. Attention with dropout is fused on GPUs only. It
+    counts as fused if a device is named or the model is on the meta device.
 
-    Raises OptionError for bad options, and any error of the model, as torch.compile passes it on. After a graph break, the
-    zeros may be the cause of an error. Such an error becomes a warning, and the report covers the graphs before it and says so.
+    Raises OptionError for bad options, and any error of the model, as torch.compile passes it on. After a
+    graph break, the zeros may be the cause of an error. Such an error becomes a warning, and the report
+    covers the graphs before it and says so.
     """
     from ..backend import fp8
     from ..config.options import parse
@@ -59,7 +66,9 @@ def explain(
     if device is not None:
         chosen["device"] = device
     parse(chosen)  # raises errors in the options here, without Dynamo's text around them
-    elsewhere = chosen.get("device") is not None or any(p.device.type == "meta" for m in modules for p in m.parameters())
+    elsewhere = chosen.get("device") is not None or any(
+        p.device.type == "meta" for m in modules for p in m.parameters()
+    )
 
     def backend(gm: Any, example_inputs: Any) -> Any:
         if elsewhere:
@@ -80,7 +89,9 @@ def explain(
         outside = [record for module in roots_of(modules) for record in report(module).outside]
         graphs = report().graphs
         notes = [how] if how else []
-        if not any(graph.device for graph in graphs) and any(record.decision == FP8 for x in graphs for record in x.matmuls):
+        if not any(graph.device for graph in graphs) and any(
+            record.decision == FP8 for x in graphs for record in x.matmuls
+        ):
             notes.append(UNWEIGHED)
         empty = "nothing was compiled: Dynamo found no graph in this model"
         found = Report(graphs, empty, note, outside, notes=notes)

@@ -6,8 +6,8 @@
     attention    fused attention
     other        the rest: norms, losses, the optimizer, copies
 
-Names identify the matmuls and attention of libraries, and fp8compile's own kernels (`fp8_..`). The names of Inductor's kernels
-do not contain dtypes: who has read their sources says which of them are casts.
+Names identify the matmuls and attention of libraries, and fp8compile's own kernels (`fp8_..`). The names of
+Inductor's kernels do not contain dtypes: who has read their sources says which of them are casts.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from typing import Any
 
 CLASSES = ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
 
-# cuBLAS: nvjet_<a><b>.., with letters for the operands' types: q = E4M3 (also in hybrid's matmuls of E5M2 and E4M3), t = bf16,
-# h = half, s = float; xmma and CUTLASS spell the types out. hipBLASLt: Cijk_.._F8.. (or B8). Triton templates of Inductor:
-# triton_tem_fused__scaled_mm_... fp8compile's own kernel for block scales: fp8_gemm_..
+# cuBLAS: nvjet_<a><b>.., with letters for the operands' types: q = E4M3 (also in hybrid's matmuls of E5M2 and
+# E4M3), t = bf16, h = half, s = float; xmma and CUTLASS spell the types out. hipBLASLt: Cijk_.._F8.. (or B8).
+# Triton templates of Inductor: triton_tem_fused__scaled_mm_... fp8compile's own kernel for block scales:
+# fp8_gemm_..
 _FP8_GEMM = re.compile(
     r"nvjet_(?:sm\d+_)?(?:q[a-z]|[a-z]q)|xmma_gemm_e[45]m[32]|gemm\w*_(?:f8f8|e[45]m[32])|Cijk_\w*?_(?:F8|B8)|f8f8bf16"
     r"|(?:cutlass|gemm|device_kernel).*float_e[45]m[32]_t|triton_tem_\w*scaled_(?:grouped_)?mm|fp8_gemm",
     re.IGNORECASE,
 )
 _GEMM = re.compile(
-    r"nvjet_|gemm|Cijk_|gemv|triton_tem_\w*(?:mm|matmul)|cublas\w*matmul|wgmma|s16816|s1688|splitk_?reduce", re.IGNORECASE
+    r"nvjet_|gemm|Cijk_|gemv|triton_tem_\w*(?:mm|matmul)|cublas\w*matmul|wgmma|s16816|s1688|splitk_?reduce",
+    re.IGNORECASE,
 )
 _ATTENTION = re.compile(
-    r"flash|fmha|sdpa|attention|cutlass[FB]_|triton_tem_\w*flex|AttentionKernel|mha_(?:fwd|bwd)|attn_(?:fwd|bwd)", re.IGNORECASE
+    r"flash|fmha|sdpa|attention|cutlass[FB]_|triton_tem_\w*flex|AttentionKernel|mha_(?:fwd|bwd)|attn_(?:fwd|bwd)",
+    re.IGNORECASE,
 )
 _CAST = re.compile(r"float8|fp8|quantize|amax", re.IGNORECASE)
-_GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|scale|amax|columns|sum|update)(?:_|$)")  # fp8compile's own
+# fp8compile's own
+_GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|scale|amax|columns|sum|update)(?:_|$)")
 _MEMORY = re.compile(r"^(?:Memcpy|Memset)", re.IGNORECASE)
 
 
@@ -41,7 +45,8 @@ def classify(name: str, casts: Iterable[str] = ()) -> str:
     """The class of a kernel. `casts`: names of Inductor's kernels that read or write FP8."""
     if _MEMORY.match(name):
         return "other"
-    if _GENERATED.match(name):  # before the others, because the name lists fused operators, such as attention's dropout
+    # before the others, because the name lists fused operators, such as attention's dropout
+    if _GENERATED.match(name):
         return "cast"
     if _FP8_GEMM.search(name):
         return "fp8_gemm"
@@ -55,8 +60,8 @@ def classify(name: str, casts: Iterable[str] = ()) -> str:
 
 
 def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: int) -> dict[str, Any]:
-    """(kernel name, microseconds) of `steps` steps -> kernels and milliseconds per step for each class, and the kernels that
-    take longest."""
+    """(kernel name, microseconds) of `steps` steps -> kernels and milliseconds per step for each class, and
+    the kernels that take longest."""
     known = set(casts)
     classes = {kind: {"count": 0.0, "ms": 0.0} for kind in CLASSES}
     names: dict[str, list[float]] = {}
@@ -67,7 +72,10 @@ def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: 
         names.setdefault(name, []).append(microseconds)
     longest = sorted(names.items(), key=lambda item: -sum(item[1]))[:40]
     return {
-        "classes": {kind: {"count": round(entry["count"], 2), "ms": round(entry["ms"], 4)} for kind, entry in classes.items()},
+        "classes": {
+            kind: {"count": round(entry["count"], 2), "ms": round(entry["ms"], 4)}
+            for kind, entry in classes.items()
+        },
         "count": round(sum(entry["count"] for entry in classes.values()), 2),
         "busy_ms": round(sum(entry["ms"] for entry in classes.values()), 4),
         "longest": [

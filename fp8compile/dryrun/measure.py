@@ -1,8 +1,9 @@
-"""Times training steps on a device: warm-up, turns, spread, peak memory, which kernels ran; and makes torchao's linears, the
-alternative. `bench` and the benchmarks of the repository share it. It imports no compiler.
+"""Times training steps on a device: warm-up, turns, spread, peak memory, which kernels ran; and makes
+torchao's linears, the alternative. `bench` and the benchmarks of the repository share it. It imports no
+compiler.
 
-On a CUDA device, events time the parts of a step. They cost the device almost nothing, and the host waits for the device only
-at the end of a turn. On a CPU, the clock times the parts.
+On a CUDA device, events time the parts of a step. They cost the device almost nothing, and the host waits for
+the device only at the end of a turn. On a CPU, the clock times the parts.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ Mark = tuple[str, Any, Any]  # a part of a step, its start and its end
 
 
 class Runner:
-    """Trains step by step. A step is `accumulate` forwards and backwards, then `update`: the optimizer, and what else follows.
+    """Trains step by step. A step is `accumulate` forwards and backwards, then `update`: the optimizer, and
+    what else follows.
 
-    `forward` takes the next batch, of `tokens`. `grad` is the gradient of what it returns; None: it returns the loss.
+    `forward` takes the next batch, of `tokens`. `grad` is the gradient of what it returns; None: it returns
+    the loss.
     """
 
     def __init__(
@@ -69,7 +72,8 @@ class Runner:
             out.backward(self.grad)
             marks += [("forward", forward, backward), ("backward", backward, self.mark())]
             if self.grad is None:
-                self.losses.append(out.detach().clone())  # a CUDA graph's output is overwritten by its next replay
+                # a CUDA graph's output is overwritten by its next replay
+                self.losses.append(out.detach().clone())
             del out
         before = self.mark()
         self.update()
@@ -78,7 +82,8 @@ class Runner:
         return [("total", start, end), *marks, ("optimizer", before, end)]
 
     def warm_up(self, steps: int) -> dict[str, Any]:
-        """The first steps, which compile: their seconds, and the peak memory of the first one and of the others."""
+        """The first steps, which compile: their seconds, and the peak memory of the first one and of the
+        others."""
         self.wait()
         self.memory()
         began, first = time.perf_counter(), None
@@ -89,7 +94,8 @@ class Runner:
         return {"warmup_s": time.perf_counter() - began, "first": first, "peak": self.memory()}
 
     def turn(self, steps: int, lead: int = 1) -> dict[str, Any]:
-        """`steps` timed steps after `lead` untimed ones. Times in ms, memory in bytes (None on a CPU), losses of all steps."""
+        """`steps` timed steps after `lead` untimed ones. Times in ms, memory in bytes (None on a CPU), losses
+        of all steps."""
         self.memory()
         began = time.perf_counter()
         for _ in range(lead):
@@ -111,7 +117,8 @@ class Runner:
         return result | self.idle()
 
     def idle(self) -> dict[str, int]:
-        """Release the memory that this arm does not hold, for the other arms; how much it holds. {} on a CPU."""
+        """Release the memory that this arm does not hold, for the other arms; how much it holds. {} on a
+        CPU."""
         if not self.cuda:
             return {}
         torch.cuda.empty_cache()
@@ -179,11 +186,14 @@ def summarise(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def by_torchao(model: nn.Module, recipe: str, heads: Sequence[str] = ("lm_head",)) -> None:
-    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do): those of these names."""
+    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do): those of
+    these names."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def keep(module: nn.Module, name: str) -> bool:
         sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
         return name.rpartition(".")[2] not in heads and all(size % 16 == 0 for size in sizes)
 
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep)
+    convert_to_float8_training(
+        model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep
+    )

@@ -1,12 +1,13 @@
 """Runs the graphs of a training step eagerly, and compares what its matmuls make with an earlier run.
 
-`fp8compile.compare` runs one step several times. The first run, in high precision, keeps the result of every forward matmul.
-Later runs are compared with it value by value, while they run. What is kept of a comparison are four sums for each tensor
-(`sums`), on the device.
+`fp8compile.compare` runs one step several times. The first run, in high precision, keeps the result of every
+forward matmul. Later runs are compared with it value by value, while they run. What is kept of a comparison
+are four sums for each tensor (`sums`), on the device.
 
-In an FP8 run, each FP8 matmul is also compared with the product of the tensors that were cast for it, in float32. That is the
-matmul's *own* error: what it inherits from the layers before it is in both products. So its own error finds the layer that is
-at fault, where errors of results and gradients spread to all layers after it.
+In an FP8 run, each FP8 matmul is also compared with the product of the tensors that were cast for it, in
+float32. That is the matmul's *own* error: what it inherits from the layers before it is in both products. So
+its own error finds the layer that is at fault, where errors of results and gradients spread to all layers
+after it.
 
 Noise: `dithered` is what another bf16 kernel might have returned.
 """
@@ -40,7 +41,8 @@ Key = tuple[str, str, int, int]  # of a result in a run: layer, gemm, which one 
 
 
 def sums(reference: Tensor, test: Tensor) -> Tensor:
-    """float64 `[4]` on the device: |reference|^2, |test - reference|^2, reference . test, |test|^2. Any shapes of one size."""
+    """float64 `[4]` on the device: |reference|^2, |test - reference|^2, reference . test, |test|^2. Any
+    shapes of one size."""
     a, b = reference.detach().reshape(-1), test.detach().reshape(-1)
     total = torch.zeros(4, dtype=torch.float64, device=a.device)
     for start in range(0, a.numel(), CHUNK):
@@ -50,9 +52,9 @@ def sums(reference: Tensor, test: Tensor) -> Tensor:
 
 
 class Likeness(NamedTuple):
-    """How much a tensor is like its reference. `sqnr`: 10 log10(|reference|^2 / |error|^2) in dB, infinite for equal tensors,
-    -infinite for a reference of zeros. `cosine` of the angle between them, `norm`: |test| / |reference|. All are NaN where an
-    element is not finite; cosine and norm also where a tensor is zero."""
+    """How much a tensor is like its reference. `sqnr`: 10 log10(|reference|^2 / |error|^2) in dB, infinite
+    for equal tensors, -infinite for a reference of zeros. `cosine` of the angle between them, `norm`: |test|
+    / |reference|. All are NaN where an element is not finite; cosine and norm also where a tensor is zero."""
 
     sqnr: float
     cosine: float
@@ -76,20 +78,25 @@ class Likeness(NamedTuple):
 def dithered(x: Tensor, generator: torch.Generator) -> Tensor:
     """x rounded to bf16 after a triangular dither of -1 to 1 unit in the last place, in the dtype of x.
 
-    Two bf16 kernels that sum in different orders return two values whose rounding errors are independent: each has the variance
-    ulp^2 / 12, their difference ulp^2 / 6. The difference of x and a dithered x has ulp^2 / 4, whether or not x is a bf16 value
-    already (that is what the triangle is for: Lipshitz, Wannamaker and Vanderkooy, "Quantization and Dither", J. Audio Eng.
-    Soc. 40(5), 1992). So this noise is 1.8 dB more than that of two such kernels. Zeros, infinities and NaN stay.
+    Two bf16 kernels that sum in different orders return two values whose rounding errors are independent:
+    each has the variance ulp^2 / 12, their difference ulp^2 / 6. The difference of x and a dithered x has
+    ulp^2 / 4, whether or not x is a bf16 value already (that is what the triangle is for: Lipshitz,
+    Wannamaker and Vanderkooy, "Quantization and Dither", J. Audio Eng. Soc. 40(5), 1992). So this noise is
+    1.8 dB more than that of two such kernels. Zeros, infinities and NaN stay.
     """
     exact = x.to(torch.float32)
     ulp = 2 * HALF * torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2.0**-126))))
     one, two = (torch.rand(x.shape, device=x.device, generator=generator) for _ in range(2))
-    return torch.where(exact.isfinite() & (exact != 0), exact + (one - two) * ulp, exact).to(torch.bfloat16).to(x.dtype)
+    return (
+        torch.where(exact.isfinite() & (exact != 0), exact + (one - two) * ulp, exact)
+        .to(torch.bfloat16)
+        .to(x.dtype)
+    )
 
 
 def peak_of(x: Tensor) -> Tensor:
-    """`[1]` float32: the largest magnitude of x over the median of those that are not 0; 0 for a tensor of zeros. The median is
-    that of a sample of SAMPLE elements at least, if there are as many."""
+    """`[1]` float32: the largest magnitude of x over the median of those that are not 0; 0 for a tensor of
+    zeros. The median is that of a sample of SAMPLE elements at least, if there are as many."""
     flat = x.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // SAMPLE)].abs().to(torch.float32)
     middle = torch.where(sample > 0, sample, float("nan")).nanmedian()
@@ -98,8 +105,9 @@ def peak_of(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Watched:
-    """What was seen in one run. `results` are sums of the results by parameter or layer, `own` those of FP8 matmuls by (the
-    same, gemm), `peaks` those of `peak_of` by (the same, role). `kept`: the results themselves, in a reference run."""
+    """What was seen in one run. `results` are sums of the results by parameter or layer, `own` those of FP8
+    matmuls by (the same, gemm), `peaks` those of `peak_of` by (the same, role). `kept`: the results
+    themselves, in a reference run."""
 
     reference: Mapping[Key, Tensor] | None = None
     noise: bool = False
@@ -123,7 +131,8 @@ class Watched:
             self.gemms.add((name, what.gemm))
         if self.noise:
             value = dithered(value, self.generator(value.device))
-        if what.gemm != "fprop" or what.groups:  # rows of experts may be in another order: a router chose another expert
+        # rows of experts may be in another order: a router chose another expert
+        if what.gemm != "fprop" or what.groups:
             return value
         place = (what.fqn, what.gemm, what.nth)
         key = (*place, self.calls[place])
@@ -145,7 +154,8 @@ class Watched:
                 self.sources[copy.data_ptr()] = (copy, made.source.detach(), made.transposed)
 
     def product(self, what: Product, name: str, args: Sequence[Any], result: Tensor) -> None:
-        """Compare an FP8 product with that of its operands before the cast, where that is finite: else it inherits it."""
+        """Compare an FP8 product with that of its operands before the cast, where that is finite: else it
+        inherits it."""
         x = ScaledProduct(*args)
         operands = self._sources((x.a, x.b))
         if operands is None:
@@ -153,10 +163,13 @@ class Watched:
         exact = operands[0].to(torch.float32) @ operands[1].to(torch.float32).t()
         made = result.to(torch.float32) - (0 if x.bias is None else x.bias.to(torch.float32))
         finite = exact.isfinite()
-        _add(self.own, (name, what.gemm), sums(torch.where(finite, exact, 0.0), torch.where(finite, made, 0.0)))
+        _add(
+            self.own, (name, what.gemm), sums(torch.where(finite, exact, 0.0), torch.where(finite, made, 0.0))
+        )
 
     def _sources(self, copies: Sequence[Tensor]) -> list[Tensor] | None:
-        """The operands of an FP8 product before the cast: `[m, k]` and `[n, k]`. None if they are not known."""
+        """The operands of an FP8 product before the cast: `[m, k]` and `[n, k]`. None if they are not
+        known."""
         operands = []
         for copy in copies:
             known = self.sources.get(copy.data_ptr())
@@ -180,7 +193,8 @@ class Tap:
     watched: Watched | None = None
 
     def inner(self) -> Inner:
-        """Runs graphs on the reference implementations of our operators, which compute what compiled code computes."""
+        """Runs graphs on the reference implementations of our operators, which compute what compiled code
+        computes."""
 
         def compile(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Boxed:
             return boxed(Observing(gm, self))
@@ -195,7 +209,11 @@ class Observing(Eager):
         super().__init__(gm)
         self.tap = tap
         placeholders = gm.graph.find_nodes(op="placeholder")
-        self.positions = [(i, at) for at, node in enumerate(placeholders) if (i := compat.dynamo.input_index(node)) is not None]
+        self.positions = [
+            (i, at)
+            for at, node in enumerate(placeholders)
+            if (i := compat.dynamo.input_index(node)) is not None
+        ]
         self.given: dict[int, str] = {}
 
     def boxed_run(self, args_list: list[Any]) -> Any:

@@ -1,10 +1,11 @@
 """Callables that replace compiled graphs: they compute almost nothing and return tensors of the right shapes.
 
-`explain` and `estimate` still have to get from one graph to the next, through graph breaks and through code that Dynamo leaves
-to eager mode. Graphs return zeros to that code, so that indices are in range. Tensors saved for backward are on the meta device
-and use no memory. Other large tensors are not written: fresh pages of a process read as zeros and get memory only when they are
-written. Small numbers that follow from sizes, constants and integer inputs are computed: code after a graph break may use them
-as slice lengths, where 0 would be wrong. Results of a matmul or a norm are never computed.
+`explain` and `estimate` still have to get from one graph to the next, through graph breaks and through code
+that Dynamo leaves to eager mode. Graphs return zeros to that code, so that indices are in range. Tensors
+saved for backward are on the meta device and use no memory. Other large tensors are not written: fresh pages
+of a process read as zeros and get memory only when they are written. Small numbers that follow from sizes,
+constants and integer inputs are computed: code after a graph break may use them as slice lengths, where 0
+would be wrong. Results of a matmul or a norm are never computed.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from ..runtime.inner import Inner
 LARGE = 1 << 20  # bytes; smaller tensors are written with zeros, or computed if that is cheap
 
 
-def placeholder_callable(graph: Graph, device: torch.device | None = None) -> Callable[[list[Any]], list[Any]]:
-    """A boxed callable that returns placeholders for the outputs of `graph`, a graph of AOTAutograd's partitioner with fake
-    values in meta["val"].
+def placeholder_callable(
+    graph: Graph, device: torch.device | None = None
+) -> Callable[[list[Any]], list[Any]]:
+    """A boxed callable that returns placeholders for the outputs of `graph`, a graph of AOTAutograd's
+    partitioner with fake values in meta["val"].
 
-    Tensors are on `device`; None: on the devices of the fake values. Symbolic sizes are taken from the arguments.
+    Tensors are on `device`; None: on the devices of the fake values. Symbolic sizes are taken from the
+    arguments.
     """
     inputs = graph.find_nodes(op="placeholder")
     end = next(iter(graph.find_nodes(op="output")))
@@ -57,7 +61,9 @@ def placeholder_callable(graph: Graph, device: torch.device | None = None) -> Ca
     return run
 
 
-def _compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], list[Any]]:
+def _compile(
+    gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+) -> Callable[[list[Any]], list[Any]]:
     return placeholder_callable(gm.graph)
 
 
@@ -71,16 +77,24 @@ def _is_size(node: Node) -> bool:
 
 
 def _is_small(node: Node) -> bool:
-    """Whether a node is a tensor of at most one element, or a tensor of integers that is an input or under LARGE bytes."""
+    """Whether a node is a tensor of at most one element, or a tensor of integers that is an input or under
+    LARGE bytes."""
     fake = node.meta.get("val")
-    if not isinstance(fake, torch.Tensor) or any(isinstance(x, torch.SymInt) and x.node.hint is None for x in fake.shape):
-        return False  # its size depends on data: tensors of that size that are not computed would have another size
+    if not isinstance(fake, torch.Tensor) or any(
+        isinstance(x, torch.SymInt) and x.node.hint is None for x in fake.shape
+    ):
+        # its size depends on data: tensors of that size that are not computed would have another size
+        return False
     numel = _number(fake.numel(), {})
-    return numel <= 1 or (not fake.is_floating_point() and (node.op == "placeholder" or numel * fake.element_size() < LARGE))
+    return numel <= 1 or (
+        not fake.is_floating_point() and (node.op == "placeholder" or numel * fake.element_size() < LARGE)
+    )
 
 
 @torch.no_grad()
-def _computed(graph: Graph, given: dict[Node, Any], sizes: dict[Any, Any], device: torch.device | None) -> dict[Node, Any]:
+def _computed(
+    graph: Graph, given: dict[Node, Any], sizes: dict[Any, Any], device: torch.device | None
+) -> dict[Node, Any]:
     """The values of nodes that depend on sizes and on small tensors only, where they can be computed."""
     known: dict[Node, Any] = {}
     for node in graph.nodes:
@@ -93,10 +107,15 @@ def _computed(graph: Graph, given: dict[Node, Any], sizes: dict[Any, Any], devic
             known[node] = given[node]
         elif node.op == "get_attr":
             known[node] = getattr(graph.owning_module, str(target), None)
-        elif isinstance(target, compat.OpOverload) and target.namespace in ("aten", "prims") and not target._schema.is_mutable:
+        elif (
+            isinstance(target, compat.OpOverload)
+            and target.namespace in ("aten", "prims")
+            and not target._schema.is_mutable
+        ):
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
             args, kwargs = tree_map_only(torch.device, lambda where: device or where, (args, kwargs))
-            with contextlib.suppress(Exception):  # an operator without a kernel for this device: the output becomes zeros
+            # an operator without a kernel for this device: the output becomes zeros
+            with contextlib.suppress(Exception):
                 known[node] = target(*args, **kwargs)
         if known.get(node) is None or isinstance(known[node], compat.FakeTensor):
             known.pop(node, None)
@@ -141,7 +160,8 @@ def _like(fake: Any, sizes: dict[Any, Any], device: torch.device | None) -> Any:
 
 
 def unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the shape and dtype of `like` on `device`: zeros if it is small or of integers, else unwritten memory."""
+    """A tensor of the shape and dtype of `like` on `device`: zeros if it is small or of integers, else
+    unwritten memory."""
     return _zeros(torch.empty_like(like, device=device, requires_grad=False))
 
 

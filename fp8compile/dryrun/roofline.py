@@ -1,12 +1,14 @@
-"""The least time of a described kernel: the longer of its bytes and its FLOPs at sustained rates, plus a launch.
+"""The least time of a described kernel: the longer of its bytes and its FLOPs at sustained rates, plus a
+launch.
 
-**Matmuls** run at the device's rate for their dtype, in waves of tiles (`devices.cost.compute`, without the cost model's limit
-on what FP8 may gain). FP8 has two rates, with and without fast accumulation; scales of blocks have a rate of their own. The
-waves have constants that were fitted to six published times (docs/cost-model.md). `waves=False` counts FLOPs at the full rate.
+**Matmuls** run at the device's rate for their dtype, in waves of tiles (`devices.cost.compute`, without the
+cost model's limit on what FP8 may gain). FP8 has two rates, with and without fast accumulation; scales of
+blocks have a rate of their own. The waves have constants that were fitted to six published times
+(docs/cost-model.md). `waves=False` counts FLOPs at the full rate.
 
-**Fused attention** is slower than a matmul and stays in high precision, so it takes most of a step with long sequences. Its
-FLOPs, forward and backward, count at a share of the bf16 matmul rate. The share is that of the kernel that
-`scaled_dot_product_attention` takes:
+**Fused attention** is slower than a matmul and stays in high precision, so it takes most of a step with long
+sequences. Its FLOPs, forward and backward, count at a share of the bf16 matmul rate. The share is that of the
+kernel that `scaled_dot_product_attention` takes:
 
     Hopper  cuDNN, 0.75. Since 2.10, torch prefers cuDNN on compute capabilities 9 and 10 if cuDNN is newer than 9.15
             (`check_prefer_cudnn_attention`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). The wheels of torch 2.11 and
@@ -19,8 +21,8 @@ FLOPs, forward and backward, count at a share of the bf16 matmul rate. The share
     Ada, consumer Blackwell  FlashAttention-2; as on the A100, because they share its instructions (assumed)
     others  FlashAttention-2; 0.44, as on the H100 (assumed)
 
-Every other kernel, generated ones too, is assumed to be limited by its bytes. This includes convolutions, so it is wrong for
-convolutional networks.
+Every other kernel, generated ones too, is assumed to be limited by its bytes. This includes convolutions, so
+it is wrong for convolutional networks.
 """
 
 from __future__ import annotations
@@ -58,7 +60,11 @@ def attention_rate(device: Device) -> AttentionRate:
     """What `scaled_dot_product_attention` takes on a device with torch 2.11 or later."""
     if not device.gfx and device.capability[0] in (9, 10):
         return CUDNN
-    return FLASH_ATTENTION_2_ON_AMPERE if device.capability in _AS_AMPERE and not device.gfx else FLASH_ATTENTION_2
+    return (
+        FLASH_ATTENTION_2_ON_AMPERE
+        if device.capability in _AS_AMPERE and not device.gfx
+        else FLASH_ATTENTION_2
+    )
 
 
 def seconds(launch: Launch, device: Device, attention: float | None = None, waves: bool = True) -> float:
@@ -74,7 +80,9 @@ def seconds(launch: Launch, device: Device, attention: float | None = None, wave
     compute = 0.0
     if launch.attention is not None:
         dtype = str(launch.attention.q.dtype).removeprefix("torch.")
-        compute = launch.attention.flops / (device.flops.of(dtype) * (attention or attention_rate(device).share))
+        compute = launch.attention.flops / (
+            device.flops.of(dtype) * (attention or attention_rate(device).share)
+        )
     return max(launch.bytes / device.bandwidth, compute) + device.launch
 
 

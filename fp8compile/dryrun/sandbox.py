@@ -1,12 +1,12 @@
 """Trace a training step and leave no trace of it: the common part of `explain` and `estimate`.
 
-The model is traced in place, because a copy would have other names, or none (a closure over modules cannot be copied). All that
-tracing, and code that Dynamo leaves to eager mode, may change is restored: attributes, training flags, buffers, gradients,
-random states, the package's records of graphs, parameters and messages, and the code that Dynamo compiled for the user's
-frames.
+The model is traced in place, because a copy would have other names, or none (a closure over modules cannot be
+copied). All that tracing, and code that Dynamo leaves to eager mode, may change is restored: attributes,
+training flags, buffers, gradients, random states, the package's records of graphs, parameters and messages,
+and the code that Dynamo compiled for the user's frames.
 
-Parameters and buffers on the meta device have no memory. They are replaced by CPU tensors to which nothing is written: the
-operating system allocates no memory for them until then.
+Parameters and buffers on the meta device have no memory. They are replaced by CPU tensors to which nothing is
+written: the operating system allocates no memory for them until then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def taken(model: Any) -> Callable[..., Any]:
 
 
 def modules_of(model: Any) -> list[nn.Module]:
-    """The modules that a callable uses: the callable itself, its bound arguments, closure, globals and attributes."""
+    """The modules that a callable uses: the callable itself, its bound arguments, closure, globals and
+    attributes."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
 
@@ -67,12 +68,20 @@ def modules_of(model: Any) -> list[nn.Module]:
             visit_all((x.__self__, x.__func__), depth)
         elif isinstance(x, types.FunctionType):
             cells = [cell.cell_contents for cell in x.__closure__ or () if _filled(cell)]
-            visit_all((*cells, *(x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__)), depth)
+            visit_all(
+                (*cells, *(x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__)),
+                depth,
+            )
         elif isinstance(x, (list, tuple)):
             visit_all(x, depth)
         elif isinstance(x, dict):
             visit_all(x.values(), depth)
-        elif callable(x) and not isinstance(x, type) and hasattr(x, "__dict__") and type(x).__module__ != "builtins":
+        elif (
+            callable(x)
+            and not isinstance(x, type)
+            and hasattr(x, "__dict__")
+            and type(x).__module__ != "builtins"
+        ):
             visit_all(vars(x).values(), depth)
 
     def visit_all(items: Iterable[Any], depth: int) -> None:
@@ -97,8 +106,8 @@ def _filled(cell: types.CellType) -> bool:
 
 
 def entry(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls `model` and has a code object of its own. Dynamo attaches compiled code to code objects, so this
-    compiled code is freed with the function."""
+    """A function that calls `model` and has a code object of its own. Dynamo attaches compiled code to code
+    objects, so this compiled code is freed with the function."""
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
@@ -108,7 +117,8 @@ def entry(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inputs(values: Any) -> Any:
-    """Copies of the tensors in nested arguments. Tensors on the meta device become zeros on the CPU (`unwritten`)."""
+    """Copies of the tensors in nested arguments. Tensors on the meta device become zeros on the CPU
+    (`unwritten`)."""
 
     def copy(x: Any) -> Any:
         if type(x) is not torch.Tensor:
@@ -120,8 +130,8 @@ def inputs(values: Any) -> Any:
 
 
 def fuse_attention(gm: torch.fx.GraphModule) -> None:
-    """Set the dropout of attention to 0 in a Dynamo graph. Attention with dropout is fused on a GPU but not on a CPU, where a
-    graph for a described GPU is traced."""
+    """Set the dropout of attention to 0 in a Dynamo graph. Attention with dropout is fused on a GPU but not
+    on a CPU, where a graph for a described GPU is traced."""
     for node in gm.graph.nodes:
         if node.target is F.scaled_dot_product_attention:
             node.args = (*node.args[:4], *(0.0 for _ in node.args[4:5]), *node.args[5:])
@@ -130,8 +140,8 @@ def fuse_attention(gm: torch.fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = ()) -> Iterator[None]:
-    """Inside the context, each of `modules` that is in eval mode is in training mode. At the end, everything is as before, but
-    for what Dynamo has compiled for the code objects `kept`."""
+    """Inside the context, each of `modules` that is in eval mode is in training mode. At the end, everything
+    is as before, but for what Dynamo has compiled for the code objects `kept`."""
     roots = list(modules)
     with contextlib.ExitStack() as stack:
         for part in {id(part): part for root in roots for part in root.modules()}.values():
@@ -140,8 +150,11 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
         for root in roots:
             for part in root.modules():
                 part.__dict__["_compiled_call_impl"] = None  # undo module.compile(): the sandbox compiles
-                if compat.autograd.is_ddp(part):  # its own forward talks to other ranks, and waits for a backward
-                    part.__dict__["forward"] = types.MethodType(torch.compiler.disable(_of_one_rank, recursive=False), part)
+                # its own forward talks to other ranks, and waits for a backward
+                if compat.autograd.is_ddp(part):
+                    part.__dict__["forward"] = types.MethodType(
+                        torch.compiler.disable(_of_one_rank, recursive=False), part
+                    )
                 _replace(part, memory)
             if not root.training:
                 root.train()
@@ -154,20 +167,23 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
 
 
 def _of_one_rank(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of DDP without communication. Dynamo does not see it, as it does not see DDP's own: names of graphs, which
-    policies match, are those of the module inside."""
+    """The forward of DDP without communication. Dynamo does not see it, as it does not see DDP's own: names
+    of graphs, which policies match, are those of the module inside."""
     return ddp.module(*args, **kwargs)
 
 
 def _forwards(modules: Iterable[nn.Module]) -> list[types.FunctionType]:
     """The functions that are the forwards of these modules and their parts."""
     kinds = {type(part) for module in modules for part in module.modules()}
-    return [found for kind in kinds if isinstance(found := getattr(kind, "forward", None), types.FunctionType)]
+    return [
+        found for kind in kinds if isinstance(found := getattr(kind, "forward", None), types.FunctionType)
+    ]
 
 
 @contextlib.contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """At the end, restore attributes, parameters, buffers and gradients of one module: the same objects as before."""
+    """At the end, restore attributes, parameters, buffers and gradients of one module: the same objects as
+    before."""
     tables = [module.__dict__] + [module.__dict__[x] for x in ("_parameters", "_buffers", "_modules")]
     before = [dict(table) for table in tables]
     gradients = [(p, p.grad) for p in module._parameters.values() if p is not None]
@@ -184,8 +200,8 @@ def _kept(module: nn.Module) -> Iterator[None]:
 
 
 def _replace(module: nn.Module, memory: dict[int, Any]) -> None:
-    """Replace buffers by copies, and tensors on the meta device by unwritten ones. `memory` maps the id of each replaced tensor
-    to its replacement, so that shared tensors stay shared."""
+    """Replace buffers by copies, and tensors on the meta device by unwritten ones. `memory` maps the id of
+    each replaced tensor to its replacement, so that shared tensors stay shared."""
     for table, is_parameter in ((module._parameters, True), (module._buffers, False)):
         for name, tensor in table.items():
             if tensor is None or (is_parameter and tensor.device.type != "meta"):

@@ -1,17 +1,20 @@
-"""The fastest policy whose gradients are exact enough. `tune` measures the error of FP8, and estimates the time that it saves.
+"""The fastest policy whose gradients are exact enough. `tune` measures the error of FP8, and estimates the
+time that it saves.
 
     tuned = fp8compile.tune(model, tokens, targets, device="h100", max_error=0.05)
     tuned.write("policy.toml")                                  # a commented policy, for options={"policy": "policy.toml"}
 
-Layers whose names differ in numbers only are a group (`tuned`). For each group and each candidate, one training step runs
-eagerly with that group alone in FP8, as `fp8compile.compare` runs it. The error of a step is that of its gradients:
+Layers whose names differ in numbers only are a group (`tuned`). For each group and each candidate, one
+training step runs eagerly with that group alone in FP8, as `fp8compile.compare` runs it. The error of a step
+is that of its gradients:
 
     error^2 = mean over all elements of trained parameters of min(1, |g_fp8 - g|^2 / |g|^2 - what bf16 has)
 
-where |.| is over one parameter, because Adam scales each parameter's update by its own gradient. Squares of groups are assumed
-to add up. Times come from `fp8compile.estimate`, of steps with all layers in one recipe. From the fastest choice, groups change
-one by one to a candidate with a smaller error, until the sum is small enough. The result is measured and estimated again as a
-whole policy; so is every uniform recipe. The fastest of those whose measured error is at most `max_error` is returned.
+where |.| is over one parameter, because Adam scales each parameter's update by its own gradient. Squares of
+groups are assumed to add up. Times come from `fp8compile.estimate`, of steps with all layers in one recipe.
+From the fastest choice, groups change one by one to a candidate with a smaller error, until the sum is small
+enough. The result is measured and estimated again as a whole policy; so is every uniform recipe. The fastest
+of those whose measured error is at most `max_error` is returned.
 """
 
 from __future__ import annotations
@@ -52,27 +55,34 @@ def tune(
 ) -> Tuned:
     """Choose recipe and format for each group of layers of `model(*args, **kwargs)`. See `Tuned`.
 
-    `model`, its arguments and `loss` are those of `fp8compile.compare`: a real batch, in the context of your step. `device`
-    names the described device that times are estimated for; None takes that of the policy, else "h200". `max_error` is the
-    largest relative error of gradients that FP8 may add to that of bf16, such as 0.05. `options` may have a "policy", by name
-    or path: the result extends it, and what its own rules keep in high precision stays so.
+    `model`, its arguments and `loss` are those of `fp8compile.compare`: a real batch, in the context of your
+    step. `device` names the described device that times are estimated for; None takes that of the policy,
+    else "h200". `max_error` is the largest relative error of gradients that FP8 may add to that of bf16, such
+    as 0.05. `options` may have a "policy", by name or path: the result extends it, and what its own rules
+    keep in high precision stays so.
 
-    `like` is what times are estimated for, if that is not `model` and its batch: (model, args) or (model, args, kwargs), of a
-    model whose modules have the same names. It may be on the meta device. Small sizes gain nothing from FP8.
+    `like` is what times are estimated for, if that is not `model` and its batch: (model, args) or (model,
+    args, kwargs), of a model whose modules have the same names. It may be on the meta device. Small sizes
+    gain nothing from FP8.
 
     `progress(what)` is called before each of the steps and compilations.
 
-    The model, its gradients, buffers and random numbers, and reports are left as they were. The result depends on nothing but
-    the arguments. It takes a trace and a step for each group and candidate, and a compilation for each recipe.
+    The model, its gradients, buffers and random numbers, and reports are left as they were. The result
+    depends on nothing but the arguments. It takes a trace and a step for each group and candidate, and a
+    compilation for each recipe.
 
-    Raises TuneError if no policy is accurate enough or none is faster than bf16; Fp8CompileError if the model refuses the
-    batch, if its loss is not finite, if it is not deterministic, or if no GPU can be described here (a process with a CUDA
-    device); OptionError (a ValueError) for bad options, as `compare` does.
+    Raises TuneError if no policy is accurate enough or none is faster than bf16; Fp8CompileError if the model
+    refuses the batch, if its loss is not finite, if it is not deterministic, or if no GPU can be described
+    here (a process with a CUDA device); OptionError (a ValueError) for bad options, as `compare` does.
     """
     if "loss_budget" in kwargs:
-        raise OptionError("tune: 'loss_budget' is gone, since no study supports one; give max_error, such as 0.05")
+        raise OptionError(
+            "tune: 'loss_budget' is gone, since no study supports one; give max_error, such as 0.05"
+        )
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < 1:
-        raise OptionError.of("max_error", max_error, "a relative error of gradients above 0 and under 1, such as 0.05")
+        raise OptionError.of(
+            "max_error", max_error, "a relative error of gradients above 0 and under 1, such as 0.05"
+        )
     timed = (model, args, kwargs) if like is None else like
     if not isinstance(timed, tuple) or not 2 <= len(timed) <= 3 or not isinstance(timed[1], (tuple, list)):
         raise OptionError("tune: like has to be (model, args) or (model, args, kwargs), with args a tuple")
@@ -80,17 +90,22 @@ def tune(
     found = device_for(device or parse({"policy": extends}).policy.device)
     network, its, *named = taken(timed[0]), tuple(timed[1]), *timed[2:]
     modules = modules_of((network, its, *named))
-    compiler = Compiler(network, modules, its, dict(*named), found, {}, repeated(modules)[0])  # early: it may be impossible
+    # early: it may be impossible
+    compiler = Compiler(network, modules, its, dict(*named), found, {}, repeated(modules)[0])
     autocast = wanted(modules, None) or (like is None and torch.is_autocast_enabled("cpu"))
     session = Session(model, {"policy": policy_of((), (), extends)}, who="tune")
-    return _Study(session, compiler, autocast, extends, max_error, progress or (lambda what: None)).result(args, kwargs, loss)
+    return _Study(session, compiler, autocast, extends, max_error, progress or (lambda what: None)).result(
+        args, kwargs, loss
+    )
 
 
 def _extends(options: Mapping[str, Any]) -> str:
     """The name or path of the policy that the result extends."""
     policy = options.get("policy") or os.environ.get(VARIABLE) or "default"
     if not isinstance(policy, (str, os.PathLike)) or not {*options} <= {"policy", "strict"}:
-        raise OptionError.of("options", dict(options), "a name or path of a policy, {'policy': ...}, which the result extends")
+        raise OptionError.of(
+            "options", dict(options), "a name or path of a policy, {'policy': ...}, which the result extends"
+        )
     return os.fspath(policy)
 
 
@@ -98,7 +113,13 @@ class _Study:
     """Measures and estimates policies."""
 
     def __init__(
-        self, session: Session, compiler: Compiler, autocast: bool, extends: str, max_error: float, say: Callable[[str], None]
+        self,
+        session: Session,
+        compiler: Compiler,
+        autocast: bool,
+        extends: str,
+        max_error: float,
+        say: Callable[[str], None],
     ):
         self.session, self.compiler, self.autocast, self.extends = session, compiler, autocast, extends
         self.max_error, self.say = max_error, say
@@ -113,28 +134,38 @@ class _Study:
         alone = [self._alone(group) for group in groups]
         bf16, saved = self._saved(dict.fromkeys(map(recipe_of, self.found)))
         rows = [
-            {HIGH: (0.0, 0.0), **{candidate: (saves[recipe_of(candidate)], error) for candidate, error in errors.items()}}
+            {
+                HIGH: (0.0, 0.0),
+                **{candidate: (saves[recipe_of(candidate)], error) for candidate, error in errors.items()},
+            }
             for saves, errors in zip(saved, alone, strict=True)
         ]
         for candidate in self.found:
             self._weigh((candidate,) * len(groups), f"{candidate} everywhere")
         self._descend(rows, "mixed")
-        for only in saved[0]:  # a kernel between two layers counts for one of them: times of one recipe add up best
-            self._descend([{c: row[c] for c in row if recipe_of(c) in (HIGH, only)} for row in rows], f"{only}, in part")
+        # a kernel between two layers counts for one of them: times of one recipe add up best
+        for only in saved[0]:
+            self._descend(
+                [{c: row[c] for c in row if recipe_of(c) in (HIGH, only)} for row in rows], f"{only}, in part"
+            )
         wholes = sorted(self.wholes.values(), key=lambda whole: (whole.seconds, whole.error))
-        if wholes[0].seconds == math.inf and any(seconds > 0 for saves in saved for seconds in saves.values()):
+        if wholes[0].seconds == math.inf and any(
+            seconds > 0 for saves in saved for seconds in saves.values()
+        ):
             least = math.sqrt(min(error for errors in alone for error in errors.values()))
             raise TuneError(
-                f"tune: no FP8 policy of {name} has an error of gradients of at most {self.max_error:g}; the least of one "
-                f"group alone is {least:.2g}. Raise max_error, or train in bf16"
+                f"tune: no FP8 policy of {name} has an error of gradients of at most {self.max_error:g}; "
+                f"the least of one group alone is {least:.2g}. Raise max_error, or train in bf16"
             )
         if wholes[0].seconds >= bf16:
             raise TuneError(
-                f"tune: FP8 does not make {name} faster on {device} at these sizes, so train in bf16; give a larger batch, or "
-                "the sizes of the real training with like= (--like)"
+                f"tune: FP8 does not make {name} faster on {device} at these sizes, so train in bf16; give "
+                "a larger batch, or the sizes of the real training with like= (--like)"
             )
         shown = tuple({c: (seconds, math.sqrt(error)) for c, (seconds, error) in row.items()} for row in rows)
-        return Tuned(name, device, self.max_error, self.extends, groups, shown, bf16, tuple(wholes), wholes[0])
+        return Tuned(
+            name, device, self.max_error, self.extends, groups, shown, bf16, tuple(wholes), wholes[0]
+        )
 
     # -- errors
 
@@ -148,8 +179,9 @@ class _Study:
         again = math.sqrt(self._squared(step(HIGH_PRECISION, None)))
         if again > UNSTEADY * self.max_error:
             raise Fp8CompileError(
-                f"tune: {name} is not deterministic: the gradients of two equal steps in high precision differ by {again:.2g}; "
-                "seed what is random, or use torch.use_deterministic_algorithms(True)"
+                f"tune: {name} is not deterministic: the gradients of two equal steps in high precision "
+                f"differ by {again:.2g}; seed what is random, or use "
+                "torch.use_deterministic_algorithms(True)"
             )
         self.say("with the noise of bf16")
         noisy = step(HIGH_PRECISION, Watched({}, noise=True))
@@ -177,7 +209,8 @@ class _Study:
     def _squared(self, test: ComparedStep) -> float:
         total = weights = 0.0
         for name, gradient in self.reference.gradients.items():
-            count = int(torch.count_nonzero(gradient))  # rows of an embedding that the batch does not have are not trained
+            # rows of an embedding that the batch does not have are not trained
+            count = int(torch.count_nonzero(gradient))
             total += count * min(1.0, max(0.0, self._share(name, test) - self.floor.get(name, 0.0)))
             weights += count
         return total / weights if weights else 0.0
@@ -192,8 +225,9 @@ class _Study:
     # -- times
 
     def _saved(self, recipes: Collection[str]) -> tuple[float, list[dict[str, float]]]:
-        """Seconds of a step in bf16, and those that each group saves in each recipe, from steps with everything in it. What
-        other layers save (a norm that is fused with casts) is divided between groups by their time in bf16."""
+        """Seconds of a step in bf16, and those that each group saves in each recipe, from steps with
+        everything in it. What other layers save (a norm that is fused with casts) is divided between groups
+        by their time in bf16."""
         owner = {group.name: i for i, group in enumerate(self.groups) if "module" in group.where}
 
         def by_group(costs: Costs) -> dict[int | None, float]:
@@ -228,8 +262,9 @@ class _Study:
     # -- whole policies
 
     def _descend(self, rows: Sequence[Mapping[str, tuple[float, float]]], name: str) -> None:
-        """From the fastest choice, change one group after the other, each time where the most error goes for the least time,
-        until the whole policy is exact enough. `rows`: (seconds saved, squared error) of each group's candidates."""
+        """From the fastest choice, change one group after the other, each time where the most error goes for
+        the least time, until the whole policy is exact enough. `rows`: (seconds saved, squared error) of each
+        group's candidates."""
         choice = [max(row, key=lambda c: (row[c][0], -row[c][1])) for row in rows]
         while set(choice) != {HIGH}:
             total = sum(row[c][1] for row, c in zip(rows, choice, strict=True))

@@ -1,4 +1,5 @@
-"""The result of `fp8compile.tune`: a choice of candidates for groups of layers, as a policy and as a commented file.
+"""The result of `fp8compile.tune`: a choice of candidates for groups of layers, as a policy and as a
+commented file.
 
     blocks.0.mlp.up, blocks.1.mlp.up, ...                           ->  the group blocks.*.mlp.up
     "delayed", "delayed, e4m3", "rowwise", ..., "high precision"    ->  its candidates
@@ -36,7 +37,11 @@ Choice = tuple[str, ...]  # in the order of the groups
 def candidates(gpu: Gpu) -> tuple[str, ...]:
     """What a GPU multiplies natively, from coarse to fine."""
     native = {name: made for name, made in BUILT_IN.items() if made.native(gpu)}
-    return tuple(name + e4m3 for name, made in native.items() for e4m3 in (("", ", e4m3") if made.block == WHOLE else ("",)))
+    return tuple(
+        name + e4m3
+        for name, made in native.items()
+        for e4m3 in (("", ", e4m3") if made.block == WHOLE else ("",))
+    )
 
 
 def recipe_of(candidate: str) -> str:
@@ -46,8 +51,8 @@ def recipe_of(candidate: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayerGroup:
-    """Layers whose names differ in numbers only. `name`: with * for the numbers. `where`: the condition of its rule.
-    `settings`: what the policy that is extended sets for these layers."""
+    """Layers whose names differ in numbers only. `name`: with * for the numbers. `where`: the condition of
+    its rule. `settings`: what the policy that is extended sets for these layers."""
 
     name: str
     where: Mapping[str, str | list[str]]
@@ -73,7 +78,8 @@ def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[LayerGro
 
 
 def _condition(name: str, members: Collection[str], names: set[str]) -> str | list[str]:
-    """What fits these members and no other of `names`: a glob (where * is any text), a regular expression, or their names."""
+    """What fits these members and no other of `names`: a glob (where * is any text), a regular expression, or
+    their names."""
     for text in (name, "re:" + r"\d+".join(re.escape(part) for part in name.split("*"))):
         if {other for other in names if matcher(text)(other)} <= set(members):
             return text
@@ -103,12 +109,13 @@ def policy_of(groups: Sequence[LayerGroup], choice: Choice, extends: str) -> Pol
     return dataclasses.replace(load(tables(groups, choice, extends)), device=None, schedule=None)
 
 
-# -- the result ---------------------------------------------------------------------------------------------------------
+# -- the result ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole policy that was measured: its error and, if that is small enough, its estimated seconds a step (else inf)."""
+    """A whole policy that was measured: its error and, if that is small enough, its estimated seconds a step
+    (else inf)."""
 
     name: str
     choice: Choice
@@ -118,12 +125,12 @@ class Whole:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest policy whose gradients have a relative error of at most `max_error`. ``str()`` has the tables, ``to_toml()``
-    the policy as a file, ``write(path)`` writes it, ``to_dict()`` is for JSON.
+    """The fastest policy whose gradients have a relative error of at most `max_error`. ``str()`` has the
+    tables, ``to_toml()`` the policy as a file, ``write(path)`` writes it, ``to_dict()`` is for JSON.
 
-    `policy` can be given to the backend: ``options={"policy": tuned.policy}``. `error` is its measured relative error of
-    gradients, `seconds` its estimated time of a step (forward and backward) on `device`, `bf16` that of bf16. `speedup` is
-    their ratio. docs/tune.md has the definitions.
+    `policy` can be given to the backend: ``options={"policy": tuned.policy}``. `error` is its measured
+    relative error of gradients, `seconds` its estimated time of a step (forward and backward) on `device`,
+    `bf16` that of bf16. `speedup` is their ratio. docs/tune.md has the definitions.
     """
 
     model: str
@@ -155,24 +162,35 @@ class Tuned:
     @property
     def choice(self) -> dict[str, str]:
         """What each group of layers gets: {"blocks.*.mlp.up": "rowwise", ...}."""
-        return {group.name: candidate for group, candidate in zip(self.groups, self.chosen.choice, strict=True)}
+        return {
+            group.name: candidate for group, candidate in zip(self.groups, self.chosen.choice, strict=True)
+        }
 
     def rows(self) -> list[dict[str, Any]]:
-        """A flat dict for each group and candidate: "layers", "candidate", "error" (with this group alone in FP8), "seconds"
-        (saved a step), "chosen"."""
+        """A flat dict for each group and candidate: "layers", "candidate", "error" (with this group alone in
+        FP8), "seconds" (saved a step), "chosen"."""
         return [
-            {"layers": name, "candidate": candidate, "error": error, "seconds": seconds, "chosen": candidate == chosen}
+            {
+                "layers": name,
+                "candidate": candidate,
+                "error": error,
+                "seconds": seconds,
+                "chosen": candidate == chosen,
+            }
             for (name, chosen), row in zip(self.choice.items(), self.alone, strict=True)
             for candidate, (seconds, error) in row.items()
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """{"model", "device", "max_error", "error", "seconds", "bf16_seconds", "speedup", "choice", "rows", "policies":
-        [{"name", "error", "seconds", "chosen"}], "toml"}, for JSON. "seconds" is None for a policy above `max_error`."""
+        """{"model", "device", "max_error", "error", "seconds", "bf16_seconds", "speedup", "choice", "rows",
+        "policies": [{"name", "error", "seconds", "chosen"}], "toml"}, for JSON. "seconds" is None for a
+        policy above `max_error`."""
         policies = []
         for whole in self.wholes:
             seconds = None if whole.seconds == math.inf else whole.seconds
-            policies.append({"name": whole.name, "error": whole.error, "seconds": seconds, "chosen": whole is self.chosen})
+            policies.append(
+                {"name": whole.name, "error": whole.error, "seconds": seconds, "chosen": whole is self.chosen}
+            )
         return {
             "model": self.model,
             "device": self.device,
@@ -189,8 +207,9 @@ class Tuned:
 
     def summary(self) -> str:
         return (
-            f"{self.model} on {self.device}: {self.speedup:.2f}x, {1e3 * self.bf16:.4g} ms in bf16, {1e3 * self.seconds:.4g} "
-            f"ms tuned (estimated, forward and backward); error of gradients {self.error:.4f}, at most {self.max_error:g}"
+            f"{self.model} on {self.device}: {self.speedup:.2f}x, {1e3 * self.bf16:.4g} ms in bf16, "
+            f"{1e3 * self.seconds:.4g} ms tuned (estimated, forward and backward); error of gradients "
+            f"{self.error:.4f}, at most {self.max_error:g}"
         )
 
     def __str__(self) -> str:
@@ -224,13 +243,17 @@ class Tuned:
         made = tables(self.groups, self.chosen.choice, extends)
         lines = [
             f"# Chosen by `fp8compile tune`: {self.summary()}.",
-            "# Times are estimates: docs/tune.md. Layers that no rule names are left to the policy that is extended.",
+            (
+                "# Times are estimates: docs/tune.md. Layers that no rule names are left to the "
+                "policy that is extended."
+            ),
             "",
             f"extends = {json.dumps(made['extends'])}",
         ]
         for rule, group in zip(made["rules"], self.groups, strict=True):
             lines += ["", f"# layers: {len(group.modules)}", "[[rules]]"]
-            lines += [f"{key} = {json.dumps(value)}" for key, value in rule.items()]  # strings, booleans, lists: also TOML
+            # strings, booleans, lists: also TOML
+            lines += [f"{key} = {json.dumps(value)}" for key, value in rule.items()]
         lines += ["", "# Whole policies. ms: a step. *: this file.", *_commented(self._policies())]
         lines += ["", "# Each group alone in FP8. *: chosen.", *_commented(self._groups())]
         return "\n".join(lines) + "\n"

@@ -1,11 +1,13 @@
 """`fp8compile.monitor(model, compare_every=500)`: compare FP8 with high precision while a model trains.
 
-The monitor (`reporting.monitor`) counts optimizer steps. This file remembers what the model has seen in the step that ends
-with such a comparison: the arguments of its first call, the autocast that it was called in, and the gradients that came back
-to its outputs. So no loss has to be given: the comparison goes backward from the same gradients (for a model that returns its
-loss, that is the loss itself). Copies of the batch and of these gradients are kept from that call to the end of the step.
+The monitor (`reporting.monitor`) counts optimizer steps. This file remembers what the model has seen in the
+step that ends with such a comparison: the arguments of its first call, the autocast that it was called in,
+and the gradients that came back to its outputs. So no loss has to be given: the comparison goes backward from
+the same gradients (for a model that returns its loss, that is the loss itself). Copies of the batch and of
+these gradients are kept from that call to the end of the step.
 
-The call is seen from outside of what Dynamo compiles, so nothing is compiled anew, and the training is bitwise the same.
+The call is seen from outside of what Dynamo compiles, so nothing is compiled anew, and the training is
+bitwise the same.
 """
 
 from __future__ import annotations
@@ -36,37 +38,43 @@ logger = get_logger(__name__)
 SHOWN = 3  # rows that a warning names
 
 
-def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl", compare_every: int | None = None) -> Monitor:
-    """Write the numbers of every quantized tensor of `model` (see `Stats.rows`) at every `every`-th optimizer step.
+def monitor(
+    model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl", compare_every: int | None = None
+) -> Monitor:
+    """Write the numbers of every quantized tensor of `model` (see `Stats.rows`) at every `every`-th optimizer
+    step.
 
     `to` is one of:
 
-    * a path or a file object: JSON lines are appended, {"step": 100, "name": "layers.0.up.weight", "role": "input", ...};
+    * a path or a file object: JSON lines are appended, {"step": 100, "name": "layers.0.up.weight", "role":
+      "input", ...};
     * a SummaryWriter (any object with `add_scalar`), or "tensorboard:DIR" to make one: it gets the scalars
       fp8/layers.0.up.weight/input.0/overflows%, ...;
     * a function, which is called with a list of such dicts.
 
-    `compare_every`: also compare FP8 with high precision after every so many steps, on the batch that the model has just seen,
-    and warn of what is out of range (see `Comparison`). Its rows have "compare" instead of "role": "step" for the whole
-    step, "layer" and "parameter" as in `Comparison.rows`. A comparison takes three steps, run eagerly, and at the
-    first time the tracing of two graphs. `model` has to be the object that the training loop calls.
+    `compare_every`: also compare FP8 with high precision after every so many steps, on the batch that the
+    model has just seen, and warn of what is out of range (see `Comparison`). Its rows have "compare" instead
+    of "role": "step" for the whole step, "layer" and "parameter" as in `Comparison.rows`. A comparison takes
+    three steps, run eagerly, and at the first time the tracing of two graphs. `model` has to be the object
+    that the training loop calls.
 
-    In a distributed job, each process measures. Only rank 0 writes to a path or to "tensorboard:DIR"; each process uses the
-    object or function that it was given.
+    In a distributed job, each process measures. Only rank 0 writes to a path or to "tensorboard:DIR"; each
+    process uses the object or function that it was given.
 
-    `model` is the module that was compiled, or the wrapper that torch.compile made of it. A call of `optimizer.step()` of its
-    optimizer counts as a step. With gradient accumulation, the first call of the step is measured. Returns a `Monitor`: close
-    it, or use it in a `with`.
+    `model` is the module that was compiled, or the wrapper that torch.compile made of it. A call of
+    `optimizer.step()` of its optimizer counts as a step. With gradient accumulation, the first call of the
+    step is measured. Returns a `Monitor`: close it, or use it in a `with`.
 
-    OptionError (a ValueError) for an `every` or a `compare_every` below 1, an unusable `to`, and a model that is not compiled;
-    TypeError if `model` is not a module.
+    OptionError (a ValueError) for an `every` or a `compare_every` below 1, an unusable `to`, and a model that
+    is not compiled; TypeError if `model` is not a module.
     """
     if compare_every is not None:
         integer("compare_every", compare_every, 1)
         if isinstance(model, nn.Module) and not compat.autograd.is_compiled(model):
             raise OptionError(
-                "monitor(compare_every=...): the model must be the object that the training loop calls, to see its batches: "
-                f"what torch.compile(model, backend='fp8') returned; got a {type(model).__name__}"
+                "monitor(compare_every=...): the model must be the object that the training loop calls, to "
+                "see its batches: what torch.compile(model, backend='fp8') returned; got a "
+                f"{type(model).__name__}"
             )
     made = reporting.monitor(model, every, to)
     if compare_every is not None:
@@ -92,12 +100,17 @@ class Comparing:
         self.seen = None
 
     def rows(self, step: int) -> list[dict[str, Any]]:
-        """The rows of a comparison, if one is due after this step. An error of it is a warning, and ends all comparisons."""
+        """The rows of a comparison, if one is due after this step. An error of it is a warning, and ends all
+        comparisons."""
         seen, self.seen = self.seen, None
         if step % self.every or self.closed:
             return []
         if seen is None or not seen.gradients:
-            what = "no call of the model was seen in this step" if seen is None else "no gradient came back to its outputs"
+            what = (
+                "no call of the model was seen in this step"
+                if seen is None
+                else "no gradient came back to its outputs"
+            )
             say_once(logger, logging.WARNING, f"monitor: nothing to compare at step {step}: {what}")
             return []
         self.stop()  # the comparison calls the model, too
@@ -139,13 +152,16 @@ class Comparing:
 
 
 class Seen:
-    """One call of the model: its arguments, the gradients that came back to its outputs (by position), its autocast."""
+    """One call of the model: its arguments, the gradients that came back to its outputs (by position), its
+    autocast."""
 
     def __init__(self, args: Any, kwargs: Any):
         self.args, self.kwargs = args, kwargs
         self.gradients: dict[int, Tensor] = {}
         self.autocasts = {
-            device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+            device: torch.get_autocast_dtype(device)
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
         }
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -155,10 +171,13 @@ class Seen:
         return stack
 
     def loss(self, output: Any) -> Tensor:
-        """A number whose gradients by the outputs are those that came back. In float64, in which the sum is finite."""
+        """A number whose gradients by the outputs are those that came back. In float64, in which the sum is
+        finite."""
         leaves = pytree.tree_leaves(output)
         pairs = [(leaves[i], grad) for i, grad in self.gradients.items()]
-        return torch.stack([(leaf.to(torch.float64) * grad.to(torch.float64)).sum() for leaf, grad in pairs]).sum()
+        return torch.stack(
+            [(leaf.to(torch.float64) * grad.to(torch.float64)).sum() for leaf, grad in pairs]
+        ).sum()
 
 
 def _copied(values: Any) -> Any:
@@ -167,8 +186,10 @@ def _copied(values: Any) -> Any:
 
 
 def _listen(model: nn.Module, called: Callable[[Any, Any], Any]) -> Callable[[], None]:
-    """Call `called(args, kwargs)` at each call of a model, and what it returns with the output. Returns what ends that."""
-    before = model.__dict__.get("_compiled_call_impl")  # of model.compile(), which compiles hooks of the module, too
+    """Call `called(args, kwargs)` at each call of a model, and what it returns with the output. Returns what
+    ends that."""
+    # of model.compile(), which compiles hooks of the module, too
+    before = model.__dict__.get("_compiled_call_impl")
     inner, name = (model._call_impl, "_call_impl") if before is None else (before, "_compiled_call_impl")
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +223,13 @@ def rows_of(step: int, found: Comparison) -> list[dict[str, Any]]:
     """The rows of a comparison, as a monitor writes them: the whole step, then layers and parameters."""
     whole = found.to_dict()
     first = {key: whole[key] for key in ("loss", "loss_bf16", "loss_fp8")}
-    first |= {key: whole["gradient"][part] for key, part in (("gradient", "sqnr"), ("cosine", "cosine"), ("norm", "norm"))}
+    first |= {
+        key: whole["gradient"][part]
+        for key, part in (("gradient", "sqnr"), ("cosine", "cosine"), ("norm", "norm"))
+    }
     first["gradient_bf16"] = whole["gradient_bf16"]["sqnr"]
-    rows = [{"name": whole["model"], "kind": "step", **first, "flag": ", ".join(whole["flagged"])}, *found.rows()]
+    rows = [
+        {"name": whole["model"], "kind": "step", **first, "flag": ", ".join(whole["flagged"])},
+        *found.rows(),
+    ]
     return [{"step": step, "compare": row.pop("kind"), **row} for row in rows]

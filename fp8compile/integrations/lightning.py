@@ -1,4 +1,5 @@
-"""PyTorch Lightning: `Trainer(callbacks=[FP8Callback(policy="fast")])`. Fabric needs no callback: docs/hosts.md."""
+"""PyTorch Lightning: `Trainer(callbacks=[FP8Callback(policy="fast")])`. Fabric needs no callback:
+docs/hosts.md."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ with host("lightning", "2.6", "fp8compile.integrations.lightning"):
 class FP8Callback(Callback):
     """Compiles the networks of the LightningModule in place, and adds to what it logs.
 
-    `network` names an attribute, "net" or "net.encoder"; without it, every child with parameters is compiled, and each module
-    of a child that is a list. Nobody calls the LightningModule itself, so it is not compiled. Names in checkpoints do not
-    change. `policy`, `schedule` and further keywords are the options of the backend; they are checked here: raises OptionError.
+    `network` names an attribute, "net" or "net.encoder"; without it, every child with parameters is compiled,
+    and each module of a child that is a list. Nobody calls the LightningModule itself, so it is not compiled.
+    Names in checkpoints do not change. `policy`, `schedule` and further keywords are the options of the
+    backend; they are checked here: raises OptionError.
 
-    Each `log_every_n_steps` of the trainer, fp8/share, fp8/matmuls and fp8/ROLE/amax are logged (`Training.numbers`).
-    `measure_every=100` measures each 100th step, which is slower, and adds overflows, underflows and SQNR. A run that resumes
-    goes on at its step of the schedule.
+    Each `log_every_n_steps` of the trainer, fp8/share, fp8/matmuls and fp8/ROLE/amax are logged
+    (`Training.numbers`). `measure_every=100` measures each 100th step, which is slower, and adds overflows,
+    underflows and SQNR. A run that resumes goes on at its step of the schedule.
 
     If nothing is FP8 after the first step: one line, or a StrictError with `strict=True`.
     """
@@ -53,10 +55,13 @@ class FP8Callback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._training.begin(pl_module, trainer.global_step)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._training.stepped()
         step = trainer.global_step
-        if step != self._logged and step % trainer.log_every_n_steps == 0:  # with accumulation, batches share a step
+        # with accumulation, batches share a step
+        if step != self._logged and step % trainer.log_every_n_steps == 0:
             self._logged = step
             pl_module.log_dict(self._training.numbers())
 
@@ -73,7 +78,9 @@ class FP8Callback(Callback):
             found = None
         if found is None and made:
             close = near(self.network, [name for name, _ in pl_module.named_modules() if name])
-            raise OptionError.of("network", self.network, "the name of a module of the LightningModule", close)
+            raise OptionError.of(
+                "network", self.network, "the name of a module of the LightningModule", close
+            )
         yield from [] if found is None else [found]
 
 

@@ -3,7 +3,8 @@
     recipe_options({"fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "most_recent"})
     -> {"recipe": "delayed", "fp8_format": "hybrid", "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
 
-The names are those of `TERecipeKwargs`, and of the section `fp8_config` of a file that `accelerate config` has written.
+The names are those of `TERecipeKwargs`, and of the section `fp8_config` of a file that `accelerate config`
+has written.
 """
 
 from __future__ import annotations
@@ -32,20 +33,31 @@ _FLAGS = {
 }
 # Options of torchao and MS-AMP: why there is no option of ours, and what to write
 _NONE = {
-    "opt_level": "it says what MS-AMP keeps in FP8. Leave it out; fp8compile.optim.AdamW keeps an optimizer's state in FP8",
-    "optimization_level": "it says what MS-AMP keeps in FP8. Leave it out; fp8compile.optim.AdamW keeps its state in FP8",
-    "enable_fsdp_float8_all_gather": "call fp8compile.distributed.fp8_all_gather(model) after sharding, and leave it out",
+    "opt_level": (
+        "it says what MS-AMP keeps in FP8. Leave it out; fp8compile.optim.AdamW keeps an "
+        "optimizer's state in FP8"
+    ),
+    "optimization_level": (
+        "it says what MS-AMP keeps in FP8. Leave it out; fp8compile.optim.AdamW keeps its state in FP8"
+    ),
+    "enable_fsdp_float8_all_gather": (
+        "call fp8compile.distributed.fp8_all_gather(model) after sharding, and leave it out"
+    ),
     "pad_inner_dim": "fp8compile keeps a matmul in high precision if FP8 cannot have its sizes. Leave it out",
     "config": "it is torchao's. Leave it out, and write a recipe: options={'recipe': 'rowwise'}",
-    "module_filter_func": "write a rule of a policy instead: {'rules': [{'module': '*.mlp.*', 'fp8': 'off'}]}",
+    "module_filter_func": (
+        "write a rule of a policy instead: {'rules': [{'module': '*.mlp.*', 'fp8': 'off'}]}"
+    ),
 }
 
 
 def recipe_options(recipe: Any) -> dict[str, Any]:
-    """Our options for a recipe of Accelerate: a dict, or an object such as `TERecipeKwargs`. None is a key that is not given.
+    """Our options for a recipe of Accelerate: a dict, or an object such as `TERecipeKwargs`. None is a key
+    that is not given.
 
-    The options are checked. OptionError names a key that has no counterpart, and what to write instead. A `margin` holds for
-    inputs, weights and gradients, as in Transformer Engine; it replaces our headroom for gradients. Leave it out to keep that.
+    The options are checked. OptionError names a key that has no counterpart, and what to write instead. A
+    `margin` holds for inputs, weights and gradients, as in Transformer Engine; it replaces our headroom for
+    gradients. Leave it out to keep that.
     """
     found: dict[str, Any] = {}
     for key, value in _items(recipe).items():
@@ -66,7 +78,10 @@ def recipe_options(recipe: Any) -> dict[str, Any]:
         else:
             known = (*_SAME, *_FLAGS, *_NONE)
             meant = did_you_mean(near(name, known))
-            text = f"accelerate's FP8 recipes have no key {describe(key)}.{meant} The keys are {', '.join((*_SAME, *_FLAGS))}."
+            text = (
+                f"accelerate's FP8 recipes have no key {describe(key)}.{meant} The keys are "
+                f"{', '.join((*_SAME, *_FLAGS))}."
+            )
             raise _error(key, value, text)
     options = {"recipe": "delayed", **found}
     parse(options)
@@ -78,24 +93,35 @@ def _items(recipe: Any) -> dict[Any, Any]:
         return dict(recipe)
     if dataclasses.is_dataclass(recipe) and not isinstance(recipe, type):
         return {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    raise OptionError.of("recipe", recipe, "a dict of accelerate's names, or an object such as TERecipeKwargs()")
+    raise OptionError.of(
+        "recipe", recipe, "a dict of accelerate's names, or an object such as TERecipeKwargs()"
+    )
 
 
 def _put(found: dict[str, Any], option: str, value: Any, key: str) -> None:
     if found.get(option, value) != value:
-        raise _error(key, value, f"accelerate's {key!r} is given twice, as {found[option]!r} and as {value!r}. Leave one out.")
+        raise _error(
+            key,
+            value,
+            f"accelerate's {key!r} is given twice, as {found[option]!r} and as {value!r}. Leave one out.",
+        )
     found[option] = value
 
 
 def _value(key: str, value: Any) -> Any:
     if key.endswith("fp8_format") and isinstance(value, str) and value.upper() == "E5M2":
-        raise _error(key, value, f"accelerate's {key!r}: 'E5M2' for all tensors is not for training. Write 'HYBRID'.")
+        raise _error(
+            key, value, f"accelerate's {key!r}: 'E5M2' for all tensors is not for training. Write 'HYBRID'."
+        )
     return value.lower() if isinstance(value, str) else value
 
 
 def _check_backend(key: str, value: Any) -> None:
     if not isinstance(value, str) or value.upper() != "TE":
-        why = "only the keys of Transformer Engine ('TE') have counterparts. Leave it out, and the keys of that backend with it"
+        why = (
+            "only the keys of Transformer Engine ('TE') have counterparts. Leave it out, and the keys of "
+            "that backend with it"
+        )
         raise _error(key, value, f"accelerate's {key!r} is {describe(value)}: {why}.")
 
 

@@ -1,4 +1,5 @@
-"""What the callbacks of trainers share: options, compiling in place, the step, numbers for the trainer's log, one complaint."""
+"""What the callbacks of trainers share: options, compiling in place, the step, numbers for the trainer's log,
+one complaint."""
 
 from __future__ import annotations
 
@@ -41,22 +42,30 @@ def options_of(policy: Any, schedule: Any, options: Mapping[str, Any]) -> dict[s
     if schedule is not None:
         tables = load({"schedule": dict(schedule)}) if isinstance(schedule, Mapping) else None
         if tables is None and not isinstance(schedule, Schedule):
-            raise OptionError.of("schedule", schedule, "a dict such as {'warmup_steps': 200}, or a fp8compile.Schedule")
-        found["policy"] = dataclasses.replace(load(policy), schedule=schedule if tables is None else tables.schedule)
+            raise OptionError.of(
+                "schedule", schedule, "a dict such as {'warmup_steps': 200}, or a fp8compile.Schedule"
+            )
+        found["policy"] = dataclasses.replace(
+            load(policy), schedule=schedule if tables is None else tables.schedule
+        )
     parse(found)
     return found
 
 
 class Training:
-    """One training run of a trainer. `who` is the callback's name in messages; `measure_every`: see `fp8compile.monitor`."""
+    """One training run of a trainer. `who` is the callback's name in messages; `measure_every`: see
+    `fp8compile.monitor`."""
 
-    def __init__(self, who: str, policy: Any, schedule: Any, measure_every: int | None, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, who: str, policy: Any, schedule: Any, measure_every: int | None, options: Mapping[str, Any]
+    ) -> None:
         self.who, self.options = who, options_of(policy, schedule, options)
         if measure_every is not None:
             integer("measure_every", measure_every, 1)
         self._every = measure_every
         self._model: weakref.ref[nn.Module] | None = None
-        self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # compiled by this callback, or found compiled
+        # compiled by this callback, or found compiled
+        self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._monitor: Monitor | None = None
         self._measured: list[dict[str, Any]] = []
         self._checked = False
@@ -71,7 +80,13 @@ class Training:
                 given = [name for name in self.options if name in OURS]
                 level = logging.WARNING if given else logging.INFO
                 lost = f"; without effect: {', '.join(given)}" if given else ""
-                logger.log(level, "fp8: %s: %s is compiled already and stays so%s", self.who, type(module).__name__, lost)
+                logger.log(
+                    level,
+                    "fp8: %s: %s is compiled already and stays so%s",
+                    self.who,
+                    type(module).__name__,
+                    lost,
+                )
                 continue
             module.compile(backend="fp8", options=self.options)
 
@@ -91,7 +106,8 @@ class Training:
         self._checked = True
         found = report(model)
         if any(record.decision == FP8 for record in found.matmuls):
-            self._measure(model)  # where the trainer holds a wrapper, only the first call shows that the model is compiled
+            # where the trainer holds a wrapper, only the first call shows that the model is compiled
+            self._measure(model)
             return
         message = f"{self.who}: nothing of {type(model).__name__} became FP8: {found.summary()}"
         if self.options.get("strict"):
@@ -101,15 +117,16 @@ class Training:
     def numbers(self) -> dict[str, float]:
         """For the trainer's log. All are finite.
 
-        fp8/share: the FLOPs of FP8 matmuls over those of all matmuls. fp8/matmuls: how many are FP8. fp8/ROLE/amax: the largest
-        of all tensors of that role. With `measure_every`, of the last measured call: fp8/ROLE/overflows%, fp8/ROLE/underflows%
-        (the largest) and fp8/ROLE/sqnr (the smallest).
+        fp8/share: the FLOPs of FP8 matmuls over those of all matmuls. fp8/matmuls: how many are FP8.
+        fp8/ROLE/amax: the largest of all tensors of that role. With `measure_every`, of the last measured
+        call: fp8/ROLE/overflows%, fp8/ROLE/underflows% (the largest) and fp8/ROLE/sqnr (the smallest).
         """
         model = self._model() if self._model is not None else None
         if model is None:
             return {}
         found = report(model)
-        matmuls = [record for graph in found.graphs if not graph.note for record in graph.matmuls]  # a note: for evaluation
+        # a note: for evaluation
+        matmuls = [record for graph in found.graphs if not graph.note for record in graph.matmuls]
         in_fp8 = sum(record.decision == FP8 for record in matmuls)
         logged: dict[str, float] = {"fp8/share": found.fp8_flop_fraction, "fp8/matmuls": in_fp8}
         rows = stats(model).rows()

@@ -1,7 +1,7 @@
 """Hugging Face Trainer and TRL: `Trainer(model, args, callbacks=[FP8Callback(policy="fast")], ...)`.
 
-Importing this module also makes `TrainingArguments(torch_compile_backend="fp8")` work; the policy is then the one that
-FP8COMPILE_POLICY names.
+Importing this module also makes `TrainingArguments(torch_compile_backend="fp8")` work; the policy is then the
+one that FP8COMPILE_POLICY names.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ with host("transformers", "5.16", "fp8compile.integrations.transformers"):
 class FP8Callback(TrainerCallback):
     """Compiles the model in place at the beginning of training, and adds to what Trainer logs.
 
-    `policy`, `schedule` (such as {"warmup_steps": 200}) and further keywords are the options of the backend; they are checked
-    here: raises OptionError. Nothing of what Trainer saves changes. A run that resumes goes on at its step of the schedule. A
-    model that is compiled already stays so.
+    `policy`, `schedule` (such as {"warmup_steps": 200}) and further keywords are the options of the backend;
+    they are checked here: raises OptionError. Nothing of what Trainer saves changes. A run that resumes goes
+    on at its step of the schedule. A model that is compiled already stays so.
 
-    A log with a loss also has fp8/share, fp8/matmuls and fp8/ROLE/amax (`Training.numbers`). `measure_every=100` measures each
-    100th step, which is slower, and adds overflows, underflows and SQNR.
+    A log with a loss also has fp8/share, fp8/matmuls and fp8/ROLE/amax (`Training.numbers`).
+    `measure_every=100` measures each 100th step, which is slower, and adds overflows, underflows and SQNR.
 
     If nothing is FP8 after the first step: one line, or a StrictError with `strict=True`.
     """
 
-    def __init__(self, policy: Any = None, schedule: Any = None, *, measure_every: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, policy: Any = None, schedule: Any = None, *, measure_every: int | None = None, **options: Any
+    ) -> None:
         self._training = Training("FP8Callback", policy, schedule, measure_every, options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -53,7 +55,9 @@ class FP8Callback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._training.stepped()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         if logs is None or "loss" not in logs:  # an evaluation, or the summary of the run
             return
         numbers = self._training.numbers()

@@ -1,10 +1,12 @@
-"""All-gathers of a graph: which tensor of which rank a gathered tensor is made of, with what is done to its layout.
+"""All-gathers of a graph: which tensor of which rank a gathered tensor is made of, with what is done to its
+layout.
 
     ag = all_gather_into_tensor(local [2, 8, 128], 4, group); wait = wait_tensor(ag)     [8, 8, 128]
     parts = split(wait, 2); whole = cat([parts[0], .., parts[3]], 1)                     [2, 32, 128]
 
-`whole` is the `AllGather` of `local` along dimension 1, after the steps wait, split and cat. A gather along dimension 0 needs
-no cat. Where shards are uneven, the last ranks pad theirs, and a slice after the gather drops the padding.
+`whole` is the `AllGather` of `local` along dimension 1, after the steps wait, split and cat. A gather along
+dimension 0 needs no cat. Where shards are uneven, the last ranks pad theirs, and a slice after the gather
+drops the padding.
 """
 
 from __future__ import annotations
@@ -75,21 +77,28 @@ def all_gather_of(node: Node) -> AllGather | None:
 
 
 def _direct(node: Node) -> AllGather | None:
-    if not call_function(node, compat.process_groups.WAIT) or not call_function(arg(node, 0), compat.process_groups.ALL_GATHER):
+    if not call_function(node, compat.process_groups.WAIT) or not call_function(
+        arg(node, 0), compat.process_groups.ALL_GATHER
+    ):
         return None
     return AllGather(arg(node, 0), (node,), 0)
 
 
 def _cat(node: Node) -> AllGather | None:
-    """Parts of a gather along dimension 0, all of them and in their order, put together along another dimension."""
+    """Parts of a gather along dimension 0, all of them and in their order, put together along another
+    dimension."""
     parts = arg(node, 0)
     dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))  # type: ignore[arg-type]
     cut = parts[0]
     if call_function(cut, (operator.getitem,)):
         whole = arg(cut, 0)
-        ordered = all(call_function(x, (operator.getitem,)) and x.args == (whole, i) for i, x in enumerate(parts))
+        ordered = all(
+            call_function(x, (operator.getitem,)) and x.args == (whole, i) for i, x in enumerate(parts)
+        )
         steps = (whole, *parts)
-        known = call_function(whole, (aten.split.Tensor, aten.split_with_sizes.default)) and _dim(whole, 2) == 0
+        known = (
+            call_function(whole, (aten.split.Tensor, aten.split_with_sizes.default)) and _dim(whole, 2) == 0
+        )
     else:
         ordered, steps, known = _slices(parts), tuple(parts), True
         whole = cut
@@ -108,7 +117,11 @@ def _slices(parts: list[Node]) -> bool:
     """Are these slices of one tensor along dimension 0, one after the other?"""
     start = 0
     for part in parts:
-        if not call_function(part, (aten.slice.Tensor,)) or arg(part, 0) is not arg(parts[0], 0) or _dim(part, 1) != 0:
+        if (
+            not call_function(part, (aten.slice.Tensor,))
+            or arg(part, 0) is not arg(parts[0], 0)
+            or _dim(part, 1) != 0
+        ):
             return False
         first, rows = (part.args[2] if len(part.args) > 2 else 0), value(part).shape[0]
         if len(part.args) > 4 or not isinstance(rows, int) or not same_size(first, start):
@@ -122,6 +135,6 @@ def _dim(node: Node, position: int) -> int:
 
 
 def wire_dtype(like: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What an FP8 tensor is sent as. NCCL sends FP8, and torch's fusion of a gather with a matmul expects that; gloo sends
-    bytes."""
+    """What an FP8 tensor is sent as. NCCL sends FP8, and torch's fusion of a gather with a matmul expects
+    that; gloo sends bytes."""
     return torch.uint8 if like.device.type == "cpu" else dtype

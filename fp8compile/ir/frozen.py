@@ -1,12 +1,13 @@
-"""FrozenWeight: a weight that does not train, kept in FP8 only (`frozen="fp8"`). It looks like a parameter of its own dtype.
+"""FrozenWeight: a weight that does not train, kept in FP8 only (`frozen="fp8"`). It looks like a parameter of
+its own dtype.
 
     w.dtype is bfloat16; w.shape is (N, K)
     w.data_ [N, K] FP8, w.inv_ [1] float32                       one scale for the weight; or
     w.data_ [N, K] FP8, w.inv_ [N / 128, K / 128] float32        one for each square block, rounded up
 
-Compiled FP8 matmuls read `data_` and `inv_` themselves, as they read a weight that FSDP2 has gathered in FP8. All other readers
-get plain tensors with the values that FP8 has left. `copy_` (what `load_state_dict` does) casts the new values. Any other write
-is an error, because FP8 would round it; so is `requires_grad_()`.
+Compiled FP8 matmuls read `data_` and `inv_` themselves, as they read a weight that FSDP2 has gathered in FP8.
+All other readers get plain tensors with the values that FP8 has left. `copy_` (what `load_state_dict` does)
+casts the new values. Any other write is an error, because FP8 would round it; so is `requires_grad_()`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ class FrozenWeight(GatheredWeight):
     power_of_2: bool
 
     def __init__(
-        self, data: Tensor, inv: Tensor, dtype: torch.dtype, block: int = 0, margin: int = 0, power_of_2: bool = False
+        self,
+        data: Tensor,
+        inv: Tensor,
+        dtype: torch.dtype,
+        block: int = 0,
+        margin: int = 0,
+        power_of_2: bool = False,
     ):
         super().__init__(data, inv, dtype, None, block)
         self.margin, self.power_of_2 = margin, power_of_2
@@ -54,7 +61,9 @@ class FrozenWeight(GatheredWeight):
         return ["data_", "inv_"], {"dtype": self.dtype, "how": self.how}
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: dict[str, Any], size: Any, stride: Any) -> FrozenWeight:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: dict[str, Any], size: Any, stride: Any
+    ) -> FrozenWeight:
         return FrozenWeight(inner["data_"], inner["inv_"], meta["dtype"], *meta["how"])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -87,10 +96,18 @@ class FrozenWeight(GatheredWeight):
             return first.like(first.data_.clone(), first.inv_.clone())
         if isinstance(first, FrozenWeight) and func is aten.copy_.default:
             return first._take(args[1])
-        given = {x.name: value for x, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-        written = [given.get(x.name) for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+        given = {x.name: value for x, value in zip(func._schema.arguments, args, strict=False)} | (
+            kwargs or {}
+        )
+        written = [
+            given.get(x.name)
+            for x in func._schema.arguments
+            if x.alias_info is not None and x.alias_info.is_write
+        ]
         if any(isinstance(x, FrozenWeight) for x in pytree.tree_leaves(written)):
-            raise Fp8CompileError(f"{func} would write to a weight that is kept in FP8 only (frozen='fp8'): {FIX}")
+            raise Fp8CompileError(
+                f"{func} would write to a weight that is kept in FP8 only (frozen='fp8'): {FIX}"
+            )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -101,11 +118,13 @@ def _set_requires_grad(weight: FrozenWeight, requires_grad: bool) -> None:
 
 
 def _set_data(weight: FrozenWeight, values: Tensor) -> None:
-    """Torch would take the new memory, and we would go on with the FP8 values. Only what changes nothing is let through:
-    `Module.to` writes back what it has read."""
+    """Torch would take the new memory, and we would go on with the FP8 values. Only what changes nothing is
+    let through: `Module.to` writes back what it has read."""
     alike = (values.shape, values.dtype, values.device) == (weight.shape, weight.dtype, weight.device)
     if not alike or isinstance(values, FrozenWeight) or not torch.equal(values, weight.dequantized()):
-        raise Fp8CompileError(f"other values, dtype or device for a weight that is kept in FP8 only (frozen='fp8'): {FIX}")
+        raise Fp8CompileError(
+            f"other values, dtype or device for a weight that is kept in FP8 only (frozen='fp8'): {FIX}"
+        )
 
 
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -115,8 +134,9 @@ FrozenWeight.data = property(_DATA.__get__, _set_data)  # type: ignore[assignmen
 
 
 def _changed(name: str) -> Any:
-    """A method that returns the tensor itself where there is nothing to change. Here it returns a plain tensor in any case:
-    with the weight itself, `Module.to` would swap parameters, which torch refuses where there are weak references to them."""
+    """A method that returns the tensor itself where there is nothing to change. Here it returns a plain
+    tensor in any case: with the weight itself, `Module.to` would swap parameters, which torch refuses where
+    there are weak references to them."""
     original = getattr(Tensor, name)
 
     def method(self: FrozenWeight, *args: Any, **kwargs: Any) -> Tensor:
@@ -131,7 +151,9 @@ for _name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double"):
     setattr(FrozenWeight, _name, _changed(_name))
 
 
-def cast(weight: Tensor, dtype: torch.dtype, block: int, margin: int, power_of_2: bool) -> tuple[Tensor, Tensor]:
+def cast(
+    weight: Tensor, dtype: torch.dtype, block: int, margin: int, power_of_2: bool
+) -> tuple[Tensor, Tensor]:
     """A plain weight [R, C] in FP8, and the inverse of its scales: bitwise what a graph makes of it."""
     blocks = [block, block]
     largest = torch.finfo(dtype).max

@@ -1,7 +1,7 @@
 """A partitioned graph as data that can be pickled, for another process, and the graph of that data.
 
-It keeps what an interpreter needs: the operators and their arguments, the names of nodes, and which operand a cast quantizes. A
-graph that needs more (an attribute, a nested graph) is not frozen.
+It keeps what an interpreter needs: the operators and their arguments, the names of nodes, and which operand a
+cast quantizes. A graph that needs more (an attribute, a nested graph) is not frozen.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def freeze(graph: Graph) -> tuple[NodeRecord, ...]:
 
 
 def thaw(steps: Iterable[NodeRecord]) -> GraphModule:
-    """A graph that computes the same, whose nodes have the same names. It has no other metadata than casts' operands."""
+    """A graph that computes the same, whose nodes have the same names. It has no other metadata than casts'
+    operands."""
     graph, nodes = Graph(), list[Node]()
 
     def real(x: Any) -> Any:

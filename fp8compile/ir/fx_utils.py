@@ -1,4 +1,5 @@
-"""Small, total helpers on FX graphs: insert nodes that know their value, and see through views to a tensor's base."""
+"""Small, total helpers on FX graphs: insert nodes that know their value, and see through views to a tensor's
+base."""
 
 from __future__ import annotations
 
@@ -23,10 +24,17 @@ CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 VIEWS: tuple = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints)
 VIEWS += (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 PERMUTES = (aten.permute.default, aten.t.default, aten.transpose.int)
-SLICES: tuple = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.narrow.default, aten.select.int)
+SLICES: tuple = (
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.narrow.default,
+    aten.select.int,
+)
 SLICES += (aten.unbind.int, aten.chunk.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
-ALIASES = (*VIEWS, *PERMUTES, *SAME, *SLICES, aten.expand.default, operator.getitem)  # no storage of their own
+# no storage of their own
+ALIASES = (*VIEWS, *PERMUTES, *SAME, *SLICES, aten.expand.default, operator.getitem)
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # metadata: the modules that a node belongs to
 
 
@@ -36,7 +44,8 @@ def value(node: Node) -> torch.Tensor:
 
 
 def become(placeholder: Node, like: torch.Tensor) -> None:
-    """Give an input of a graph, which nothing reads yet, the dtype, the sizes and the strides of another fake tensor."""
+    """Give an input of a graph, which nothing reads yet, the dtype, the sizes and the strides of another fake
+    tensor."""
     placeholder.meta["val"] = like.new_empty_strided(like.shape, like.stride())
     placeholder.meta.pop("tensor_meta", None)
 
@@ -76,13 +85,14 @@ def same_shape(a, b) -> bool:
 
 
 def view_sizes(rows, columns) -> list:
-    """The sizes to view a tensor as a matrix by: one of them is left to torch, which no symbol then has to name."""
+    """The sizes to view a tensor as a matrix by: one of them is left to torch, which no symbol then has to
+    name."""
     return [-1, columns] if isinstance(columns, int) and columns else [rows, -1]
 
 
 def known(size):
-    """An int for a symbolic size that can have one value only, by what was asked when the graph was traced: FSDP2 and
-    `dynamic=True` make the number of heads a symbol, and the features `heads * (128 // heads)`."""
+    """An int for a symbolic size that can have one value only, by what was asked when the graph was traced:
+    FSDP2 and `dynamic=True` make the number of heads a symbol, and the features `heads * (128 // heads)`."""
     if isinstance(size, int) or is_data(size):
         return size
     likely = hint(size)
@@ -95,8 +105,8 @@ def is_data(size) -> bool:
 
 
 def hint(size) -> int:
-    """An int for a size: itself, or the value that a SymInt had when the graph was traced. For one that is data, symbols count
-    as `DATA` (what Inductor takes, too)."""
+    """An int for a size: itself, or the value that a SymInt had when the graph was traced. For one that is
+    data, symbols count as `DATA` (what Inductor takes, too)."""
     if isinstance(size, int):
         return size
     if is_data(size):
@@ -113,10 +123,13 @@ fakes: dict[Any, Callable[..., Any]] = {}  # of our operators: returns an empty 
 class Emitter:
     """Inserts `call_function` nodes before `anchor`, each with its fake value and the metadata of `like`.
 
-    `meta` overrides single entries (None drops one). An operator that refuses its arguments leaves no node behind.
+    `meta` overrides single entries (None drops one). An operator that refuses its arguments leaves no node
+    behind.
     """
 
-    KEEP = "stack_trace nn_module_stack fwd_nn_module_stack seq_nr partitioner_tag recompute ac_graph_id custom".split()
+    KEEP = (
+        "stack_trace nn_module_stack fwd_nn_module_stack seq_nr partitioner_tag recompute ac_graph_id custom"
+    ).split()
 
     def __init__(self, graph: Graph, anchor: Node, like: Node, **meta: Any):
         self.graph, self.anchor, self.value = graph, anchor, like.meta.get("val")
@@ -125,8 +138,11 @@ class Emitter:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         real_args, real_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = fake_mode_of(self.value if isinstance(self.value, compat.FakeTensor) else (real_args, real_kwargs, self.value))
-        with mode:  # without the dispatcher where it can be, because a deep model has thousands of these nodes
+        mode = fake_mode_of(
+            self.value if isinstance(self.value, compat.FakeTensor) else (real_args, real_kwargs, self.value)
+        )
+        # without the dispatcher where it can be, because a deep model has thousands of these nodes
+        with mode:
             result = fakes.get(target, target)(*real_args, **real_kwargs)
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
@@ -157,7 +173,9 @@ def restride(graph: Graph, node: Node) -> None:
         try:
             made = evaluated(user)
         except (RuntimeError, ValueError):
-            dense = Emitter(graph, user, user)(aten.clone.default, node, memory_format=torch.contiguous_format)
+            dense = Emitter(graph, user, user)(
+                aten.clone.default, node, memory_format=torch.contiguous_format
+            )
             user.replace_input_with(node, dense)
             made = evaluated(user)
         user.meta["val"] = made
@@ -165,14 +183,16 @@ def restride(graph: Graph, node: Node) -> None:
 
 
 class Ranks:
-    """A number for each node of a graph, at least the numbers of its inputs: a search for what a node depends on can stop at
-    smaller numbers than those of what it looks for. Otherwise each search would walk to the beginning of a deep model."""
+    """A number for each node of a graph, at least the numbers of its inputs: a search for what a node depends
+    on can stop at smaller numbers than those of what it looks for. Otherwise each search would walk to the
+    beginning of a deep model."""
 
     def __init__(self, graph: Graph):
         self.of = {node: i for i, node in enumerate(graph.nodes)}
 
     def add(self, node: Node) -> None:
-        """Take in a new node, which may stand before its inputs in the graph, and which other nodes read already."""
+        """Take in a new node, which may stand before its inputs in the graph, and which other nodes read
+        already."""
         raised = [(node, max((self.of[x] for x in node.all_input_nodes), default=0))]
         while raised:
             node, rank = raised.pop()
@@ -183,15 +203,19 @@ class Ranks:
     def reach(self, starts: Iterable[Node], targets: set[Node]) -> bool:
         """Does anything in `starts` depend on anything in `targets`?"""
         least = min((self.of[x] for x in targets), default=0)
-        return any(x in targets for x in reached(starts, lambda x: (y for y in x.all_input_nodes if self.of[y] >= least)))
+        return any(
+            x in targets
+            for x in reached(starts, lambda x: (y for y in x.all_input_nodes if self.of[y] >= least))
+        )
 
 
 @dataclass(frozen=True)
 class Matrix:
     """A matmul's operand: `base` reshaped to `shape` (2-D), and then transposed if `transposed`.
 
-    `base` is the tensor before the last views, transpositions and float casts. This tensor is quantized, and its copies shared.
-    A stack of matrices [E, R, C] (the weights of experts) has the shape (E * R, C); each of them is transposed if `transposed`.
+    `base` is the tensor before the last views, transpositions and float casts. This tensor is quantized, and
+    its copies shared. A stack of matrices [E, R, C] (the weights of experts) has the shape (E * R, C); each
+    of them is transposed if `transposed`.
     """
 
     base: Node
@@ -206,9 +230,9 @@ class Matrix:
 
 
 def peel(operand: Node, more: tuple = (), stack: bool = False) -> Matrix:
-    """The `Matrix` that a 2-D operand (or a 3-D one whose batch is 1) was made from; with `stack`, that of a 3-D operand: a
-    stack of matrices, each as it is or transposed. `more`: further operators that change no value, to look through. Always
-    finds one: in the worst case the operand itself."""
+    """The `Matrix` that a 2-D operand (or a 3-D one whose batch is 1) was made from; with `stack`, that of a
+    3-D operand: a stack of matrices, each as it is or transposed. `more`: further operators that change no
+    value, to look through. Always finds one: in the worst case the operand itself."""
     *batch, rows, columns = map(known, value(operand).shape)
     count = batch[0] if stack else 1
     node, flipped = operand, False
@@ -225,7 +249,9 @@ def peel(operand: Node, more: tuple = (), stack: bool = False) -> Matrix:
             if swaps:
                 flipped, rows, columns = not flipped, columns, rows
         elif stack and call_function(node, VIEWS):
-            if not any(same_shape(value(source).shape, x) for x in ((count, rows, columns), (count * rows, columns))):
+            if not any(
+                same_shape(value(source).shape, x) for x in ((count, rows, columns), (count * rows, columns))
+            ):
                 break
         node = source
     return Matrix(node, (count * rows, columns), flipped, count)
@@ -244,7 +270,8 @@ def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]])
 
 
 def readers(node: Node, through: tuple) -> Iterator[Node]:
-    """The nodes that read a tensor, directly or after operators `through` which one looks; these are among them."""
+    """The nodes that read a tensor, directly or after operators `through` which one looks; these are among
+    them."""
     found = reached([node], lambda x: x.users if x is node or call_function(x, through) else ())
     return itertools.islice(found, 1, None)
 
@@ -257,21 +284,27 @@ def behind(node: Node, targets: tuple) -> Node:
 
 
 def root(node: Node) -> Node:
-    """The tensor from which views, permutations, casts, expansions and clones, in any order, made this one."""
+    """The tensor from which views, permutations, casts, expansions and clones, in any order, made this
+    one."""
     return behind(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.expand.default, aten.clone.default))
 
 
 def _swaps(node: Node, shape: tuple) -> bool | None:
-    """For a permutation whose result is read as the matrix `shape`: does it swap the rows and columns of its source (True),
-    leave them as they were (False), or neither (None)? Dimensions of size 1 do not count."""
+    """For a permutation whose result is read as the matrix `shape`: does it swap the rows and columns of its
+    source (True), leave them as they were (False), or neither (None)? Dimensions of size 1 do not count."""
     order, result = order_of(node), value(node).shape
-    if order[-2:] == [len(order) - 1, len(order) - 2] and same_shape(result[-2:], shape) and all(map(_is_one, result[:-2])):
+    if (
+        order[-2:] == [len(order) - 1, len(order) - 2]
+        and same_shape(result[-2:], shape)
+        and all(map(_is_one, result[:-2]))
+    ):
         return True  # also where one of the two is a single row
     kept = [d for d in order if not _is_one(value(arg(node, 0)).shape[d])]
     ranked = sorted(kept)
     if kept == ranked:
         return False
-    split = kept.index(ranked[0])  # the result's rows are the last dimensions of the source, its columns the first
+    # the result's rows are the last dimensions of the source, its columns the first
+    split = kept.index(ranked[0])
     if kept != ranked[-split:] + ranked[:-split]:
         return None
     rows = 1
@@ -292,7 +325,9 @@ def order_of(node: Node) -> list[int]:
     if call_function(node, (aten.permute.default,)):
         return [int(d) % rank for d in arg(node, 1)]
     if rank >= 2:
-        one, other = (-2, -1) if call_function(node, (aten.t.default,)) else (int(arg(node, 1)), int(arg(node, 2)))
+        one, other = (
+            (-2, -1) if call_function(node, (aten.t.default,)) else (int(arg(node, 1)), int(arg(node, 2)))
+        )
         order[one], order[other] = order[other], order[one]
     return order
 

@@ -5,8 +5,9 @@
 
 With `block`, inv is [N / block, K / block], rounded up: one for each square block.
 
-Under torch.compile, `data` and `inv` are two inputs of the graph. There, `dequantize` is a node that our passes know: an FP8
-matmul reads `data` itself. What else reads the weight gets the values that FP8 has left of it.
+Under torch.compile, `data` and `inv` are two inputs of the graph. There, `dequantize` is a node that our
+passes know: an FP8 matmul reads `data` itself. What else reads the weight gets the values that FP8 has left
+of it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ aten = torch.ops.aten
 
 
 class GatheredWeight(Tensor):
-    """`read`, if any, is called with the name of each operator that reads the values outside of compiled graphs. `block`: the
-    rows, and the columns, that share a scale; 0 stands for all of them."""
+    """`read`, if any, is called with the name of each operator that reads the values outside of compiled
+    graphs. `block`: the rows, and the columns, that share a scale; 0 stands for all of them."""
 
     data_: Tensor
     inv_: Tensor
@@ -40,7 +41,12 @@ class GatheredWeight(Tensor):
         )  # requires no gradient: the parameter that is made of it does
 
     def __init__(
-        self, data: Tensor, inv: Tensor, dtype: torch.dtype, read: Callable[[str], None] | None = None, block: int = 0
+        self,
+        data: Tensor,
+        inv: Tensor,
+        dtype: torch.dtype,
+        read: Callable[[str], None] | None = None,
+        block: int = 0,
     ):
         self.data_, self.inv_, self.read, self.block = data, inv, read, block
 
@@ -48,7 +54,9 @@ class GatheredWeight(Tensor):
         return ["data_", "inv_"], {"dtype": self.dtype, "block": self.block}
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: dict[str, Any], size: Any, stride: Any) -> GatheredWeight:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: dict[str, Any], size: Any, stride: Any
+    ) -> GatheredWeight:
         return GatheredWeight(inner["data_"], inner["inv_"], meta["dtype"], block=meta["block"])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -80,5 +88,7 @@ def same(func: Any, weight: GatheredWeight, args: Sequence[Any]) -> bool:
     """Does an operator give the same tensor again?"""
     if func in (aten.detach.default, aten.alias.default):
         return True
-    whole = func is aten.as_strided.default and [*args[1]] == [*weight.shape] and [*args[2]] == [*weight.stride()]
+    whole = (
+        func is aten.as_strided.default and [*args[1]] == [*weight.shape] and [*args[2]] == [*weight.stride()]
+    )
     return whole and not any(args[3:])

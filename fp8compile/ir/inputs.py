@@ -1,4 +1,5 @@
-"""Facts that only the Dynamo graph holds, not the joint graph: names of parameters, and whether the model is training."""
+"""Facts that only the Dynamo graph holds, not the joint graph: names of parameters, and whether the model is
+training."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ MODULES = re.compile(rf"\.(?:_modules|__dict__\['_modules'\]){KEY}")
 ENTRY = re.compile(rf"^[LG]\['\w+'\].*{KEY}$")  # an entry of a dict
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)")
 ROOT = re.compile(rf"^[LG]{KEY}")
-SELF = re.compile(r"^L\['args'\]\[0\](?=\.|$)")  # of a decorated forward, whose wrapper takes *args: transformers has these
+# of a decorated forward, whose wrapper takes *args: transformers has these
+SELF = re.compile(r"^L\['args'\]\[0\](?=\.|$)")
 GETATTR = re.compile(rf"getattr\(([^()]*), {TEXT}\)")
-# a function's self, closure cells and defaults: they are no part of a name. Nor is a `forward` that a host replaced
+# a function's self, closure cells and defaults: they are no part of a name. Nor is a `forward` that a host
+# replaced
 BOUND = re.compile(
     r"(?:\.forward)?(?:\.(?:func|__func__|__wrapped__))*"
     r"\.(?:__self__\b|__closure__\[\d+\]\.cell_contents|__(?:kw)?defaults__\[[^\]]*\])"
@@ -36,8 +39,8 @@ Position = tuple[int, int]  # (position, number of them)
 
 
 def readable(source: str) -> str:
-    """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; `L['ws'][0]` -> `ws.0`;
-    `L['weights']['up.weight']` -> `up.weight`; any other source is returned unchanged."""
+    """`L['self']._modules['up']._parameters['weight']` -> `up.weight`; `L['w']` -> `w`; `L['ws'][0]` ->
+    `ws.0`; `L['weights']['up.weight']` -> `up.weight`; any other source is returned unchanged."""
     parts = PART.findall(source)
     if parts:
         return plain(".".join(map(ast.literal_eval, parts)))
@@ -52,12 +55,14 @@ def readable(source: str) -> str:
 
 
 def plain(name: str) -> str:
-    """A module's or parameter's name without the wrappers that checkpointing, FSDP and torch.compile put into it."""
+    """A module's or parameter's name without the wrappers that checkpointing, FSDP and torch.compile put into
+    it."""
     return WRAPPERS.sub("", name).rstrip(".")
 
 
 def readable_module(path: str) -> str:
-    """A `nn_module_stack` path, `L['self'].layers.0` or `L['self']._modules['up']` -> `layers.0`, `up`; '' for the root.
+    """A `nn_module_stack` path, `L['self'].layers.0` or `L['self']._modules['up']` -> `layers.0`, `up`; ''
+    for the root.
 
     `getattr(G['model'].layers, '0')` -> `layers.0`; `G['models']['teacher'].up` -> `teacher.up`.
     """
@@ -81,14 +86,16 @@ class Inputs:
     weights: frozenset[int]  # positions of the inputs that may be weights: parameters, buffers, `leaves`
     devices: frozenset[torch.device]
     parameters: frozenset[int]  # those weights that are parameters
-    leaves: frozenset[int]  # those weights that are plain tensors, from a dict that takes the place of parameters
+    # those weights that are plain tensors, from a dict that takes the place of parameters
+    leaves: frozenset[int]
     evaluated: frozenset[int]  # those weights whose root module is in eval mode
     training: bool  # some root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
     root: str  # the graph's name in a report
     root_class: str  # the class of its root module, "" if it has none or several
     modules: dict[str, str]  # module name -> class name, for all modules of the roots
-    containers: dict[str, tuple[int, ...]]  # repeated blocks: "layers." -> (0, 1, ...) for `layers.0`, `layers.1`, ...
+    # repeated blocks: "layers." -> (0, 1, ...) for `layers.0`, `layers.1`, ...
+    containers: dict[str, tuple[int, ...]]
     parameter_names: frozenset[str]  # all parameters of the roots
     matrices: tuple[str, ...]  # 2-D parameters that are no embedding tables, in the order of the roots
     last: frozenset[int]  # weights after all matrices of the model that this graph does not read
@@ -97,18 +104,23 @@ class Inputs:
     part: bool  # the roots are inside of a compiled module whose own graph breaks
     differentiates: bool = False  # the graph computes gradients itself
     inlined: bool = False  # compiled autograd takes over the backward
-    resharded: frozenset[int] = frozenset()  # parameters that FSDP frees after forward, and gathers again in backward
+    # parameters that FSDP frees after forward, and gathers again in backward
+    resharded: frozenset[int] = frozenset()
     packed: frozenset[int] = frozenset()  # parameters that are views of a flat one of FSDP1
     gathered: frozenset[int] = frozenset()  # parameters that FSDP2 is to gather in FP8, if it can
-    frozen: frozenset[int] = frozenset()  # parameters that are kept in FP8 only, or that the graph may have kept so
-    groups: Mapping[str, str] = field(default_factory=dict)  # process groups by dimension of the meshes that weights live on
-    prefix: str = ""  # "layers.2." of a block by itself: `containers` and `matrices` are then those of its model (see `owner`)
-    kinds: Mapping[str, tuple[str, ...]] | None = None  # of each weight's matmuls, in the graph that DDP has cut into parts
+    # parameters that are kept in FP8 only, or that the graph may have kept so
+    frozen: frozenset[int] = frozenset()
+    # process groups by dimension of the meshes that weights live on
+    groups: Mapping[str, str] = field(default_factory=dict)
+    # "layers.2." of a block by itself: `containers` and `matrices` are then those of its model (see `owner`)
+    prefix: str = ""
+    # of each weight's matmuls, in the graph that DDP has cut into parts
+    kinds: Mapping[str, tuple[str, ...]] | None = None
 
     def block(self, name: str) -> Position | None:
-        """(position of the block that `name` is in, number of blocks); None outside of blocks. The blocks are the modules of
-        the outermost container that has several, named by number as in `layers.0`, and that is a ModuleList or has modules of
-        one class only."""
+        """(position of the block that `name` is in, number of blocks); None outside of blocks. The blocks are
+        the modules of the outermost container that has several, named by number as in `layers.0`, and that is
+        a ModuleList or has modules of one class only."""
         parts = (self.prefix + name).split(".")
         for i, part in enumerate(parts):
             if part.isdecimal():
@@ -128,26 +140,38 @@ def containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
     return {
         owner: tuple(sorted(classes))
         for owner, classes in children.items()
-        if len(classes) > 1 and (len({*classes.values()}) == 1 or modules.get(owner.rstrip(".")) == "ModuleList")
+        if len(classes) > 1
+        and (len({*classes.values()}) == 1 or modules.get(owner.rstrip(".")) == "ModuleList")
     }
 
 
 def module_classes(modules: Iterable[nn.Module]) -> dict[str, str]:
     """Name -> class name of all modules inside of these, "" for the modules themselves."""
-    return {plain(name): compat.fsdp.class_name(type(part)) for module in modules for name, part in module.named_modules()}
+    return {
+        plain(name): compat.fsdp.class_name(type(part))
+        for module in modules
+        for name, part in module.named_modules()
+    }
 
 
 def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """The names of the 2-D parameters that are no embedding tables."""
-    owned, chosen = {plain(name): p for module in modules for name, p in module.named_parameters()}, _matrices(modules)
+    owned, chosen = (
+        {plain(name): p for module in modules for name, p in module.named_parameters()},
+        _matrices(modules),
+    )
     return tuple(name for name, p in owned.items() if id(p) in chosen)
 
 
 def _matrices(modules: Sequence[nn.Module]) -> set[int]:
     """The ids of these parameters."""
-    tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
+    tables = {
+        id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)
+    }
     shapes = {key: shape for module in modules for key, shape in compat.flat.shapes(module).items()}
-    return {id(p) for module in modules for p in module.parameters() if len(shapes.get(id(p), p.shape)) == 2} - tables
+    return {
+        id(p) for module in modules for p in module.parameters() if len(shapes.get(id(p), p.shape)) == 2
+    } - tables
 
 
 def roots(gm: GraphModule, packed: Collection[int]) -> list[nn.Module]:
@@ -166,11 +190,17 @@ def unchosen(gm: GraphModule, inputs: Inputs, choose: Callable[[nn.Module, str],
         shapes = compat.flat.shapes(root)
         for path, module in root.named_modules():
             name = plain(path)
-            own = [key for key, p in module.named_parameters(recurse=False) if len(shapes.get(id(p), p.shape)) > 1]
+            own = [
+                key
+                for key, p in module.named_parameters(recurse=False)
+                if len(shapes.get(id(p), p.shape)) > 1
+            ]
             try:
                 kept = bool(own) and not choose(module, name)
             except Exception as error:
-                raise OptionError(f"the policy function raises {error!r} for {name!r}, a {type(module).__name__}") from error
+                raise OptionError(
+                    f"the policy function raises {error!r} for {name!r}, a {type(module).__name__}"
+                ) from error
             found += [f"{name}.{key}".lstrip(".") for key in own if kept]
     return found
 
@@ -227,8 +257,9 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
 
 
 def _last(roots: Mapping[int, tuple[nn.Module, Any]], names: Sequence[str]) -> tuple[set[int], bool]:
-    """The weights of `roots`, as inputs, that come after every matrix of the model that this graph does not read; and whether
-    there are such matrices. The model: each root with the modules around it that are being called, in their order."""
+    """The weights of `roots`, as inputs, that come after every matrix of the model that this graph does not
+    read; and whether there are such matrices. The model: each root with the modules around it that are being
+    called, in their order."""
     read: dict[int, list[int]] = {}  # by the identity of a parameter
     order: dict[int, int] = {}
     matrices: set[int] = set()

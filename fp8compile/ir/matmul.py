@@ -1,4 +1,5 @@
-"""A matmul of the joint graph: what it is (`collect`), what was decided (`decide`), what it costs (`weigh`)."""
+"""A matmul of the joint graph: what it is (`collect`), what was decided (`decide`), what it costs
+(`weigh`)."""
 
 from __future__ import annotations
 
@@ -37,25 +38,29 @@ def factors(node: Node) -> tuple[Node, Node]:
 def offs_of(node: Node) -> Node | None:
     """The ends of the groups that a matmul divides rows into."""
     form = form_of(node)
-    return node.args[form.offs] if form is not None and form.offs is not None and len(node.args) > form.offs else None  # type: ignore[return-value]
+    if form is None or form.offs is None or len(node.args) <= form.offs:
+        return None
+    return node.args[form.offs]  # type: ignore[return-value]
 
 
 def operands(node: Node, more: tuple = ()) -> tuple[Matrix, Matrix]:
-    """What the arguments a and b of a matmul were made from. `more`: further operators that change no value."""
+    """What the arguments a and b of a matmul were made from. `more`: further operators that change no
+    value."""
     grouped = offs_of(node) is not None
     a, b = (peel(x, more, stack=grouped and value(x).dim() == 3) for x in factors(node))
     return a, b
 
 
 def addend_of(node: Node) -> Node | None:
-    """The argument that a matmul adds to its product. Read anew each time: it may be a matmul that a pass has replaced."""
+    """The argument that a matmul adds to its product. Read anew each time: it may be a matmul that a pass has
+    replaced."""
     form = form_of(node)
     return None if form is None or form.addend is None else arg(node, form.addend)
 
 
 class OperandKey(NamedTuple):
-    """Gemms with equal keys share the FP8 copies of a tensor. `gradient` is part of it: gradients have their own format. `offs`
-    divides its rows into groups."""
+    """Gemms with equal keys share the FP8 copies of a tensor. `gradient` is part of it: gradients have their
+    own format. `offs` divides its rows into groups."""
 
     base: Node
     gradient: bool
@@ -64,10 +69,10 @@ class OperandKey(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Which matmul it is, for those who look at values of a running graph (`dryrun.observe`). It is noted in the metadata of
-    nodes: as RESULT on what has the matmul's result, in either precision, and as PRODUCT on the FP8 matmul itself. `input`: the
-    graph's input that is the weight. `nth`: which one it is of those with this name and gemm. `groups`: how many experts.
-    `fp8`: it was decided to be FP8."""
+    """Which matmul it is, for those who look at values of a running graph (`dryrun.observe`). It is noted in
+    the metadata of nodes: as RESULT on what has the matmul's result, in either precision, and as PRODUCT on
+    the FP8 matmul itself. `input`: the graph's input that is the weight. `nth`: which one it is of those with
+    this name and gemm. `groups`: how many experts. `fp8`: it was decided to be FP8."""
 
     fqn: str
     gemm: Gemm
@@ -78,12 +83,11 @@ class Product(NamedTuple):
     fp8: bool
 
 
-
-
 @dataclass(frozen=True)
 class Decision:
-    """FP8 or not, and how. `reason`: why the matmul stays in high precision; None: it becomes FP8. `recipe`: the settings that
-    run, `overrides`: what makes them other than those that were chosen. `rule`: the policy's rule that decided."""
+    """FP8 or not, and how. `reason`: why the matmul stays in high precision; None: it becomes FP8. `recipe`:
+    the settings that run, `overrides`: what makes them other than those that were chosen. `rule`: the
+    policy's rule that decided."""
 
     recipe: Recipe = Recipe()
     overrides: tuple[str, ...] = ()
@@ -98,8 +102,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Price:
-    """The cost model's estimates. Microseconds of the matmul in each precision, and of its share of the casts; the number of
-    tokens from which its layer gains. None where they are unknown."""
+    """The cost model's estimates. Microseconds of the matmul in each precision, and of its share of the
+    casts; the number of tokens from which its layer gains. None where they are unknown."""
 
     bf16_us: float | None = None
     fp8_us: float | None = None
@@ -111,14 +115,15 @@ class Price:
 class Matmul:
     """`out[m, n] = a[m, k] @ b[k, n]`, `batch` times; sizes are ints or SymInts.
 
-    With `offs`, the tokens (m of fprop and dgrad, k of wgrad) are divided into `groups`, one for each matrix of a stack of
-    weights: m and k count all tokens, n and k the features of one matrix.
+    With `offs`, the tokens (m of fprop and dgrad, k of wgrad) are divided into `groups`, one for each matrix
+    of a stack of weights: m and k count all tokens, n and k the features of one matrix.
 
-    `weight` is the weight that this gemm belongs to (for wgrad: the weight whose gradient it computes), as the base of an
-    operand: `parameter`, the placeholder; or a slice of it (the q, k and v of one fused parameter); or a tensor that is
-    computed from it alone. Both are None for an activation x activation product. `fprop` links dgrad and wgrad to their forward
-    gemm. `weight_operand` is the operand that is the weight, or a copy of it. fprop and dgrad have one. A wgrad has one only in
-    a product of two weights, where each weight is the input of the other.
+    `weight` is the weight that this gemm belongs to (for wgrad: the weight whose gradient it computes), as
+    the base of an operand: `parameter`, the placeholder; or a slice of it (the q, k and v of one fused
+    parameter); or a tensor that is computed from it alone. Both are None for an activation x activation
+    product. `fprop` links dgrad and wgrad to their forward gemm. `weight_operand` is the operand that is the
+    weight, or a copy of it. fprop and dgrad have one. A wgrad has one only in a product of two weights, where
+    each weight is the input of the other.
     """
 
     node: Node
@@ -137,7 +142,8 @@ class Matmul:
     offs: Node | None = None
     groups: int = 0
     fprop: Matmul | None = None
-    computed: bool = False  # its weight is computed from parameters in each call, and has no history of its own
+    # its weight is computed from parameters in each call, and has no history of its own
+    computed: bool = False
     not_a_weight: str = ""  # why it has no weight
     wanted: bool = False  # it has no weight, although the user may well expect one
     name: str = ""  # of the parameter
@@ -175,7 +181,8 @@ class Matmul:
 
     @property
     def other_operand(self) -> Matrix:
-        """The operand that is not the weight: in fprop the input, in dgrad and in a wgrad that reads a weight the gradient."""
+        """The operand that is not the weight: in fprop the input, in dgrad and in a wgrad that reads a weight
+        the gradient."""
         return self.a if self.weight_operand is self.b else self.b
 
     @property
@@ -183,14 +190,20 @@ class Matmul:
         """The operands a and b of a weight's gemm, each with its role: "input", "weight" or "gradient"."""
         weight = self.weight_operand
         if weight is None:  # a wgrad
-            # the gradient is the operand that was made in backward; if both were (the input is recomputed), the input is the
-            # operand that fprop reads
+            # the gradient is the operand that was made in backward; if both were (the input is recomputed),
+            # the input is the operand that fprop reads
             late = [compat.dynamo.is_backward(x.base) for x in (self.a, self.b)]
             read = self.fprop.other_operand.base if self.fprop is not None else None
             a_is_input = self.a.base is read if late[0] == late[1] else late[1]
-            return (self.a, "input" if a_is_input else "gradient"), (self.b, "gradient" if a_is_input else "input")
+            return (self.a, "input" if a_is_input else "gradient"), (
+                self.b,
+                "gradient" if a_is_input else "input",
+            )
         other = "input" if self.gemm == "fprop" else "gradient"
-        return (self.a, "weight" if self.a is weight else other), (self.b, "weight" if self.b is weight else other)
+        return (self.a, "weight" if self.a is weight else other), (
+            self.b,
+            "weight" if self.b is weight else other,
+        )
 
     def operand_key(self, matrix: Matrix, role: str) -> OperandKey:
         """The key of the FP8 tensor that this gemm reads instead of `matrix`."""
@@ -202,7 +215,8 @@ class Matmul:
 
     @property
     def features(self) -> tuple[Any, Any, Any]:
-        """(tokens, output features, input features) of the forward gemm, whether the weight is its a or its b."""
+        """(tokens, output features, input features) of the forward gemm, whether the weight is its a or its
+        b."""
         forward = self.fprop or self
         if forward.weight_operand is forward.a:
             return forward.n, forward.m, forward.k
@@ -228,7 +242,9 @@ class Matmul:
             groups=self.groups,
             op=self.op,
             dynamic=not all(isinstance(size, int) for size in sizes),
-            symbolic="".join(name for name, size in zip("mnkb", sizes, strict=True) if not isinstance(size, int)),
+            symbolic="".join(
+                name for name, size in zip("mnkb", sizes, strict=True) if not isinstance(size, int)
+            ),
             parameter=self.name,
             rule=self.decision.rule,
             emulated=self.fp8 and self.decision.emulated,

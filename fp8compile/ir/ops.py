@@ -1,7 +1,8 @@
 """The intermediate representation: a handful of functional operators in the namespace `fp8compile::`.
 
 The passes write them into the joint graph and lower them to ATen before Inductor generates code. Their eager
-implementations below, plain torch on any device, are the reference: a cold call runs on them (see `runtime.calls`).
+implementations below, plain torch on any device, are the reference: a cold call runs on them (see
+`runtime.calls`).
 
     amax(x)                                         [..] -> [1] float32
     amax_blocks(x, transposed, block)               [R, C] -> one amax a block of the copy
@@ -17,17 +18,17 @@ implementations below, plain torch on any device, are the reference: a cold call
     dequantize(data, inv, dtype)                    a weight that FSDP2 gathered in FP8, as it was (see `ir.gathered_weight`)
     snapshot(page) -> scales; gather(amaxes) -> vector; update(page, scales, vector) -> page
 
-Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor cores take).
-A tensor whose rows are contracted (tokens, in wgrad) is quantized transposed, its rows padded with zeros to a multiple
-of 16, so any number of tokens will do.
+Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor
+cores take). A tensor whose rows are contracted (tokens, in wgrad) is quantized transposed, its rows padded
+with zeros to a multiple of 16, so any number of tokens will do.
 
-A tensor has one scale, `[1]`, or one a block: `[rows / block rows, columns / block columns]` of the copy, rounded up. A block
-size of 0 stands for the whole dimension. Blocks lie along the contracted dimension, so each layout of a tensor has its own
-scales.
+A tensor has one scale, `[1]`, or one a block: `[rows / block rows, columns / block columns]` of the copy,
+rounded up. A block size of 0 stands for the whole dimension. Blocks lie along the contracted dimension, so
+each layout of a tensor has its own scales.
 
-A tensor whose rows are divided into groups (the tokens of experts) is given with the `rows` of `ir.grouped`: only rows of a
-group count for its amax, and the columns of its transposed copy are in the order of `rows`. In the other copy the rows of no
-group hold any value.
+A tensor whose rows are divided into groups (the tokens of experts) is given with the `rows` of `ir.grouped`:
+only rows of a group count for its amax, and the columns of its transposed copy are in the order of `rows`. In
+the other copy the rows of no group hold any value.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ OPERATORS: list = []  # all of them, also those of `grouped` and `merged`
 
 
 def define_op(schema: str, fake=None):
-    """Make a function the implementation of the operator `fp8compile::<schema>` on every device; returns the operator. `fake`
-    returns an empty result of the right shape; given where that is much quicker (a deep model has hundreds of the operator)."""
+    """Make a function the implementation of the operator `fp8compile::<schema>` on every device; returns the
+    operator. `fake` returns an empty result of the right shape; given where that is much quicker (a deep
+    model has hundreds of the operator)."""
     name, _, signature = schema.partition("(")
 
     def define(function):
@@ -67,14 +69,16 @@ def define_op(schema: str, fake=None):
 
 
 def padded_rows(rows):
-    """`rows` rounded up to a multiple of 16 (at least 16): the contracted size of a transposed copy. Takes int or SymInt."""
+    """`rows` rounded up to a multiple of 16 (at least 16): the contracted size of a transposed copy. Takes
+    int or SymInt."""
     if isinstance(rows, int):
         return max(16, -(-rows // 16) * 16)
     return (rows + 15) // 16 * 16
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
-    """`x * scale` in float32, saturated to +-fp8_max, rounded to nearest even in `dtype`. Infinities and NaN become NaN."""
+    """`x * scale` in float32, saturated to +-fp8_max, rounded to nearest even in `dtype`. Infinities and NaN
+    become NaN."""
     x = x.to(torch.float32)
     scaled = (x * scale).clamp(-fp8_max, fp8_max)
     return torch.where(x.abs() == float("inf"), float("nan"), scaled).to(dtype)
@@ -111,7 +115,9 @@ def ordered(x: Tensor, rows: Tensor) -> Tensor:
 
 def _amaxes(x: Tensor, transposed: bool, block: Sequence[int], order: Tensor | None = None) -> Tensor:
     rows, columns = _shape(x, transposed, order)
-    return torch.empty(blocks(rows, block[0]), blocks(columns, block[1]), dtype=torch.float32, device=x.device)
+    return torch.empty(
+        blocks(rows, block[0]), blocks(columns, block[1]), dtype=torch.float32, device=x.device
+    )
 
 
 def _copy(
@@ -127,12 +133,21 @@ def _copy(
 
 
 def _copies(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, _other=None, _block=(0, 0), rows: Tensor | None = None, *_
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    fp8_max: float,
+    _other=None,
+    _block=(0, 0),
+    rows: Tensor | None = None,
+    *_,
 ) -> tuple[Tensor, Tensor]:
     return tuple(_copy(x, scale, dtype, fp8_max, layout, rows=rows) for layout in (False, True))  # type: ignore[return-value]
 
 
-def _product(a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, _bias: Tensor | None, out_dtype: torch.dtype, *_) -> Tensor:
+def _product(
+    a: Tensor, b: Tensor, _a_inv: Tensor, _b_inv: Tensor, _bias: Tensor | None, out_dtype: torch.dtype, *_
+) -> Tensor:
     return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
 
 
@@ -146,7 +161,8 @@ def amax(x: Tensor, rows: Tensor | None = None) -> Tensor:
 
 @define_op("amax_blocks(Tensor x, bool transposed, int[] block, Tensor? rows=None) -> Tensor", _amaxes)
 def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int], rows: Tensor | None = None) -> Tensor:
-    """The amax of each block of a copy of x `[R, C]` in this layout: `[R / block rows, C / block columns]`, rounded up."""
+    """The amax of each block of a copy of x `[R, C]` in this layout: `[R / block rows, C / block columns]`,
+    rounded up."""
     made = _amaxes(x, transposed, block, rows)
     x = ordered(x, rows) if transposed and rows is not None else x
     copy = (x.t() if transposed else x).abs()
@@ -166,40 +182,54 @@ inverse = define_op("inverse(Tensor scale) -> Tensor", _like)(inverse_of)
 def _scales(page: Tensor) -> Tensor:
     if compat.autograd.in_compiled_autograd():
         raise Fp8CompileError(
-            "this model was compiled with delayed scaling before compiled autograd was on, which now takes over its backward: "
-            "its scales would be wrong. Switch compiled autograd on before the first call, or use recipe 'tensorwise'"
+            "this model was compiled with delayed scaling before compiled autograd was on, which now takes "
+            "over its backward: its scales would be wrong. Switch compiled autograd on before the first "
+            "call, or use recipe 'tensorwise'"
         )
     return state_page.snapshot_of(page)
 
 
 snapshot = define_op("snapshot(Tensor page) -> Tensor", _scales)(state_page.snapshot_of)
 
-_DELAYED = "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, bool covers=False) -> Tensor"
+_DELAYED = (
+    "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, "
+    "bool covers=False) -> Tensor"
+)
 
 
 @define_op(_DELAYED, _number)
-def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False) -> Tensor:
-    """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate or flush the
-    tensor, the scale of the current amax, if that is finite. (The lowering always takes the slot's scale.)"""
+def delayed_scale(
+    scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False
+) -> Tensor:
+    """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate
+    or flush the tensor, the scale of the current amax, if that is finite. (The lowering always takes the
+    slot's scale.)"""
     row = state_page.Rows(state_page.numbers_of(scales[slot]))
     return _stored_or_current(row.scale.reshape(1), row.cold, amax, fp8_max, margin, covers)
 
 
-def _stored_or_current(stored: Tensor, cold: Tensor, amax: Tensor, fp8_max: float, margin: int, covers: bool) -> Tensor:
+def _stored_or_current(
+    stored: Tensor, cold: Tensor, amax: Tensor, fp8_max: float, margin: int, covers: bool
+) -> Tensor:
     if covers:
         scaled, most = amax * stored, torch.full_like(stored, fp8_max)
-        cold = cold | (scaled > most) | ((amax > 0) & (scaled < state_page.floor_of(most / 2.0**margin, most)))
+        cold = (
+            cold | (scaled > most) | ((amax > 0) & (scaled < state_page.floor_of(most / 2.0**margin, most)))
+        )
     return torch.where(cold & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)
 
 
 def votes_of(scales: Tensor, slots: Sequence[int], cold: bool = True) -> Tensor:
-    """`[len(slots) + 1]` float32: what this rank knows of the scales of tensors that are gathered from several ranks. The
-    minimum over the ranks is what they agree on. `cold`: this call is cold. (The lowering always takes a warm call.)
+    """`[len(slots) + 1]` float32: what this rank knows of the scales of tensors that are gathered from
+    several ranks. The minimum over the ranks is what they agree on. `cold`: this call is cold. (The lowering
+    always takes a warm call.)
 
     The scale of each slot, infinite while it has none in a cold call; then 1 in a cold call, 0 in a warm one.
     """
     rows = [state_page.Rows(state_page.numbers_of(scales.select(0, slot))) for slot in slots]
-    stored = [(torch.where(row.cold, float("inf"), row.scale) if cold else row.scale).reshape(1) for row in rows]
+    stored = [
+        (torch.where(row.cold, float("inf"), row.scale) if cold else row.scale).reshape(1) for row in rows
+    ]
     return torch.cat([*stored, scales.new_full((1,), float(cold))])
 
 
@@ -214,10 +244,12 @@ votes = define_op("votes(Tensor scales, int[] slots, bool cold=True) -> Tensor")
 def agreed_scale(
     agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int, covers: bool = False
 ) -> Tensor:
-    """The scale of this rank's part of a tensor, the same on all ranks of the group. `agreed`: the minimum of their votes.
+    """The scale of this rank's part of a tensor, the same on all ranks of the group. `agreed`: the minimum of
+    their votes.
 
-    It is the scale that they agree on. Only if the call is cold on all ranks, they reduce their amaxes, and decide as
-    `delayed_scale`: so either all ranks wait for this all-reduce, or none. (The lowering always takes the agreed scale.)
+    It is the scale that they agree on. Only if the call is cold on all ranks, they reduce their amaxes, and
+    decide as `delayed_scale`: so either all ranks wait for this all-reduce, or none. (The lowering always
+    takes the agreed scale.)
     """
     stored = agreed[index : index + 1]
     if not bool(agreed[-1]):
@@ -268,7 +300,14 @@ def quantize_both(
     transposed_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`transposed_scale`, `transposed_block`: those of the transposed copy; None: `scale`, `block`."""
-    other = (scale if transposed_scale is None else transposed_scale, dtype, fp8_max, True, transposed_block or block, rows)
+    other = (
+        scale if transposed_scale is None else transposed_scale,
+        dtype,
+        fp8_max,
+        True,
+        transposed_block or block,
+        rows,
+    )
     return quantize(x, scale, dtype, fp8_max, False, block, rows), quantize(x, *other)
 
 
@@ -277,7 +316,8 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 def transposition(x: Tensor) -> Tensor:
-    """The transposed copy of FP8 values. Its rows are padded with zeros, whose encoding is 0 in all FP8 formats."""
+    """The transposed copy of FP8 values. Its rows are padded with zeros, whose encoding is 0 in all FP8
+    formats."""
     rows = x.shape[0]
     missing = padded_rows(rows) - rows
     copy = x.view(torch.uint8).t()
@@ -288,7 +328,9 @@ def transposition(x: Tensor) -> Tensor:
 
 transposed = define_op("transposed(Tensor x) -> Tensor", _transposed)(transposition)
 
-_PRODUCT = "Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum"
+_PRODUCT = (
+    "Tensor a, Tensor b, Tensor a_inv, Tensor b_inv, Tensor? bias, ScalarType out_dtype, bool fast_accum"
+)
 scaled_mm = define_op(f"scaled_mm({_PRODUCT}) -> Tensor", _product)(product)
 block_mm = define_op(f"block_mm({_PRODUCT}, int[] a_block, int[] b_block) -> Tensor", _product)(block_product)
 

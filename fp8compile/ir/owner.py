@@ -1,14 +1,15 @@
-"""A block that is compiled by itself has a place in the model that owns it, and rules may count blocks or layers there.
+"""A block that is compiled by itself has a place in the model that owns it, and rules may count blocks or
+layers there.
 
     for block in model.blocks:
         block.compile(backend="fp8", options={"policy": "conservative"})    # rules for the first and the last block
 
-One graph serves all blocks that the rules treat alike. Dynamo tells the others apart by an attribute, `PLACE`, which each
-module of the block's class gets here, and on which the graph has a guard. It is a plain string: no parameter, buffer or
-submodule.
+One graph serves all blocks that the rules treat alike. Dynamo tells the others apart by an attribute,
+`PLACE`, which each module of the block's class gets here, and on which the graph has a guard. It is a plain
+string: no parameter, buffer or submodule.
 
-The owner is the outermost module whose forward is under way when the block is compiled. Where that is the block itself (the
-loop over the blocks is in a function), nothing is known of other blocks.
+The owner is the outermost module whose forward is under way when the block is compiled. Where that is the
+block itself (the loop over the blocks is in a function), nothing is known of other blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Judge = Callable[[Sequence[Position | None], Sequence[Position]], str]
 
 def in_owner(gm: GraphModule, inputs: Inputs, judge: Judge) -> Inputs:
     """`inputs` with the place of the graph's only root module in the model that owns it."""
-    roots = {id(module): (module, source) for module, source in compat.dynamo.root_modules(gm, inputs.packed).values()}
+    roots = {
+        id(module): (module, source)
+        for module, source in compat.dynamo.root_modules(gm, inputs.packed).values()
+    }
     if len(roots) != 1:
         return inputs
     ((root, source),) = roots.values()

@@ -4,9 +4,10 @@
     product(...)            times one scale_inv an operand, plus bias, rounded once
     block_product(...)      the same, where an operand has more than one
 
-On a CPU operands are multiplied in float32. On a GPU float32 has no tensor cores (an H100 has 67 TFLOP/s, in bf16 989), and
-takes 4 bytes an element. There operands are bf16 copies. bf16 has 8 significant bits and the exponents of float32, so it holds
-every FP8 value exactly. Products of two are exact in float32, and only the order of the sums differs.
+On a CPU operands are multiplied in float32. On a GPU float32 has no tensor cores (an H100 has 67 TFLOP/s, in
+bf16 989), and takes 4 bytes an element. There operands are bf16 copies. bf16 has 8 significant bits and the
+exponents of float32, so it holds every FP8 value exactly. Products of two are exact in float32, and only the
+order of the sums differs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def on_tensor_cores(x: Tensor) -> bool:
 
 
 def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
-    """Expand one scale a block to one an element of a copy of this `shape` (or to a tensor that broadcasts to it)."""
+    """Expand one scale a block to one an element of a copy of this `shape` (or to a tensor that broadcasts to
+    it)."""
     if scale.dim() == 1:  # one for all
         return scale
     for dim, size in enumerate(block):
@@ -41,9 +43,16 @@ def multiplied(a: Tensor, b: Tensor) -> Tensor:
 
 
 def product(
-    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+    a: Tensor,
+    b: Tensor,
+    a_inv: Tensor,
+    b_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
 ) -> Tensor:
-    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Also runs compiled on CPUs."""
+    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Also runs
+    compiled on CPUs."""
     return _finished(multiplied(a, b), [a_inv * b_inv], bias, out_dtype)
 
 
@@ -60,8 +69,8 @@ def block_product(
 ) -> Tensor:
     """a @ b^T of FP8 values, each times its block's scale_inv, with float32 sums, plus bias, rounded once.
 
-    A scale_inv for a whole row multiplies the sum. One that changes along the contraction multiplies the values, which is exact
-    in float32, and in bf16, if it is a power of two.
+    A scale_inv for a whole row multiplies the sum. One that changes along the contraction multiplies the
+    values, which is exact in float32, and in bf16, if it is a power of two.
     """
     values, factors = [], []
     for copy, inverse, block, shape in ((a, a_inv, a_block, (-1, 1)), (b, b_inv, b_block, (-1,))):
@@ -72,7 +81,8 @@ def block_product(
 
 
 def _finished(out: Tensor, factors: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """A float32 product times factors, plus bias, rounded once. On a GPU in place: a copy of logits is gigabytes."""
+    """A float32 product times factors, plus bias, rounded once. On a GPU in place: a copy of logits is
+    gigabytes."""
     in_place = on_tensor_cores(out)
     for factor in factors:
         out = out.mul_(factor) if in_place else out * factor
@@ -84,9 +94,10 @@ def _finished(out: Tensor, factors: Sequence[Tensor], bias: Tensor | None, out_d
 def scaled_values(copy: Tensor, inverse: Tensor, block: Sequence[int]) -> Tensor:
     """[R, K] FP8 values times one scale_inv a block: in float32, on a GPU in bf16.
 
-    There, a scale_inv that is no power of two rounds each value to 8 significant bits: as much as a bf16 result is rounded, and
-    a sixteenth of what a cast to E4M3 rounds. Scales multiplied afterwards would be exact, but each block of the contraction
-    would need a matmul of its own, and to add up [M, N] float32 in memory takes as long as to multiply in float32.
+    There, a scale_inv that is no power of two rounds each value to 8 significant bits: as much as a bf16
+    result is rounded, and a sixteenth of what a cast to E4M3 rounds. Scales multiplied afterwards would be
+    exact, but each block of the contraction would need a matmul of its own, and to add up [M, N] float32 in
+    memory takes as long as to multiply in float32.
     """
     if not on_tensor_cores(copy):
         return copy.to(WIDE) * spread(inverse, copy.shape, block)
@@ -101,7 +112,9 @@ def _in_place(copy: Tensor, inverse: Tensor, block: Sequence[int]) -> Tensor:
     high, wide = (size or whole for size, whole in zip(block, copy.shape, strict=True))
     missing = counts[1] * wide - columns, counts[0] * high - rows
     if any(missing):  # in one byte an element; FP8 zeros are zero bytes
-        copy = torch.nn.functional.pad(copy.view(torch.uint8), (0, missing[0], 0, missing[1])).view(copy.dtype)
+        copy = torch.nn.functional.pad(copy.view(torch.uint8), (0, missing[0], 0, missing[1])).view(
+            copy.dtype
+        )
     values = _narrow(copy).view(counts[0], high, counts[1], wide).mul_(inverse.unsqueeze(1).unsqueeze(3))
     return values.view(counts[0] * high, -1).narrow(0, 0, rows).narrow(1, 0, columns)
 

@@ -1,5 +1,5 @@
-"""The report of a compiled graph: a record for every matmul with its decision and reason, for every op that hides matmuls, and
-what features add. Plain data: it holds no tensor and no node of a graph."""
+"""The report of a compiled graph: a record for every matmul with its decision and reason, for every op that
+hides matmuls, and what features add. Plain data: it holds no tensor and no node of a graph."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 
 @dataclass(frozen=True)
 class MatmulRecord:
-    """One gemm of a graph: ``out[m, n] = a[m, k] @ b[k, n]``, `batch` times. The sizes are those of this gemm itself.
+    """One gemm of a graph: ``out[m, n] = a[m, k] @ b[k, n]``, `batch` times. The sizes are those of this gemm
+    itself.
 
     So for a linear on M tokens, from K to N features: fprop is (M, N, K), dgrad (M, K, N), wgrad (N, K, M).
-    `groups`: the experts that the tokens are divided between; M counts the tokens of all of them, N and K are those of one.
-    `gemm` is "matmul" for one without a weight, as in attention. `reason` is "" for fp8, `recipe` is "" for high precision.
-    `dynamic`: some size is symbolic, and the number here is that of the call that was compiled. `symbolic`: which ones, letters
-    of "mnkb" (b: the batch).
+    `groups`: the experts that the tokens are divided between; M counts the tokens of all of them, N and K are
+    those of one. `gemm` is "matmul" for one without a weight, as in attention. `reason` is "" for fp8,
+    `recipe` is "" for high precision. `dynamic`: some size is symbolic, and the number here is that of the
+    call that was compiled. `symbolic`: which ones, letters of "mnkb" (b: the batch).
     `parameter` is the name of the weight, `rule` that of the policy's rule that decided.
-    Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in high precision (which may
-    be float32) and in FP8, `cast_us` its share of the casts (all in microseconds), `break_even_m` the number of tokens from
-    which its layer gains.
-    `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is exact and not faster.
-    `merged`: the layers, itself among them, for whose gemms of this kind there is one matmul.
+    Where a device's description decided: `bf16_us` and `fp8_us` are this gemm's estimated times in high
+    precision (which may be float32) and in FP8, `cast_us` its share of the casts (all in microseconds),
+    `break_even_m` the number of tokens from which its layer gains.
+    `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is
+    exact and not faster. `merged`: the layers, itself among them, for whose gemms of this kind there is one
+    matmul.
     `overrides`: what makes the settings that run other than those that were chosen, a line each.
     """
 
@@ -66,9 +68,9 @@ class MatmulRecord:
 
 @dataclass(frozen=True)
 class Gatherable:
-    """What a training graph says of a weight: whether FSDP2 may gather it in FP8, as its matmuls cast it, with one scale of its
-    own amax, or one for each square block of `block` rows. `reason`: why not, "" if it may. `shared`: it may not, since not
-    only matmuls read it, but an FP8 matmul does."""
+    """What a training graph says of a weight: whether FSDP2 may gather it in FP8, as its matmuls cast it,
+    with one scale of its own amax, or one for each square block of `block` rows. `reason`: why not, "" if it
+    may. `shared`: it may not, since not only matmuls read it, but an FP8 matmul does."""
 
     reason: str = ""
     shared: bool = False
@@ -79,11 +81,11 @@ class Gatherable:
 
 
 class TableRecord:
-    """A record that a report shows as a row of a table: a frozen dataclass, whose first field is a name. Records that are
-    alike, and whose names differ in numbers only, share a row, such as `h.0-11.fc.weight`.
+    """A record that a report shows as a row of a table: a frozen dataclass, whose first field is a name.
+    Records that are alike, and whose names differ in numbers only, share a row, such as `h.0-11.fc.weight`.
 
-    A feature derives its own records from this class, and gives them to the report of a graph (`GraphFeature.report`) or of a
-    model (`Feature.records`).
+    A feature derives its own records from this class, and gives them to the report of a graph
+    (`GraphFeature.report`) or of a model (`Feature.records`).
     """
 
     key: ClassVar[str] = ""  # the attribute of the report that has them, and their key in `to_dict()`
@@ -133,7 +135,8 @@ def as_dicts(records: Sequence[TableRecord], of_model: bool) -> dict[str, list[d
 class OpaqueRecord(TableRecord):
     """An op that hides matmuls: they are not listed one by one, and the op is not rewritten.
 
-    `reason` names the family of the op ("attention", "convolution"), or says after a colon why the op is left alone.
+    `reason` names the family of the op ("attention", "convolution"), or says after a colon why the op is left
+    alone.
     """
 
     titles, sides = ("not rewritten", "op", "why"), "<<<"
@@ -156,9 +159,10 @@ class OpaqueRecord(TableRecord):
 class GraphReport:
     """One compiled graph. `name` is for people, e.g. "GPT, training"; `note` holds for the whole graph.
 
-    `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul between them.
-    `device` names the device description by which FP8 was weighed, "" if there was none. `remarks` are further notes.
-    `added`: what features say of the graph. Each of their `kinds` is an attribute of its own, such as `graph.collectives`.
+    `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul
+    between them. `device` names the device description by which FP8 was weighed, "" if there was none.
+    `remarks` are further notes. `added`: what features say of the graph. Each of their `kinds` is an
+    attribute of its own, such as `graph.collectives`.
     """
 
     index: int

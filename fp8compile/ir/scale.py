@@ -1,4 +1,5 @@
-"""The arithmetic of a scale: one place, used by the reference operators, by the lowered graphs and by the state.
+"""The arithmetic of a scale: one place, used by the reference operators, by the lowered graphs and by the
+state.
 
     scale     = fp8_max / (amax * 2**margin)         multiplies into FP8
     scale_inv = 1 / scale                            divides back
@@ -6,8 +7,8 @@
 Both are float32, computed in float64 and rounded once, so that eager and compiled code agree bitwise whatever
 instructions a compiler picks for a float32 division.
 
-The functions are written in plain torch with no data-dependent control flow: they run eagerly, on fake tensors and as
-nodes of a graph.
+The functions are written in plain torch with no data-dependent control flow: they run eagerly, on fake
+tensors and as nodes of a graph.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # both have finite inverses
+# both have finite inverses
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
 def scale_of(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
-    """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or not finite.
+    """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or
+    not finite.
 
-    With `power_of_2`, the largest power of two that is not above that scale: the mantissa is cut off, as TransformerEngine and
-    torchao do. The inverse is the E8M0 scale of the OCP Microscaling formats, rounded up.
+    With `power_of_2`, the largest power of two that is not above that scale: the mantissa is cut off, as
+    TransformerEngine and torchao do. The inverse is the E8M0 scale of the OCP Microscaling formats, rounded
+    up.
     """
     # full_like, because torch computes number / tensor as number * reciprocal, which rounds twice
     scale = scale_to(amax, torch.full_like(amax, fp8_max / 2.0**margin, dtype=torch.float64))

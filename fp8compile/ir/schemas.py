@@ -14,8 +14,8 @@ from . import grouped, ops
 
 
 class FP8Copy(NamedTuple):
-    """One FP8 copy of a matrix: nodes, or values while a graph runs. `item`: its place among the results of its operator; None
-    if it is the only one."""
+    """One FP8 copy of a matrix: nodes, or values while a graph runs. `item`: its place among the results of
+    its operator; None if it is the only one."""
 
     source: Any
     scale: Any
@@ -37,7 +37,8 @@ class FP8Copy(NamedTuple):
 
 
 def copies_of(target: Any, args: Sequence[Any]) -> tuple[FP8Copy, ...]:
-    """What an operator makes with these arguments: one copy, or both layouts, the plain one first; () for other operators."""
+    """What an operator makes with these arguments: one copy, or both layouts, the plain one first; () for
+    other operators."""
     if target is ops.quantize:
         copy = FP8Copy(*args)
         return (copy._replace(transposed=bool(copy.transposed), block=tuple(copy.block)),)  # type: ignore[arg-type]
@@ -45,11 +46,20 @@ def copies_of(target: Any, args: Sequence[Any]) -> tuple[FP8Copy, ...]:
 
 
 def _both(
-    x: Any, scale: Any, dtype: Any, fp8_max: float, other: Any = None, block: Any = (0, 0), rows: Any = None, late: Any = None
+    x: Any,
+    scale: Any,
+    dtype: Any,
+    fp8_max: float,
+    other: Any = None,
+    block: Any = (0, 0),
+    rows: Any = None,
+    late: Any = None,
 ) -> tuple[FP8Copy, FP8Copy]:
     """With the arguments of `quantize_both`."""
     plain = FP8Copy(x, scale, dtype, fp8_max, False, tuple(block), rows, 0)
-    return plain, plain._replace(transposed=True, item=1, scale=scale if other is None else other, block=tuple(late or block))
+    return plain, plain._replace(
+        transposed=True, item=1, scale=scale if other is None else other, block=tuple(late or block)
+    )
 
 
 def copies_at(node: Node) -> tuple[FP8Copy, ...]:
@@ -65,9 +75,9 @@ def both_args(plain: FP8Copy, late: FP8Copy) -> tuple:
 
 
 class ScaledProduct(NamedTuple):
-    """The arguments of `ops.scaled_mm` and `ops.block_mm`: a [M, K] and b [N, K], FP8, row-major; the inverses of their scales,
-    float32, one a block, [rows / block rows, columns / block columns] rounded up, or [1] for one scale; bias, [N] or None. The
-    result is [M, N] of `out_dtype`."""
+    """The arguments of `ops.scaled_mm` and `ops.block_mm`: a [M, K] and b [N, K], FP8, row-major; the
+    inverses of their scales, float32, one a block, [rows / block rows, columns / block columns] rounded up,
+    or [1] for one scale; bias, [N] or None. The result is [M, N] of `out_dtype`."""
 
     a: Tensor
     b: Tensor
@@ -81,8 +91,8 @@ class ScaledProduct(NamedTuple):
 
 
 class GroupedProduct(NamedTuple):
-    """The arguments of `ir.grouped.grouped_mm`. The contracted dimension is the last one: a [M, K] and b [E, N, K] of fprop and
-    dgrad, a [R, P] and b [C, P] of wgrad."""
+    """The arguments of `ir.grouped.grouped_mm`. The contracted dimension is the last one: a [M, K] and b [E,
+    N, K] of fprop and dgrad, a [R, P] and b [C, P] of wgrad."""
 
     a: Tensor
     b: Tensor

@@ -1,7 +1,7 @@
 """The page of scaling state: its layout, and how it moves.
 
-One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32 tensor, a
-*page* `[slots, 10 + history]`, one row a slot:
+One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32
+tensor, a *page* `[slots, 10 + history]`, one row a slot:
 
     column   0       1           2                                                          3 4 5            10 ...
              scale   scale_inv   calls since the scale was computed, -1 before the first    0 1 2 of the     amax history,
@@ -17,8 +17,9 @@ One direction (forward or backward) of one set of parameters keeps its delayed s
 
 Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
 
-A call quantizes with a *snapshot* `[slots, 3, 4]` of the first three columns, taken before the call moves them: each number has
-16 bytes of its own. The update keeps the snapshot's values in columns 3 to 5, for a forward that is recomputed.
+A call quantizes with a *snapshot* `[slots, 3, 4]` of the first three columns, taken before the call moves
+them: each number has 16 bytes of its own. The update keeps the snapshot's values in columns 3 to 5, for a
+forward that is recomputed.
 
 The functions are written in plain torch with no data-dependent control flow, like those of `scale`.
 """
@@ -37,28 +38,31 @@ from ..devices.formats import E5M2, FORMATS
 from .scale import inverse_of, scale_to
 
 SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9, 10
-# Floats that a number of a snapshot has for itself. With four, each is 16-byte aligned: cuBLASLt refuses the scale of a matmul
-# that is not (CUDA 13.0, H200), and one kernel of ours serves all slots
+# Floats that a number of a snapshot has for itself. With four, each is 16-byte aligned: cuBLASLt refuses the
+# scale of a matmul that is not (CUDA 13.0, H200), and one kernel of ours serves all slots
 APART = 4
-# An overflow saturates, and is this many times the amax that the scale was computed from. Smaller jumps are normal: in a quiet
-# run, too, amaxes exceed their history, those of gradients by two to three times, in some tensor every few dozen steps.
+# An overflow saturates, and is this many times the amax that the scale was computed from. Smaller jumps are
+# normal: in a quiet run, too, amaxes exceed their history, those of gradients by two to three times, in some
+# tensor every few dozen steps.
 JUMP, JUMP_OF_GRADIENTS = 2.0, 8.0
 
 
 def limit_of(fp8_max: float, margin: int, gradient: bool) -> float:
-    """The limit of a slot: an overflow is an amax that the scale does not cover and that is a jump, too. If the margin leaves
-    more headroom than a jump needs, every amax that saturates is an overflow."""
+    """The limit of a slot: an overflow is an amax that the scale does not cover and that is a jump, too. If
+    the margin leaves more headroom than a jump needs, every amax that saturates is an overflow."""
     return max(fp8_max, (JUMP_OF_GRADIENTS if gradient else JUMP) * fp8_max / 2.0**margin)
 
 
-# An underflow is this many times less than the amax that its scale was computed from, and is scaled to less than 4096 times the
-# smallest number of the format. There, a tensor whose amax is 500 times its root mean square begins to lose precision.
+# An underflow is this many times less than the amax that its scale was computed from, and is scaled to less
+# than 4096 times the smallest number of the format. There, a tensor whose amax is 500 times its root mean
+# square begins to lose precision.
 DROP, E4M3_LEAST, E5M2_LEAST = 64.0, 8.0, 2.0**-4
 E5M2_LIMIT = E5M2.max  # the least limit of E5M2; those of E4M3 are below
 
 
 def floor_of(reach: Tensor, limit: Tensor) -> Tensor:
-    """An amax above zero that is scaled to less than this is an underflow. 0 without a limit: the slot is not watched."""
+    """An amax above zero that is scaled to less than this is an underflow. 0 without a limit: the slot is not
+    watched."""
     least = torch.where(limit < E5M2_LIMIT, E4M3_LEAST, E5M2_LEAST)
     return torch.where(limit < float("inf"), torch.minimum(least, reach / DROP), 0.0)
 
@@ -78,9 +82,11 @@ def _column(number: int) -> property:
 
 @dataclass(frozen=True)
 class Rows:
-    """Views of the columns of a page, for some of its rows or a single one; of a snapshot, the first three (`numbers_of`).
+    """Views of the columns of a page, for some of its rows or a single one; of a snapshot, the first three
+    (`numbers_of`).
 
-    Made by select and narrow: an index would access the device, which may be a described GPU that is not there.
+    Made by select and narrow: an index would access the device, which may be a described GPU that is not
+    there.
     """
 
     tensor: Tensor
@@ -90,9 +96,11 @@ class Rows:
     newest = _column(HISTORY)  # the amax of the last call
     length = property(lambda rows: rows.tensor.shape[-1] - HISTORY)  # amaxes that are kept
     history = property(lambda rows: rows.tensor.narrow(-1, HISTORY, rows.length))
-    before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))  # the columns of the call before
+    # the columns of the call before
+    before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))
     cold = property(lambda rows: rows.age < 0)  # no scale yet, or an overflow or underflow in the last call
-    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))  # an overflow or underflow in the last call
+    # an overflow or underflow in the last call
+    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))
     not_finite = property(lambda rows: rows.limit < 0)  # an amax in some call since the host has last looked
 
     def settings(self) -> SlotSettings:
@@ -103,7 +111,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class SlotKey:
-    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role, and which use of that input."""
+    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role, and which use of
+    that input."""
 
     input: int
     role: str  # "input" | "weight" | "gradient"
@@ -112,17 +121,24 @@ class SlotKey:
 
 
 def fp8_max_of(reach: float, limit: float) -> float:
-    """The FP8 maximum of a slot with a limit: the largest one, up to the limit, that is the reach times a power of two."""
-    return max(form.max for form in FORMATS.values() if form.max <= limit and math.frexp(form.max)[0] == math.frexp(reach)[0])
+    """The FP8 maximum of a slot with a limit: the largest one, up to the limit, that is the reach times a
+    power of two."""
+    return max(
+        form.max
+        for form in FORMATS.values()
+        if form.max <= limit and math.frexp(form.max)[0] == math.frexp(reach)[0]
+    )
 
 
 def rows_for(slots: int) -> int:
-    """How many rows the page of so many slots has: a multiple of 16, so that graphs of few more slots share code."""
+    """How many rows the page of so many slots has: a multiple of 16, so that graphs of few more slots share
+    code."""
     return 16 * -(-max(slots, 1) // 16)
 
 
 def new_page(slots: int, history: int, device: torch.device, settings: Sequence[SlotSettings] = ()) -> Tensor:
-    """A page of cold slots: scale 1, nothing seen. `settings` are those of the first rows; the others are unused."""
+    """A page of cold slots: scale 1, nothing seen. `settings` are those of the first rows; the others are
+    unused."""
     page = torch.zeros(slots, HISTORY + history, dtype=torch.float32, device=device)
     page[:, SCALE] = page[:, SCALE_INV] = 1.0
     page[:, AGE] = -1.0
@@ -135,7 +151,8 @@ def new_page(slots: int, history: int, device: torch.device, settings: Sequence[
 
 
 def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) -> None:
-    """Copy the state in row `before` of `other` to `row`, whose reach is `factor` times that of `before`. Settings stay."""
+    """Copy the state in row `before` of `other` to `row`, whose reach is `factor` times that of `before`.
+    Settings stay."""
     target = page.data[row]  # .data: no new version of a page that a later backward may have saved
     values = other.data[before].to(target.device)
     end = min(values.numel(), target.numel())  # another history length keeps what fits
@@ -150,10 +167,12 @@ def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) 
 
 
 def merged(rows: Tensor) -> Tensor:
-    """One row for several `[n, 10 + history]` of one tensor, with the same settings, that saw different batches.
+    """One row for several `[n, 10 + history]` of one tensor, with the same settings, that saw different
+    batches.
 
-    Each amax is the largest of its call, and the scale is the smallest: it covers whatever one of the others covered. It is
-    the scale that the merged history gives. If the last call overflowed in one of them, it did. Equal rows stay as they are.
+    Each amax is the largest of its call, and the scale is the smallest: it covers whatever one of the others
+    covered. It is the scale that the merged history gives. If the last call overflowed in one of them, it
+    did. Equal rows stay as they are.
     """
     every = Rows(rows)
     seen = rows[~every.cold | (every.history > 0).any(-1)]  # the others know nothing
@@ -174,7 +193,8 @@ def page_before(page: Tensor) -> Tensor:
 
 
 def snapshot_of(page: Tensor) -> Tensor:
-    """`[slots, 3, 4]`: scale, inverse and age of each slot, each followed by zeros. A copy in its own memory."""
+    """`[slots, 3, 4]`: scale, inverse and age of each slot, each followed by zeros. A copy in its own
+    memory."""
     return torch.nn.functional.pad(page.narrow(1, 0, BEFORE).unsqueeze(2), (0, APART - 1))
 
 
@@ -189,18 +209,21 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     The Triton kernel `codegen.triton_kernels.fp8_update` is the same rule: change both.
     `test_the_update_kernel_is_next_page` in tests/passes/test_fusion.py compares them bitwise.
 
-    The old scales come from the snapshot, so that every compiler takes the snapshot before it writes the page.
+    The old scales come from the snapshot, so that every compiler takes the snapshot before it writes the
+    page.
 
-    The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every interval-th call
-    from there, unless the amax to compute it from is 0. If an amax times the old scale exceeds the slot's limit, the
-    scale is recomputed at once, and the slot becomes cold: the next call uses its current amax, if it can (`runtime.calls`),
-    else the new scale. If it is below the slot's floor, the slot becomes cold. If the next one is below the floor, too, or the
-    one after an overflow, the slot forgets what is older: that would flush the tensor for the length of the window (after a
-    rollback, say, to weights from before a spike). One odd batch alone changes no scale. If any amax is not finite, nothing
-    moves: one bad batch leaves no trace (TransformerEngine keeps the infinity in the window for its whole length), but for the
-    sign of the limit, for the host.
+    The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every
+    interval-th call from there, unless the amax to compute it from is 0. If an amax times the old scale
+    exceeds the slot's limit, the scale is recomputed at once, and the slot becomes cold: the next call uses
+    its current amax, if it can (`runtime.calls`), else the new scale. If it is below the slot's floor, the
+    slot becomes cold. If the next one is below the floor, too, or the one after an overflow, the slot forgets
+    what is older: that would flush the tensor for the length of the window (after a rollback, say, to weights
+    from before a spike). One odd batch alone changes no scale. If any amax is not finite, nothing moves: one
+    bad batch leaves no trace (TransformerEngine keeps the infinity in the window for its whole length), but
+    for the sign of the limit, for the host.
     """
-    # Unused slots see zeros: with one shape for all rows and a single concatenation, Inductor makes one kernel of all this.
+    # Unused slots see zeros: with one shape for all rows and a single concatenation, Inductor makes one
+    # kernel of all this.
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
     numbers = numbers_of(snapshot)
     old, rows = Rows(numbers), Rows(page)

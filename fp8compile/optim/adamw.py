@@ -24,28 +24,33 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamW(Optimizer):
-    """torch.optim.AdamW whose states take 3.06 bytes per parameter instead of 8, and whose `state_dict()` is torch's.
+    """torch.optim.AdamW whose states take 3.06 bytes per parameter instead of 8, and whose `state_dict()` is
+    torch's.
 
-    The first moment is kept in E4M3 and the second in FP16, in blocks of 128 elements with a power-of-two scale each; the
-    arithmetic is float32. Parameters of fewer than 4,096 elements keep float32 moments. No step waits for the device.
+    The first moment is kept in E4M3 and the second in FP16, in blocks of 128 elements with a power-of-two
+    scale each; the arithmetic is float32. Parameters of fewer than 4,096 elements keep float32 moments. No
+    step waits for the device.
 
-    * `params`, `lr`, `betas`, `eps`, `weight_decay`, `maximize`: as torch.optim.AdamW's. `lr` may be a tensor.
-    * `master`: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder": the lower half of
-      the float32 master weight, 2 bytes per parameter; exact, for bf16 weights. "float32": a float32 copy, 4 bytes. Weights in
-      float32 need none.
-    * `fp8_weights`: the step also makes the FP8 weights of the next step, for models that are compiled with `backend="fp8"` and
-      `cache_weights=True`. No forward casts a weight then, and results are bitwise the same. After a write to `weight.data`
-      after a step, call `fp8compile.refresh_weight_cache()`. Without `cache_weights` it has no effect, and warns once.
-    * `compiled`: False runs the update as plain torch operators, slower, without waiting for a compilation. So do NVIDIA's
-      GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
+    * `params`, `lr`, `betas`, `eps`, `weight_decay`, `maximize`: as torch.optim.AdamW's. `lr` may be a
+      tensor.
+    * `master`: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder":
+      the lower half of the float32 master weight, 2 bytes per parameter; exact, for bf16 weights. "float32":
+      a float32 copy, 4 bytes. Weights in float32 need none.
+    * `fp8_weights`: the step also makes the FP8 weights of the next step, for models that are compiled with
+      `backend="fp8"` and `cache_weights=True`. No forward casts a weight then, and results are bitwise the
+      same. After a write to `weight.data` after a step, call `fp8compile.refresh_weight_cache()`. Without
+      `cache_weights` it has no effect, and warns once.
+    * `compiled`: False runs the update as plain torch operators, slower, without waiting for a compilation.
+      So do NVIDIA's GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
     * `foreach`, `fused`: are accepted and have no effect; the update is always one kernel per parameter.
 
-    `state_dict()` has float32 moments under torch.optim.AdamW's keys, and a float32 `master_param` if there is a master.
-    torch.optim.AdamW loads it, and this class loads torch.optim.AdamW's. While it is made, 8 bytes per parameter are allocated.
+    `state_dict()` has float32 moments under torch.optim.AdamW's keys, and a float32 `master_param` if there
+    is a master. torch.optim.AdamW loads it, and this class loads torch.optim.AdamW's. While it is made, 8
+    bytes per parameter are allocated.
 
-    Raises ValueError for values out of range, for amsgrad, capturable or differentiable, for a parameter that is not float32,
-    bf16 or FP16, and for a checkpoint of another optimizer or other shapes, which leaves everything as it was; RuntimeError for
-    sparse gradients, before any parameter is updated.
+    Raises ValueError for values out of range, for amsgrad, capturable or differentiable, for a parameter that
+    is not float32, bf16 or FP16, and for a checkpoint of another optimizer or other shapes, which leaves
+    everything as it was; RuntimeError for sparse gradients, before any parameter is updated.
     """
 
     def __init__(
@@ -107,8 +112,9 @@ class AdamW(Optimizer):
             for p in parameters:
                 if p.grad.is_sparse or p.grad.layout != torch.strided:
                     raise RuntimeError(
-                        f"AdamW does not support sparse gradients: a parameter {list(p.shape)} of group {index} has one. "
-                        "Use torch.optim.SparseAdam for it, or sparse=False in its embedding"
+                        f"AdamW does not support sparse gradients: a parameter {list(p.shape)} of group "
+                        f"{index} has one. Use torch.optim.SparseAdam for it, or "
+                        "sparse=False in its embedding"
                     )
         asked = self._asked() if self.fp8_weights else frozenset()
         amaxes: dict[Tensor, Tensor] = {}  # of the blocks of weights
@@ -127,8 +133,12 @@ class AdamW(Optimizer):
     def _asked(self) -> frozenset[int]:
         """The parameters (ids) whose amaxes are used at the end of this step."""
         asked = [ids for feature in features() if (ids := feature.wanted_amaxes(self)) is not None]
-        if not asked and self._stepped:  # not in a first step: torch.distributed.checkpoint makes one to make states
-            why = "no compiled graph keeps FP8 copies of these weights: compile with options={'cache_weights': True}"
+        # not in a first step: torch.distributed.checkpoint makes one to make states
+        if not asked and self._stepped:
+            why = (
+                "no compiled graph keeps FP8 copies of these weights: compile with "
+                "options={'cache_weights': True}"
+            )
             say_once(logger, logging.WARNING, f"fp8: AdamW's fp8_weights has no effect: {why}")
         self._stepped = True
         return frozenset().union(*asked)
@@ -141,7 +151,11 @@ class AdamW(Optimizer):
         for p, of_blocks in amaxes.items():
             alike[of_blocks.device, of_blocks.dtype].append((p, of_blocks))
         weights = [p for members in alike.values() for p, _ in members]
-        found = [x for members in alike.values() for x in torch._foreach_max([of_blocks for _, of_blocks in members])]
+        found = [
+            x
+            for members in alike.values()
+            for x in torch._foreach_max([of_blocks for _, of_blocks in members])
+        ]
         for feature in features():
             feature.step_wrote(self, weights, found)
 
@@ -158,7 +172,8 @@ class AdamW(Optimizer):
         asked: frozenset[int],
         amaxes: dict[Tensor, Tensor],
     ) -> None:
-        """`amaxes` gets those of the blocks of the parameters that are `asked` for: [blocks] of the weight's dtype."""
+        """`amaxes` gets those of the blocks of the parameters that are `asked` for: [blocks] of the weight's
+        dtype."""
         by = factors(group, step)
         compiles = self._compiled and casts_to_e4m3(local(members[0][0]).device)
         for p, state in members:
@@ -167,20 +182,29 @@ class AdamW(Optimizer):
                 continue
             kept = state.get("remainder", state.get("master"))
             rows = to_blocks(weight).data  # without the view's base, whose shape Dynamo would guard
-            moments = (state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"], state["exp_avg_sq_scale"])
+            moments = (
+                state["exp_avg"],
+                state["exp_avg_scale"],
+                state["exp_avg_sq"],
+                state["exp_avg_sq_scale"],
+            )
             function: Callable[..., Tensor | None] = update_with_amax if id(p) in asked else update
             call = compiled(function) if compiles else function
             found = call(rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
             if found is not None:
                 amaxes[p] = found
             torch.autograd.graph.increment_version(p)  # `.data` does not count
-            if rows.data_ptr() != weight.data_ptr():  # a copy: the last block is not full, or the weight is not contiguous
+            # a copy: the last block is not full, or the weight is not contiguous
+            if rows.data_ptr() != weight.data_ptr():
                 weight.copy_(from_blocks(rows, weight.shape))
         small = [(local(p), local(p.grad), state) for p, state in members if is_small(p)]  # type: ignore[arg-type]
         small = [each for each in small if each[0].numel()]
         if small:
             weights = [weight for weight, _, _ in small]
-            masters = [s["master"] if "master" in s else w if w.dtype == torch.float32 else w.float() for w, _, s in small]
+            masters = [
+                s["master"] if "master" in s else w if w.dtype == torch.float32 else w.float()
+                for w, _, s in small
+            ]
             first, second = [s["exp_avg"] for *_, s in small], [s["exp_avg_sq"] for *_, s in small]
             update_small(weights, [g for _, g, _ in small], first, second, masters, group, step)
         amaxes.update({p: local(p).abs() for p, _ in members if id(p) in asked and is_small(p)})
@@ -188,7 +212,9 @@ class AdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's, with float32 moments: 8 bytes per parameter, newly allocated."""
         mine = self.state
-        whole = {p: vanilla(p, state) if isinstance(p, Tensor) and state else state for p, state in mine.items()}
+        whole = {
+            p: vanilla(p, state) if isinstance(p, Tensor) and state else state for p, state in mine.items()
+        }
         self.state = defaultdict(dict, whole)  # so that the hooks of others see torch's keys too
         try:
             return super().state_dict()
@@ -196,7 +222,8 @@ class AdamW(Optimizer):
             self.state = mine
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch.optim.AdamW's `state_dict()`, or ours. ValueError if it is another's; nothing is changed then."""
+        """Load torch.optim.AdamW's `state_dict()`, or ours. ValueError if it is another's; nothing is changed
+        then."""
         found: dict[Tensor, State] = {}
 
         def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:  # after the hooks of others
@@ -206,7 +233,10 @@ class AdamW(Optimizer):
         def give(_: Optimizer) -> None:  # before the hooks of others
             self.state = defaultdict(dict, found)
 
-        hooks = self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(give, prepend=True)
+        hooks = (
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(give, prepend=True),
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -216,12 +246,17 @@ class AdamW(Optimizer):
     def _packed(self, saved: dict[str, Any]) -> dict[Tensor, State]:
         ours, theirs = self.param_groups, saved["param_groups"]
         if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
-            shapes = " and ".join(str([len(group["params"]) for group in groups]) for groups in (theirs, ours))
+            shapes = " and ".join(
+                str([len(group["params"]) for group in groups]) for groups in (theirs, ours)
+            )
             raise ValueError(f"the checkpoint has other parameter groups: {shapes} parameters in it and here")
         for mine, group in zip(ours, theirs, strict=True):
             absent = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
             if absent:
-                raise ValueError(f"a group of the checkpoint has no {' and no '.join(absent)}: it is not of torch.optim.AdamW")
+                raise ValueError(
+                    f"a group of the checkpoint has no {' and no '.join(absent)}: it is not of "
+                    "torch.optim.AdamW"
+                )
             _check({**self.defaults, **group, "params": mine["params"]}, self.master)
         ids = dict(zip(_members(theirs), _members(ours), strict=True))
         strangers = [key for key in saved["state"] if key not in ids]
@@ -267,7 +302,10 @@ def _check(group: dict[str, Any], master: str | None) -> None:
             raise ValueError(f"fp8compile.optim.AdamW has no {key}: use torch.optim.AdamW for it")
     for index, p in enumerate(group["params"]):
         if p.dtype not in _DTYPES:
-            what = f"{_name(group, index)} is {p.dtype}: fp8compile.optim.AdamW updates float32, bfloat16 and float16"
+            what = (
+                f"{_name(group, index)} is {p.dtype}: fp8compile.optim.AdamW updates "
+                "float32, bfloat16 and float16"
+            )
             raise ValueError(f"{what}. Give it to torch.optim.AdamW")
         if master == "bf16+remainder" and p.dtype == torch.float16:
             what = f"{_name(group, index)} is float16: master='bf16+remainder' is for bfloat16"

@@ -1,8 +1,10 @@
-"""An optimizer's states in few bytes, and what torch.optim.AdamW keeps instead: same keys, same shapes, float32.
+"""An optimizer's states in few bytes, and what torch.optim.AdamW keeps instead: same keys, same shapes,
+float32.
 
-A tensor is cut into blocks of 128 elements, in its logical order; the last block is filled up with zeros. Each block has a
-scale of its own, a power of two in float32. A power of two costs no precision, and makes packing exact the second time:
-`unpack(pack(unpack(pack(x)))) == unpack(pack(x))`. So a checkpoint in float32 resumes bitwise.
+A tensor is cut into blocks of 128 elements, in its logical order; the last block is filled up with zeros.
+Each block has a scale of its own, a power of two in float32. A power of two costs no precision, and makes
+packing exact the second time: `unpack(pack(unpack(pack(x)))) == unpack(pack(x))`. So a checkpoint in float32
+resumes bitwise.
 
 | tensor                  | kept as                                     | bytes an element |
 |-------------------------|---------------------------------------------|------------------|
@@ -10,8 +12,8 @@ scale of its own, a power of two in float32. A power of two costs no precision, 
 | second moment (exp_avg_sq) | FP16 and a scale a block                 | 2.03             |
 | float32 master weight   | what a bf16 weight lacks of it, as int16    | 2                |
 
-The second moment needs FP16's range: it spreads twice as many decades as the gradient. In E4M3 whatever is below 4e-6 of its
-block's largest becomes zero, and the step divides by it.
+The second moment needs FP16's range: it spreads twice as many decades as the gradient. In E4M3 whatever is
+below 4e-6 of its block's largest becomes zero, and the step divides by it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from torch.nn import functional
 
 BLOCK = 128
 FIRST, SECOND = torch.float8_e4m3fn, torch.float16
-LARGEST = {FIRST: (0x600000, 8), SECOND: (0x7FE000, 15)}  # 1.75 * 2^8 and (2 - 2^-10) * 2^15: the bits after the point, and E
+# 1.75 * 2^8 and (2 - 2^-10) * 2^15: the bits after the point, and E
+LARGEST = {FIRST: (0x600000, 8), SECOND: (0x7FE000, 15)}
 SMALL = 4096  # elements: below, packing saves nothing worth a kernel
 MASTERS = (None, "bf16+remainder", "float32")
 MASTER = "master_param"  # TransformerEngine's key for a float32 master weight
@@ -39,7 +42,8 @@ State = dict[str, Any]
 
 
 class Packed(NamedTuple):
-    """`data` [blocks, 128] in E4M3 or FP16, and `scale` [blocks, 1] in float32: the values are data * scale."""
+    """`data` [blocks, 128] in E4M3 or FP16, and `scale` [blocks, 1] in float32: the values are data *
+    scale."""
 
     data: Tensor
     scale: Tensor
@@ -48,7 +52,11 @@ class Packed(NamedTuple):
 def to_blocks(values: Tensor) -> Tensor:
     """Any shape -> [blocks, 128] of the same dtype; a view if that is possible."""
     flat = values.reshape(-1)
-    return functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK) if flat.numel() % BLOCK else flat.view(-1, BLOCK)
+    return (
+        functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        if flat.numel() % BLOCK
+        else flat.view(-1, BLOCK)
+    )
 
 
 def from_blocks(values: Tensor, shape: torch.Size) -> Tensor:
@@ -57,18 +65,20 @@ def from_blocks(values: Tensor, shape: torch.Size) -> Tensor:
 
 
 def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest power of two s, but at least 2^-126, with amax / s <= the dtype's largest number. `amax` is float32, finite,
-    not negative.
+    """The smallest power of two s, but at least 2^-126, with amax / s <= the dtype's largest number. `amax`
+    is float32, finite, not negative.
 
-    In float32's bits: amax = (1 + f) 2^e and largest = (1 + F) 2^E give s = 2^(e - E), or its double where f > F."""
+    In float32's bits: amax = (1 + f) 2^e and largest = (1 + F) 2^E give s = 2^(e - E), or its double where f
+    > F."""
     mantissa, exponent = LARGEST[dtype]
     biased = ((amax.view(torch.int32) + (0x7FFFFF - mantissa)) >> 23) - exponent
     return (biased.clamp(min=1) << 23).view(torch.float32)
 
 
 def pack(values: Tensor, dtype: torch.dtype) -> Packed:
-    """float32 [blocks, 128] -> its packed form, rounded to nearest. An infinity or NaN does not disturb its block; E4M3
-    has no infinity and keeps it as NaN. In FP16 a positive value never becomes zero, because a step divides by it."""
+    """float32 [blocks, 128] -> its packed form, rounded to nearest. An infinity or NaN does not disturb its
+    block; E4M3 has no infinity and keeps it as NaN. In FP16 a positive value never becomes zero, because a
+    step divides by it."""
     amax = torch.where(values.isfinite(), values.abs(), 0.0).amax(1, keepdim=True)
     scale = power_of_two_scale(amax, dtype)
     scaled = values / scale
@@ -86,24 +96,28 @@ def unpack(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """A bf16 weight and its int16 remainder -> the float32 master weight, exact. A weight that somebody else has set to zero is
-    zero, whatever its remainder."""
+    """A bf16 weight and its int16 remainder -> the float32 master weight, exact. A weight that somebody else
+    has set to zero is zero, whatever its remainder."""
     high = weight.view(torch.int16).to(torch.int32)
     low = torch.where((weight == 0) & (remainder < 0), 0, remainder.to(torch.int32))
     return ((high << 16) + low).view(torch.float32)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 master weight -> the nearest bf16 weight (halves away from zero), and the int16 remainder that `join` adds."""
-    bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)  # any other NaN's bits could overflow below
+    """A float32 master weight -> the nearest bf16 weight (halves away from zero), and the int16 remainder
+    that `join` adds."""
+    # any other NaN's bits could overflow below
+    bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def follow(master: Tensor, weight: Tensor) -> Tensor:
-    """The float32 master of a 16-bit weight: `master`, but where somebody else has changed the weight since, the weight.
+    """The float32 master of a 16-bit weight: `master`, but where somebody else has changed the weight since,
+    the weight.
 
-    By the distance, at most half a unit in the last place: Inductor may leave out the rounding in `master.to(weight.dtype)`."""
+    By the distance, at most half a unit in the last place: Inductor may leave out the rounding in
+    `master.to(weight.dtype)`."""
     near, limits = weight.float(), torch.finfo(weight.dtype)
     half = near.abs() * (limits.eps / 2) + limits.tiny * limits.eps
     return torch.where((master - near).abs() <= half, master, near)
@@ -124,7 +138,8 @@ def is_small(parameter: Tensor) -> bool:
 
 
 def fresh(parameter: Tensor, master: str | None) -> State:
-    """The state before the first step. Packed moments are [blocks, 128]; `step` is a float32 number on the CPU, as torch's."""
+    """The state before the first step. Packed moments are [blocks, 128]; `step` is a float32 number on the
+    CPU, as torch's."""
     mine = local(parameter)
     state: State = {"step": torch.tensor(0.0, dtype=torch.float32)}
     for key, dtype in _MOMENTS.items():
@@ -149,8 +164,8 @@ def _kept(parameter: Tensor, master: str | None, value: Tensor) -> State:
 
 
 def vanilla(parameter: Tensor, state: State) -> State:
-    """What torch.optim.AdamW keeps: `step`, and float32 moments of the parameter's shape, DTensors if it is one. A master
-    weight comes as `master_param`, which torch.optim.AdamW ignores."""
+    """What torch.optim.AdamW keeps: `step`, and float32 moments of the parameter's shape, DTensors if it is
+    one. A master weight comes as `master_param`, which torch.optim.AdamW ignores."""
     mine = local(parameter)
 
     def like(values: Tensor) -> Tensor:
@@ -163,7 +178,11 @@ def vanilla(parameter: Tensor, state: State) -> State:
     found: State = {"step": state["step"].clone()}
     for key in _MOMENTS:
         kept = state[key]
-        values = kept.clone() if is_small(parameter) else from_blocks(unpack(kept, state[f"{key}_scale"]), mine.shape)
+        values = (
+            kept.clone()
+            if is_small(parameter)
+            else from_blocks(unpack(kept, state[f"{key}_scale"]), mine.shape)
+        )
         found[key] = like(values)
     if "remainder" in state:
         found[MASTER] = like(from_blocks(join(to_blocks(mine), state["remainder"]), mine.shape))
@@ -174,14 +193,19 @@ def vanilla(parameter: Tensor, state: State) -> State:
 
 
 def packed(parameter: Tensor, saved: Mapping[str, Any], master: str | None, name: str) -> State:
-    """The state from what torch.optim.AdamW, or `vanilla`, has saved. ValueError, with the parameter's `name`, if it is
-    anything else; nothing is changed."""
+    """The state from what torch.optim.AdamW, or `vanilla`, has saved. ValueError, with the parameter's
+    `name`, if it is anything else; nothing is changed."""
     missing = [key for key in ("step", *_MOMENTS) if key not in saved]
     if missing:
         keys = ", ".join(sorted(saved)) or "nothing"
-        raise ValueError(f"{name}: the checkpoint has no {' and no '.join(missing)} but {keys}: it is not of torch.optim.AdamW")
+        raise ValueError(
+            f"{name}: the checkpoint has no {' and no '.join(missing)} but {keys}: it is not of "
+            "torch.optim.AdamW"
+        )
     if "max_exp_avg_sq" in saved:
-        raise ValueError(f"{name}: the checkpoint is of amsgrad=True, which fp8compile.optim.AdamW does not do")
+        raise ValueError(
+            f"{name}: the checkpoint is of amsgrad=True, which fp8compile.optim.AdamW does not do"
+        )
     step = saved["step"]
     state: State = {"step": torch.tensor(float(step), dtype=torch.float32)}
     for key, dtype in _MOMENTS.items():
@@ -203,9 +227,13 @@ def _like(parameter: Tensor, value: Any, what: str) -> Tensor:
     if isinstance(parameter, DTensor):
         if not isinstance(value, DTensor):
             how = "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            raise ValueError(f"{what} is a whole tensor in the checkpoint, the parameter is sharded: load it by {how}")
+            raise ValueError(
+                f"{what} is a whole tensor in the checkpoint, the parameter is sharded: load it by {how}"
+            )
         if value.placements != parameter.placements or value.device_mesh != parameter.device_mesh:
             value = value.redistribute(parameter.device_mesh, parameter.placements)
     elif isinstance(value, DTensor):
-        raise ValueError(f"{what} is sharded in the checkpoint, the parameter is not: save it with full_state_dict=True")
+        raise ValueError(
+            f"{what} is sharded in the checkpoint, the parameter is not: save it with full_state_dict=True"
+        )
     return local(value).to(local(parameter).device, torch.float32)

@@ -1,4 +1,5 @@
-"""One step of AdamW, in float32, on states that are packed: Loshchilov and Hutter, arXiv 1711.05101, as torch.optim.AdamW."""
+"""One step of AdamW, in float32, on states that are packed: Loshchilov and Hutter, arXiv 1711.05101, as
+torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from .states import FIRST, SECOND, follow, join, pack, split, unpack
 
 
 class Factors(NamedTuple):
-    """The numbers of a step, as float32 tensors without dimensions, so that no new value compiles anything. On the CPU, or
-    where the learning rate is a tensor."""
+    """The numbers of a step, as float32 tensors without dimensions, so that no new value compiles anything.
+    On the CPU, or where the learning rate is a tensor."""
 
     sign: Tensor  # -1 with maximize
     decay: Tensor  # 1 - lr * weight_decay
@@ -27,7 +28,8 @@ class Factors(NamedTuple):
 
 
 def factors(group: dict[str, Any], step: int) -> Factors:
-    """The factors of a parameter group in its step number `step`, counted from 1. Nothing waits for a device."""
+    """The factors of a parameter group in its step number `step`, counted from 1. Nothing waits for a
+    device."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     lr = lr.double() if isinstance(lr, Tensor) else lr
     values = (
@@ -39,7 +41,12 @@ def factors(group: dict[str, Any], step: int) -> Factors:
         1 - beta2,
         group["eps"],
     )
-    return Factors(*(x.float().reshape(()) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32) for x in values))
+    return Factors(
+        *(
+            x.float().reshape(()) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32)
+            for x in values
+        )
+    )
 
 
 def update(
@@ -54,8 +61,8 @@ def update(
 ) -> None:
     """Update a weight and its states in place. All are [blocks, 128], the scales [blocks, 1].
 
-    `kept` is the weight's int16 remainder, its float32 master weight, or None: then the weight is its own master. The step
-    takes the moments as they are before they are packed."""
+    `kept` is the weight's int16 remainder, its float32 master weight, or None: then the weight is its own
+    master. The step takes the moments as they are before they are packed."""
     gradient = gradient.float() * by.sign
     m = unpack(first, first_scale)
     m = m + by.blend1 * (gradient - m)
@@ -80,11 +87,12 @@ def update(
 
 
 def update_with_amax(weight: Tensor, *others: Any) -> Tensor:
-    """`update`, which also returns the largest magnitude of each block of the new weight: [blocks] of its dtype. NaN where an
-    element is NaN.
+    """`update`, which also returns the largest magnitude of each block of the new weight: [blocks] of its
+    dtype. NaN where an element is NaN.
 
-    It is exact although Inductor may leave out the rounding in between: rounding is monotonic, so that the rounded maximum is
-    the maximum of rounded values. A function of its own, because torch.compile counts the variants of each."""
+    It is exact although Inductor may leave out the rounding in between: rounding is monotonic, so that the
+    rounded maximum is the maximum of rounded values. A function of its own, because torch.compile counts the
+    variants of each."""
     update(weight, *others)
     return weight.abs().amax(1)
 
@@ -99,8 +107,9 @@ def _master(weight: Tensor, kept: Tensor | None) -> Tensor:
 
 @functools.cache
 def compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """`update` or `update_with_amax`, compiled once for each combination of dtypes. Only the number of blocks is dynamic: 128
-    must be a constant, or the kernel would loop over a block twice, once for its amax, and read everything twice."""
+    """`update` or `update_with_amax`, compiled once for each combination of dtypes. Only the number of blocks
+    is dynamic: 128 must be a constant, or the kernel would loop over a block twice, once for its amax, and
+    read everything twice."""
     call = torch.compile(function)
 
     def run(*args: Any) -> Tensor | None:
@@ -119,8 +128,8 @@ def update_small(
     group: dict[str, Any],
     step: int,
 ) -> None:
-    """The same for small parameters, whose states are float32 and whose `masters` are too (the weights themselves, if they are
-    float32): a few kernels for all of them."""
+    """The same for small parameters, whose states are float32 and whose `masters` are too (the weights
+    themselves, if they are float32): a few kernels for all of them."""
     by = factors(group, step)
     floats: list[Any] = [x if x.device.type != "cpu" else x.item() for x in by]
     sign, decay, size, correction, blend1, blend2, eps = floats
@@ -139,6 +148,8 @@ def update_small(
     torch._foreach_mul_(steps, size)
     torch._foreach_mul_(masters, decay)
     torch._foreach_sub_(masters, steps)
-    copied = [(weight, master) for weight, master in zip(weights, masters, strict=True) if master is not weight]
+    copied = [
+        (weight, master) for weight, master in zip(weights, masters, strict=True) if master is not weight
+    ]
     if copied:
         torch._foreach_copy_([weight for weight, _ in copied], [master for _, master in copied])

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AmaxGroups:
-    """Names of process groups. `state`: the amaxes of a direction are reduced over each of them, one after the other, before
-    the state moves. `shards`: by the recipe's `amax_group`, for tensors that are scaled by their current amax."""
+    """Names of process groups. `state`: the amaxes of a direction are reduced over each of them, one after
+    the other, before the state moves. `shards`: by the recipe's `amax_group`, for tensors that are scaled by
+    their current amax."""
 
     state: tuple[str, ...] = ()
     shards: Mapping[bool | str, str] = field(default_factory=dict)
@@ -35,17 +36,28 @@ class AmaxGroups:
 
 
 def amax_groups(joint: Joint) -> int:
-    """OptionError where that is impossible: for two groups in one graph, for a name of nothing, and for the group of all
-    ranks in a pipeline, because each stage of a pipeline runs other graphs and waits for the stage before.
+    """OptionError where that is impossible: for two groups in one graph, for a name of nothing, and for the
+    group of all ranks in a pipeline, because each stage of a pipeline runs other graphs and waits for the
+    stage before.
     """
     operands, dimensions = joint.plan.operands.values(), joint.inputs.groups
     every = _named("reduce_amax", {x.recipe.reduce_amax for x in operands if x.slot >= 0}, dimensions)
-    shards = _named("amax_group", {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}, dimensions)
-    if any(map(compat.process_groups.is_default_group, every.values())) and compat.process_groups.in_pipeline():
-        raise OptionError.of("reduce_amax", True, f"the process group of the ranks that share a pipeline stage{FIX}")
-    with_history = {shards[x.recipe.amax_group] for x in operands if x.slot >= 0 and x.recipe.amax_group in shards}
+    shards = _named(
+        "amax_group", {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}, dimensions
+    )
+    if (
+        any(map(compat.process_groups.is_default_group, every.values()))
+        and compat.process_groups.in_pipeline()
+    ):
+        raise OptionError.of(
+            "reduce_amax", True, f"the process group of the ranks that share a pipeline stage{FIX}"
+        )
+    with_history = {
+        shards[x.recipe.amax_group] for x in operands if x.slot >= 0 and x.recipe.amax_group in shards
+    }
     ranks = {compat.process_groups.ranks_of(name): name for name in (*every.values(), *with_history)}
-    needed = tuple(name for group, name in ranks.items() if not any(group < other for other in ranks))  # max covers its parts
+    # max covers its parts
+    needed = tuple(name for group, name in ranks.items() if not any(group < other for other in ranks))
     joint.amax_groups = AmaxGroups(needed, shards)
     if not joint.high_precision or joint.state is not None:
         joint.groups |= dict.fromkeys((*needed, *shards.values()))
@@ -67,25 +79,34 @@ def _named(key: str, given: Collection[bool | str], dimensions: Mapping[str, str
         if name is not None:
             found[one] = name
     if len(set(found.values())) > 1:
-        raise OptionError(f"fp8 option {key!r} must name one process group in a graph; here are {sorted(set(found.values()))}")
+        raise OptionError(
+            f"fp8 option {key!r} must name one process group in a graph; here are "
+            f"{sorted(set(found.values()))}"
+        )
     return found
 
 
 def _unknown(key: str, given: bool | str, dimensions: Mapping[str, str]) -> OptionError:
     names = ", ".join(map(repr, dimensions))
     if given in dimensions:
-        why = "parameters of one graph live on several meshes, whose dimensions of this name are of different ranks"
+        why = (
+            "parameters of one graph live on several meshes, whose dimensions of this "
+            "name are of different ranks"
+        )
     elif dimensions:
         why = f"the mesh of the parameters has {names}"
     else:
         why = "the parameters are on no DeviceMesh: pass (mesh, dimension)"
-    allowed = f"the name of a process group that this rank is in, or of a dimension of the parameters' DeviceMesh ({why})"
+    allowed = (
+        "the name of a process group that this rank is in, or of a dimension of the "
+        f"parameters' DeviceMesh ({why})"
+    )
     return OptionError.of(key, given, allowed, near(str(given), dimensions))
 
 
 def reduce_current(joint: Joint) -> int:
-    """Let tensors that are scaled by their current amax wait for that of their group; returns how many do. What a collective
-    carries has been reduced already."""
+    """Let tensors that are scaled by their current amax wait for that of their group; returns how many do.
+    What a collective carries has been reduced already."""
     written, groups = joint.form, joint.amax_groups
     if written is None:
         return 0
@@ -96,15 +117,18 @@ def reduce_current(joint: Joint) -> int:
     for scale, operand in scales.items():
         amax, group = scale.args[0], groups.of(operand)
         assert isinstance(amax, Node) and group is not None
-        scale.update_arg(0, reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group))
+        scale.update_arg(
+            0, reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
+        )
     return len(scales)
 
 
 def reduced(emit: Emitter, amaxes: Node, group: str, until: Node | None = None) -> Node:
-    """The maximum over a group. As integers: so NaN is above all numbers. A maximum of floats may drop it. `until`: where the
-    result is waited for, and where `emit` goes on; None: at once.
+    """The maximum over a group. As integers: so NaN is above all numbers. A maximum of floats may drop it.
+    `until`: where the result is waited for, and where `emit` goes on; None: at once.
 
-    The partitioner leaves a collective in backward that could be computed again there, although nobody reads it: hence the tag.
+    The partitioner leaves a collective in backward that could be computed again there, although nobody reads
+    it: hence the tag.
     """
     emit.meta["partitioner_tag"] = emit.meta["partitioner_tag"].replace("is_", "must_be_in_")
     bits = emit(aten.view.dtype, amaxes, torch.int32)

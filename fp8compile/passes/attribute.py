@@ -6,9 +6,10 @@
                                of w with no matmul in between
     p = mm(gy, q)              neither: a hook that projects a gradient, say
 
-A gemm carries autograd's number (`seq_nr`) of the forward operator in whose backward it runs. This number tells two uses of a
-weight apart, but it proves nothing: a hook carries its operator's number, a gemm in a custom autograd function that of the
-function's last call, and a forward gemm without an autograd node (frozen, detached) that of the node before.
+A gemm carries autograd's number (`seq_nr`) of the forward operator in whose backward it runs. This number
+tells two uses of a weight apart, but it proves nothing: a hook carries its operator's number, a gemm in a
+custom autograd function that of the function's last call, and a forward gemm without an autograd node
+(frozen, detached) that of the node before.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ NO_PARAMETER = "not a weight: neither operand is a parameter"
 
 
 def attribute(graph: Graph, matmuls: list[Matmul], origins: Origins, barriers: frozenset[Node]) -> None:
-    """Link each matmul of the backward to its fprop. Each matmul that remains without a weight gets the reason. `barriers`: all
-    nodes that multiply matrices."""
+    """Link each matmul of the backward to its fprop. Each matmul that remains without a weight gets the
+    reason. `barriers`: all nodes that multiply matrices."""
     found = _Attribution(graph, matmuls, origins, barriers)
     found.dgrads()
     found.wgrads()
@@ -52,7 +53,8 @@ class _Attribution:
         self.products = [x for x in self.forward if x.weight is None]
         self.order = {x: i for i, x in enumerate(self.fprops)}
         self.of_parameter: dict[Node, list[Matmul]] = defaultdict(list)
-        self.of_source: dict[Node, list[Matmul]] = defaultdict(list)  # by each tensor that the weight is computed from
+        # by each tensor that the weight is computed from
+        self.of_source: dict[Node, list[Matmul]] = defaultdict(list)
         self.of_weight: dict[Node, list[Matmul]] = defaultdict(list)
         for fprop in self.fprops:
             self.of_parameter[fprop.parameter].append(fprop)  # type: ignore[index]
@@ -88,26 +90,32 @@ class _Attribution:
         for matmul, (fprop, operand) in reads.items():
             other = self.origins[fprop.other_operand.base]
             # in a product of two weights, the gradient of each is a wgrad
-            is_weight = not (other.activation or other.by) and self.gradients.reach(matmul.node, other.sources)
+            is_weight = not (other.activation or other.by) and self.gradients.reach(
+                matmul.node, other.sources
+            )
             self.belongs(matmul, "wgrad" if is_weight else "dgrad", fprop, operand)
 
     def read(self, matmul: Matmul, operand: Matrix, taken: set[Matmul]) -> Matmul | None:
-        """The fprop whose weight this operand is, contracted over its other dimension. Of several uses of a weight: the one
-        with the number of `matmul`, else the last one that has no dgrad yet."""
+        """The fprop whose weight this operand is, contracted over its other dimension. Of several uses of a
+        weight: the one with the number of `matmul`, else the last one that has no dgrad yet."""
         origin = self.origins[operand.base]
         if origin.activation or origin.by:
             return None
-        fitting = [x for source in origin.sources for x in self.of_parameter[source] if _turned(matmul, operand, x)]
+        fitting = [
+            x for source in origin.sources for x in self.of_parameter[source] if _turned(matmul, operand, x)
+        ]
         return self.best(matmul, fitting, taken, lambda x: root(x.weight) is root(operand.base))  # type: ignore[arg-type]
 
     def hooks(self, uses: list[Matmul], dgrads: list[Matmul]) -> list[Matmul]:
-        """The dgrads that hooks made, if a weight has more dgrads than uses: those with the number of no use, and those that
-        feed another dgrad of the same number."""
+        """The dgrads that hooks made, if a weight has more dgrads than uses: those with the number of no use,
+        and those that feed another dgrad of the same number."""
         if len(dgrads) <= len(uses):
             return []
         numbers = [_number(x) for x in uses]
         own = [x for x in dgrads if _number(x) in numbers] or dgrads
-        before = [x for x in own if self.feeds(x, {y.node for y in own if y is not x and _number(y) == _number(x)})]
+        before = [
+            x for x in own if self.feeds(x, {y.node for y in own if y is not x and _number(y) == _number(x)})
+        ]
         return [x for x in dgrads if x not in own or x in before]
 
     @staticmethod
@@ -120,7 +128,9 @@ class _Attribution:
         taken: set[Matmul] = set()
         for matmul in self.left:
             reached = [x for x in self.of_source if self.gradients.reach(matmul.node, [x])]
-            near = [x for x in dict.fromkeys(y for x in reached for y in self.of_source[x]) if _shaped(matmul, x)]
+            near = [
+                x for x in dict.fromkeys(y for x in reached for y in self.of_source[x]) if _shaped(matmul, x)
+            ]
             found = self.best(matmul, [x for x in near if _shares(matmul, x.other_operand)], taken)
             if found is None:  # a custom autograd function may save a tensor that its input was computed from
                 found = self.best(matmul, [x for x in near if self.made_of(matmul, x)], taken)
@@ -158,7 +168,11 @@ class _Attribution:
     # -- both --
 
     def best(
-        self, matmul: Matmul, fitting: list[Matmul], taken: set[Matmul], first: Callable[[Matmul], bool] = lambda _: True
+        self,
+        matmul: Matmul,
+        fitting: list[Matmul],
+        taken: set[Matmul],
+        first: Callable[[Matmul], bool] = lambda _: True,
     ) -> Matmul | None:
         def fits(fprop: Matmul) -> tuple:
             return first(fprop), _number(matmul) == _number(fprop), fprop not in taken, self.order[fprop]
@@ -187,7 +201,8 @@ def _number(matmul: Matmul) -> int | None:
 
 
 def _turned(matmul: Matmul, operand: Matrix, fprop: Matmul) -> bool:
-    """Does `matmul` contract the output features of the weight, where `fprop` contracts the input features?"""
+    """Does `matmul` contract the output features of the weight, where `fprop` contracts the input
+    features?"""
     weight = fprop.weight_operand
     assert weight is not None
     _, n, k = fprop.features

@@ -1,8 +1,9 @@
-"""Recognise output heads, router gates and down projections by their names and by the nodes around them in the graph.
-(`output_heads` finds the heads that only their place in the model reveals.)
+"""Recognise output heads, router gates and down projections by their names and by the nodes around them in
+the graph. (`output_heads` finds the heads that only their place in the model reveals.)
 
-The default policy keeps heads and gates in high precision: logits, and choices between experts, are sensitive to small
-errors. A down projection after a gated activation reads a product of two projections, whose outliers grow suddenly.
+The default policy keeps heads and gates in high precision: logits, and choices between experts, are sensitive
+to small errors. A down projection after a gated activation reads a product of two projections, whose outliers
+grow suddenly.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ from .output_heads import last_matmuls
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
 ROUTERS = "router routing gating".split()
 EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default)
-LOSSES = (aten._log_softmax.default, aten.logsumexp.default, aten.cross_entropy_loss.default, aten.nll_loss_forward.default)
+LOSSES = (
+    aten._log_softmax.default,
+    aten.logsumexp.default,
+    aten.cross_entropy_loss.default,
+    aten.nll_loss_forward.default,
+)
 CHOICES: tuple = (aten._softmax.default, aten.topk.default, aten.sort.default)
 CHOICES += (aten._safe_softmax.default,)
 MAXIMA = (aten.amax.default, aten.max.dim)
@@ -46,7 +52,15 @@ PLACES: tuple = (aten.argmax.default, aten.argmin.default, aten.topk.default, at
 PLACES += (aten.sort.default, aten.sort.stable)
 EXTREMA = (aten.max.dim, aten.min.dim)
 # operators that may stand between a head and its loss, or between a router and its choice
-BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.permute.default)
+BETWEEN: tuple = (
+    *CASTS,
+    *SAME,
+    *VIEWS,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.clone.default,
+    aten.permute.default,
+)
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
 BETWEEN += (aten.constant_pad_nd.default,)
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
@@ -56,8 +70,8 @@ MOST = 64  # nodes to visit between a product and the projections that it is com
 
 
 def kinds(matmuls: Sequence[Matmul], inputs: Inputs) -> dict[Matmul, str]:
-    """The kind of every forward matmul with a weight, and how it was recognised: "output head: ...", "router gate: ..." or
-    "down projection: ..."; "" for any other matmul."""
+    """The kind of every forward matmul with a weight, and how it was recognised: "output head: ...", "router
+    gate: ..." or "down projection: ..."; "" for any other matmul."""
     last = last_matmuls(matmuls, inputs)
     return {
         matmul: _head(matmul) or _router(matmul) or (LAST if matmul in last else "") or _down(matmul) or ""
@@ -69,7 +83,9 @@ def kinds(matmuls: Sequence[Matmul], inputs: Inputs) -> dict[Matmul, str]:
 def _head(matmul: Matmul) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in HEADS:
         return "output head: by its name"
-    if matmul.parameter is not None and any(_looks_up(user) for user in readers(matmul.parameter, (*CASTS, *SAME))):
+    if matmul.parameter is not None and any(
+        _looks_up(user) for user in readers(matmul.parameter, (*CASTS, *SAME))
+    ):
         return "output head: the weight is tied to an embedding"
     if any(call_function(node, LOSSES) or _softmax(node) == "log" for node in _downstream(matmul.node)):
         return "output head: its output is the loss's logits"
@@ -78,7 +94,11 @@ def _head(matmul: Matmul) -> str | None:
 
 def _looks_up(user: Node) -> bool:
     """Does this node read rows of a table? (An index into stacked weights reads whole matrices.)"""
-    return call_function(user, EMBEDDINGS) or call_function(user, (aten.index.Tensor,)) and value(arg(user, 0)).dim() == 2
+    return (
+        call_function(user, EMBEDDINGS)
+        or call_function(user, (aten.index.Tensor,))
+        and value(arg(user, 0)).dim() == 2
+    )
 
 
 def _router(matmul: Matmul) -> str | None:
@@ -94,8 +114,8 @@ def _router(matmul: Matmul) -> str | None:
 
 
 def _chooses_tokens(node: Node) -> bool:
-    """Is this node a maximum over a dimension other than features? With other rounding another token wins, and the winner gets
-    all the gradient."""
+    """Is this node a maximum over a dimension other than features? With other rounding another token wins,
+    and the winner gets all the gradient."""
     if not call_function(node, MAXIMA) or len(node.args) < 2:
         return False
     rank, dims = value(arg(node, 0)).dim(), arg(node, 1)
@@ -105,7 +125,9 @@ def _chooses_tokens(node: Node) -> bool:
 def _chooses(node: Node) -> bool:
     """Does forward use the place that this node finds? A codebook's distances, the keys that are nearest."""
     if call_function(node, EXTREMA):
-        places = [user for user in node.users if call_function(user, (operator.getitem,)) and arg(user, 1) == 1]
+        places = [
+            user for user in node.users if call_function(user, (operator.getitem,)) and arg(user, 1) == 1
+        ]
         return any(not compat.dynamo.is_backward(user) for place in places for user in place.users)
     return call_function(node, PLACES)
 
@@ -132,7 +154,8 @@ def _down(matmul: Matmul) -> str | None:
 
 
 def _as_large(x: Node, product: Node) -> bool:
-    """Does this factor have the shape of the product? A broadcast factor does not: adaLN has one scale for a sequence."""
+    """Does this factor have the shape of the product? A broadcast factor does not: adaLN has one scale for a
+    sequence."""
     return is_tensor(x) and same_shape(value(x).shape, value(product).shape)
 
 
@@ -164,17 +187,20 @@ def _downstream(node: Node) -> Iterator[Node]:
 
 
 def _scores(node: Node) -> Iterator[Node]:
-    """The nodes of forward that read what is computed element by element from the output of a matmul, and whatever is added to
-    it: `x2 + e2 - 2 * x @ e.T`, or logits with noise."""
+    """The nodes of forward that read what is computed element by element from the output of a matmul, and
+    whatever is added to it: `x2 + e2 - 2 * x @ e.T`, or logits with noise."""
 
     def by_element(user: Node) -> bool:
-        return same_size(value(user).numel(), value(node).numel()) and (pointwise(user) or call_function(user, BETWEEN))
+        return same_size(value(user).numel(), value(node).numel()) and (
+            pointwise(user) or call_function(user, BETWEEN)
+        )
 
     return _reached(node, by_element, MOST)
 
 
 def _reached(node: Node, through: Callable[[Node], bool], most: float = math.inf) -> Iterator[Node]:
-    """The nodes of forward that read a tensor, or what it becomes `through` others; it goes on after `most` nodes at most."""
+    """The nodes of forward that read a tensor, or what it becomes `through` others; it goes on after `most`
+    nodes at most."""
     seen, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:
@@ -193,7 +219,11 @@ def _softmax(node: Node) -> str | None:
     """
     if not call_function(node, (aten.amax.default,)):
         return None
-    shifted = [user for user in arg(node, 0).users if call_function(user, (aten.sub.Tensor,)) and arg(user, 1) is node]
+    shifted = [
+        user
+        for user in arg(node, 0).users
+        if call_function(user, (aten.sub.Tensor,)) and arg(user, 1) is node
+    ]
     exponentials = [user for x in shifted for user in x.users if call_function(user, (aten.exp.default,))]
     sums = [user for x in exponentials for user in x.users if call_function(user, (aten.sum.dim_IntList,))]
     after = [user for x in sums for user in x.users]
@@ -207,7 +237,8 @@ def _is_slice(node: Node) -> bool:
 
 
 def _no_mix(node: Node) -> bool:
-    """Is this node anything but a sum or product of two activations? A small other side (a bias, a temperature) is none."""
+    """Is this node anything but a sum or product of two activations? A small other side (a bias, a
+    temperature) is none."""
     if not call_function(node, (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)):
         return True
     sides = [value(x).dim() for x in node.args[:2] if isinstance(x, Node) and is_tensor(x)]

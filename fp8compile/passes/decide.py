@@ -1,7 +1,7 @@
 """decide: give every matmul its decision, FP8 or the reason why not. Changes the records, not the graph.
 
-The facts of each matmul are gathered here. From them and the policy, `resolve` makes the decision. Where a device is described,
-`weigh` decides about the matmuls that the policy leaves open.
+The facts of each matmul are gathered here. From them and the policy, `resolve` makes the decision. Where a
+device is described, `weigh` decides about the matmuls that the policy leaves open.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ from .resolve import Facts, resolve
 
 
 def decide(joint: Joint) -> int:
-    """Fill in the decisions, and complain about rules of the policy that do not fit this graph; returns how many are FP8."""
+    """Fill in the decisions, and complain about rules of the policy that do not fit this graph; returns how
+    many are FP8."""
     matmuls, inputs, policy, device = joint.matmuls, joint.inputs, joint.policy, joint.device
-    whole = "eval mode" if not inputs.training else "inference: nothing to differentiate" if joint.inference else None
+    whole = (
+        "eval mode"
+        if not inputs.training
+        else "inference: nothing to differentiate"
+        if joint.inference
+        else None
+    )
     layers = _layers(matmuls, inputs)
     known = _kinds(matmuls, inputs)
     sites: list[Site] = []
@@ -41,23 +48,36 @@ def decide(joint: Joint) -> int:
         facts = _facts(matmul, inputs, gpu, whole, policy.eval == "fp8")
         made = matmul.decision = resolve(site, facts, policy)
         if made.wanted and made.reason is not None and facts.off is None:
-            complaints[f"{made.rule} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {made.reason}"] = None
+            complaints[
+                f"{made.rule} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {made.reason}"
+            ] = None
     if whole is None:
-        lost = [label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None]
+        lost = [
+            label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None
+        ]
         if sites and lost and not inputs.containers:
             why = f"{inputs.root} is compiled alone, and has no first or last block"
             complaints[f"{', '.join(dict.fromkeys(lost))}: ignored, as {why}; name a module instead"] = None
-        joint.complaints = [*complaints, *unmatched(policy, sites, inputs.modules, inputs.parameter_names, inputs.whole)]
+        joint.complaints = [
+            *complaints,
+            *unmatched(policy, sites, inputs.modules, inputs.parameter_names, inputs.whole),
+        ]
     return sum(matmul.fp8 for matmul in matmuls)
 
 
 def _facts(matmul: Matmul, inputs: Inputs, gpu: Gpu | None, evaluation: str | None, in_fp8: bool) -> Facts:
-    """`evaluation`: why the graph is one, if it is; `in_fp8`: whether such graphs are in FP8. A weight of a module in eval mode
-    stays in high precision in a training graph."""
+    """`evaluation`: why the graph is one, if it is; `in_fp8`: whether such graphs are in FP8. A weight of a
+    module in eval mode stays in high precision in a training graph."""
     assert matmul.weight is not None
     a, b = (role for _, role in matmul.roles)
     evaluated = matmul.weight_among(inputs.evaluated)
-    off = evaluation if evaluation is not None and not in_fp8 else "eval mode" if evaluated and evaluation is None else None
+    off = (
+        evaluation
+        if evaluation is not None and not in_fp8
+        else "eval mode"
+        if evaluated and evaluation is None
+        else None
+    )
     return Facts(
         gpu=gpu,
         roles=(a, b),
@@ -78,8 +98,9 @@ def _facts(matmul: Matmul, inputs: Inputs, gpu: Gpu | None, evaluation: str | No
 
 
 def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:
-    """The kinds of the forward matmuls with a weight. In a part of a larger graph, the matmuls of a weight take the kinds that
-    they have there, if the larger graph has as many of them or gives all of them one kind; else the kinds found here."""
+    """The kinds of the forward matmuls with a weight. In a part of a larger graph, the matmuls of a weight
+    take the kinds that they have there, if the larger graph has as many of them or gives all of them one
+    kind; else the kinds found here."""
     found = kinds(matmuls, inputs)
     uses = defaultdict(list)
     for matmul in found:
@@ -94,8 +115,8 @@ def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:
 
 
 def _layers(matmuls: list[Matmul], inputs: Inputs) -> dict[str, int]:
-    """The position of each weight, by the name of its parameter in the model: in the order of first use in forward if the graph
-    holds the whole model, else in the order of the model."""
+    """The position of each weight, by the name of its parameter in the model: in the order of first use in
+    forward if the graph holds the whole model, else in the order of the model."""
     names = dict.fromkeys(inputs.prefix + matmul.name for matmul in matmuls if matmul.gemm == "fprop")
     known = () if inputs.whole and not inputs.prefix else inputs.matrices
     return {name: i for i, name in enumerate(dict.fromkeys((*known, *names)))}

@@ -1,4 +1,5 @@
-"""The parts of `quantize` that know of groups of rows: the padded order, and the FP8 matmul of groups (see `ir.grouped`)."""
+"""The parts of `quantize` that know of groups of rows: the padded order, and the FP8 matmul of groups (see
+`ir.grouped`)."""
 
 from __future__ import annotations
 
@@ -16,24 +17,32 @@ from .plan import Operand
 
 
 def block_of(operand: Operand, transposed: bool) -> Block:
-    """The elements that share a scale in a copy. In the transposed copy of a stack, or of groups, a row has a scale for each
-    matrix or group. That of a group is repeated for each `align` columns."""
+    """The elements that share a scale in a copy. In the transposed copy of a stack, or of groups, a row has a
+    scale for each matrix or group. That of a group is repeated for each `align` columns."""
     block = operand.scaling.block
     if not transposed or block != ROW:
         return block
-    return ROW_OF_GROUP if operand.offs is not None else Block(1, operand.matrix.rows) if operand.matrix.stack > 1 else ROW
+    return (
+        ROW_OF_GROUP
+        if operand.offs is not None
+        else Block(1, operand.matrix.rows)
+        if operand.matrix.stack > 1
+        else ROW
+    )
 
 
 class Groups:
-    """Writes each node that depends on the ends of groups once. `after` makes an emitter after a node (`Written.after`)."""
+    """Writes each node that depends on the ends of groups once. `after` makes an emitter after a node
+    (`Written.after`)."""
 
     def __init__(self, after: Callable[..., Emitter]):
         self.after = after
         self.orders: dict[tuple[Node, str, int], tuple[Node, ...]] = {}
 
     def order(self, operand: Operand, source: Node) -> tuple[Node, ...]:
-        """The results of `group_order` for an operand (the matrix `source`) whose rows are divided into groups: the padded
-        order, the ends of the groups there, and the group of each `align` rows; () for any other operand."""
+        """The results of `group_order` for an operand (the matrix `source`) whose rows are divided into
+        groups: the padded order, the ends of the groups there, and the group of each `align` rows; () for any
+        other operand."""
         if operand.offs is None:
             return ()
         key = (operand.offs, str(value(source).shape[0]), _align(operand))
@@ -46,12 +55,14 @@ class Groups:
         return self.orders[key]
 
     def scales_of_columns(self, emit: Emitter, operand: Operand, source: Node) -> tuple[Node, Node]:
-        """(scale, inverse) of the transposed copy, with a scale for each column of each group: the scale for each `align` rows
-        of the padded order, and the inverse [E, C]."""
+        """(scale, inverse) of the transposed copy, with a scale for each column of each group: the scale for
+        each `align` rows of the padded order, and the inverse [E, C]."""
         rows, _, groups = self.order(operand, source)
         amax = emit(grouped.group_amax, source, operand.offs, rows, groups)
         emit.meta["recompute"] = compat.inductor.MUST_SAVE
-        scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
+        scale = emit(
+            ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2
+        )
         inverse = emit(ops.inverse, scale)
         emit.meta.pop("recompute")
         return emit(grouped.of_groups, scale, groups), inverse
@@ -68,19 +79,33 @@ class Groups:
     ) -> Node:
         """The FP8 matmul that replaces a grouped one; `source` is the matrix of its first operand."""
         (a, _, _), (b, stack, transposed) = operands
-        turned = not matmul.b.transposed and not transposed  # the copy that is there serves the other layout, too
+        # the copy that is there serves the other layout, too
+        turned = not matmul.b.transposed and not transposed
         offs, (b8, b_inv) = matmul.offs, (copies[1], inverses[1])
         if stack.stack > 1 or b.offs is None:
             b8 = _stacked(emit, b8, stack.stack, transposed, turned)
-            b_inv = b_inv if b.scaling.block == WHOLE else _stacked(emit, b_inv, stack.stack, transposed, turned)
+            b_inv = (
+                b_inv if b.scaling.block == WHOLE else _stacked(emit, b_inv, stack.stack, transposed, turned)
+            )
         else:
             offs = self.order(a, source)[1]
         blocks = [list(x.scaling.block) for x in (a, b)]
-        return emit(grouped.grouped_mm, copies[0], b8, inverses[0], b_inv, offs, value(matmul.node).dtype, fast, *blocks)
+        return emit(
+            grouped.grouped_mm,
+            copies[0],
+            b8,
+            inverses[0],
+            b_inv,
+            offs,
+            value(matmul.node).dtype,
+            fast,
+            *blocks,
+        )
 
 
 def _first_of_rows(node: Node) -> Node:
-    """An early tensor with as many rows as this one. A kernel that makes this one reads the order, which needs their number."""
+    """An early tensor with as many rows as this one. A kernel that makes this one reads the order, which
+    needs their number."""
     rows = value(node).shape[0]
     while True:
         inputs = (x for x in node.all_input_nodes if is_tensor(x) and value(x).dim() > 0)
@@ -95,9 +120,12 @@ def _align(operand: Operand) -> int:
 
 
 def _stacked(emit: Emitter, copy: Node, count: int, transposed: bool, turned: bool) -> Node:
-    """[E * R, C] or, transposed, [C, E * R], as E matrices: [E, R, C] or [E, C, R]. `turned`: [E * R, C] as [E, C, R]."""
+    """[E * R, C] or, transposed, [C, E * R], as E matrices: [E, R, C] or [E, C, R]. `turned`: [E * R, C] as
+    [E, C, R]."""
     rows, columns = value(copy).shape
     if not transposed:
         matrices = emit(aten.view.default, copy, [count, rows // count, columns])
         return emit(aten.permute.default, matrices, [0, 2, 1]) if turned else matrices
-    return emit(aten.permute.default, emit(aten.view.default, copy, [rows, count, columns // count]), [1, 0, 2])
+    return emit(
+        aten.permute.default, emit(aten.view.default, copy, [rows, count, columns // count]), [1, 0, 2]
+    )

@@ -1,17 +1,18 @@
-"""fuse: find the operators that one walk over a matrix can compute together with its FP8 casts, and replace them by a
-generated kernel.
+"""fuse: find the operators that one walk over a matrix can compute together with its FP8 casts, and replace
+them by a generated kernel.
 
     h = silu(g) * u                                     y0, y1, amax = fp8_silu_mul_cast_transpose_amax(g, u, scale)
     h8 = quantize(h, scale); h8t = ..(transposed)   ->
     amax = amax(h)
 
-A group starts from the casts and amaxes of one matrix, together with the scales that one walk over the matrix can compute:
-scales of rows, and of blocks that a tile holds. `grouping` extends it from there. A cast whose scale waits for an amax of the
-whole matrix, or of its columns, needs another walk and so another group. Casts of other matrices join a group if they read the
-same tensors. A group becomes a kernel unless the kernel would move more bytes than Inductor's own kernels (`codegen.traffic`).
+A group starts from the casts and amaxes of one matrix, together with the scales that one walk over the matrix
+can compute: scales of rows, and of blocks that a tile holds. `grouping` extends it from there. A cast whose
+scale waits for an amax of the whole matrix, or of its columns, needs another walk and so another group. Casts
+of other matrices join a group if they read the same tensors. A group becomes a kernel unless the kernel would
+move more bytes than Inductor's own kernels (`codegen.traffic`).
 
-Runs on a partitioned graph, after Inductor's own passes. Operators that are not fused stay in the graph for `lower`; the debug
-log says why.
+Runs on a partitioned graph, after Inductor's own passes. Operators that are not fused stay in the graph for
+`lower`; the debug log says why.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ class Seed:
     @property
     def sinks(self) -> list[Output]:
         casts = [node for node in self.nodes if not _is_amax(node)]
-        return [output for node in self.nodes for output in (_of_amax(node, casts) if _is_amax(node) else [_of_cast(node)])]
+        return [
+            output
+            for node in self.nodes
+            for output in (_of_amax(node, casts) if _is_amax(node) else [_of_cast(node)])
+        ]
 
 
 def fuse(graph: Graph) -> int:
@@ -83,8 +88,8 @@ class _Finder:
         self.walks: dict[Seed, tuple[set[Node], set[Node]]] = {}  # of `shares`: what it visits, what it reads
 
     def run(self) -> dict[Node, Made]:
-        """The functional node of each group, with the group and its kernel. The users of such a node take its outputs by
-        number."""
+        """The functional node of each group, with the group and its kernel. The users of such a node take its
+        outputs by number."""
         seeds = self.seeds()
         if len({value(seed.source).device for seed in seeds}) > 1:  # a graph has one vector of amaxes
             return {}
@@ -94,7 +99,8 @@ class _Finder:
             if seed in taken:
                 continue
             group = self.grouping(seed.domain, seed.sinks)
-            # Inductor keeps no strides of copies whose sizes are data (`GraphLowering.run_node`): a kernel is needed
+            # Inductor keeps no strides of copies whose sizes are data (`GraphLowering.run_node`): a kernel is
+            # needed
             needed = is_data(value(seed.source).shape[0])
             if isinstance(group, str) and needed:
                 self.stored.add(seed.source)
@@ -104,13 +110,20 @@ class _Finder:
                 logger.debug("%s stays with Inductor: %s", seed.source.name, group)
                 continue
             alone = group
-            group, joined = self.joined(group, seed, [x for x in seeds[i + 1 : i + 1 + WINDOW] if x not in taken])
+            group, joined = self.joined(
+                group, seed, [x for x in seeds[i + 1 : i + 1 + WINDOW] if x not in taken]
+            )
             ours, theirs = compare(group, self.sizes, self.stored, OURS)
             if ours > theirs and joined:
                 group, joined = alone, []
                 ours, theirs = compare(group, self.sizes, self.stored, OURS)
             if ours > theirs and not needed:
-                logger.debug("%s stays with Inductor: a kernel would move %d bytes, not %d", seed.source.name, ours, theirs)
+                logger.debug(
+                    "%s stays with Inductor: a kernel would move %d bytes, not %d",
+                    seed.source.name,
+                    ours,
+                    theirs,
+                )
                 continue
             source = seed.source.name
             try:
@@ -120,16 +133,24 @@ class _Finder:
                 continue
             taken.update([seed, *joined])
             for node, (_, kernel) in kernels.items():
-                logger.debug("%s: %s, %d bytes, %d by Inductor; reads %s", source, kernel.name, ours, theirs, _reads(node))
+                logger.debug(
+                    "%s: %s, %d bytes, %d by Inductor; reads %s",
+                    source,
+                    kernel.name,
+                    ours,
+                    theirs,
+                    _reads(node),
+                )
             done.update(kernels)
         return done
 
     def kernels(self, group: Group, seeds: list[Seed]) -> dict[Node, Made]:
         """Write the kernel of a group, and put its functional node into the graph.
 
-        A group becomes two kernels where a program would take 128 whole rows, because blocks are that tall (`launch.apart`):
-        so few programs do not fill a GPU, and its caches do not hold so many rows. The first kernel then writes the tensors
-        that are cast, if other nodes read them anyway, or else the sums over rows.
+        A group becomes two kernels where a program would take 128 whole rows, because blocks are that tall
+        (`launch.apart`): so few programs do not fill a GPU, and its caches do not hold so many rows. The
+        first kernel then writes the tensors that are cast, if other nodes read them anyway, or else the sums
+        over rows.
 
         Raises Unwritable, with the graph as it was."""
         kernel = _written(group)  # before the replacement, which takes members out of the graph
@@ -145,7 +166,9 @@ class _Finder:
         if isinstance(first, str):
             raise Unwritable(first)
         needed = _nearest(sources, {x.node for x in first.outputs}, group.members)
-        first.outputs = [x for x in first.outputs if x.node in needed or not set(x.replaces.users) <= first.members.keys()]
+        first.outputs = [
+            x for x in first.outputs if x.node in needed or not set(x.replaces.users) <= first.members.keys()
+        ]
         kernels = self.replaced(first, _written(first))
         second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
         if not isinstance(second, str) and launch.apart(second):
@@ -156,8 +179,8 @@ class _Finder:
         return kernels | self.replaced(second, _written(second))
 
     def joined(self, group: Group, seed: Seed, others: list[Seed]) -> tuple[Group, list[Seed]]:
-        """The group extended by other seeds that the same walk can serve, and these seeds. They read the tensors that the group
-        reads, and few others."""
+        """The group extended by other seeds that the same walk can serve, and these seeds. They read the
+        tensors that the group reads, and few others."""
         sinks, joined = seed.sinks, []
         for other in others:
             if other.domain != seed.domain or not self.shares(group, other):
@@ -203,7 +226,8 @@ class _Finder:
     # -- in the graph --
 
     def replaced(self, group: Group, kernel: Kernel) -> dict[Node, Made]:
-        """Put a functional node for a group into the graph; the graph may be out of order until it is sorted."""
+        """Put a functional node for a group into the graph; the graph may be out of order until it is
+        sorted."""
         anchor = next(iter(group.outputs)).replaces
         with self.graph.inserting_before(anchor):
             order = [x for x in (group.domain.order, group.groups) if x is not None]
@@ -213,8 +237,11 @@ class _Finder:
             with self.graph.inserting_after(node):
                 item = self.graph.call_function(operator.getitem, (node, i))
             item.meta.update({k: v for k, v in output.replaces.meta.items() if k != "eager_input_vals"})
-            if output.content == "number":  # other kernels compute the scale anew, and do not wait for this one
-                output.replaces.replace_all_uses_with(item, lambda user: user.target not in (ops.quantize, ops.inverse))
+            # other kernels compute the scale anew, and do not wait for this one
+            if output.content == "number":
+                output.replaces.replace_all_uses_with(
+                    item, lambda user: user.target not in (ops.quantize, ops.inverse)
+                )
             else:
                 output.replaces.replace_all_uses_with(item)
             self.stored.add(item)
@@ -250,8 +277,9 @@ def _tensors(group: Group) -> int:
 
 
 def _written(group: Group) -> Kernel:
-    """The kernel of a group. It also writes the scales that its programs compute, and their inverses, if others read them. If
-    the matrix may be empty, they are left to `lower`, because then no program may run."""
+    """The kernel of a group. It also writes the scales that its programs compute, and their inverses, if
+    others read them. If the matrix may be empty, they are left to `lower`, because then no program may
+    run."""
     if all(size.is_Integer and size > 0 for size in (group.domain.walked, group.domain.columns)):
         for scale in [x.node for x in group.scales.values() if x.computed]:
             for node in (scale, *(user for user in scale.users if user.target is ops.inverse)):
@@ -261,7 +289,8 @@ def _written(group: Group) -> Kernel:
 
 
 def _nearest(sources: Iterable[Node], written: set[Node], members: Collection[Node]) -> set[Node]:
-    """The written values that the sources are computed from, without those from which only other written values are."""
+    """The written values that the sources are computed from, without those from which only other written
+    values are."""
 
     def inputs(node: Node) -> list[Node]:
         return [x for x in node.all_input_nodes if x in members] if node not in written else []
@@ -297,8 +326,8 @@ def _of_cast(node: Node) -> Output:
 
 
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
-    """The outputs that replace an amax. Of a whole matrix or of columns: the amax itself. Of rows or blocks: the amax, and the
-    scales and inverses computed from it, if nodes other than `casts` read them."""
+    """The outputs that replace an amax. Of a whole matrix or of columns: the amax itself. Of rows or blocks:
+    the amax, and the scales and inverses computed from it, if nodes other than `casts` read them."""
     source, granularity, groups = arg(node, 0), _scale(node).granularity, _scale(node).groups
     if groups is not None:
         return [Output("column_amax", source, node, groups=groups)]
@@ -319,4 +348,6 @@ def _read_outside(user: Node, inside: set[Node]) -> bool:
 
 
 def _reads(made: Node) -> str:
-    return ", ".join(f"{x.name} ({x.target if x.op == 'call_function' else x.op})" for x in made.all_input_nodes)
+    return ", ".join(
+        f"{x.name} ({x.target if x.op == 'call_function' else x.op})" for x in made.all_input_nodes
+    )

@@ -1,15 +1,15 @@
-"""gathered: weights that arrive in FP8: those that FSDP2 has gathered so (`ir.gathered_weight`), and frozen ones that are kept
-in FP8 only (`ir.frozen`).
+"""gathered: weights that arrive in FP8: those that FSDP2 has gathered so (`ir.gathered_weight`), and frozen
+ones that are kept in FP8 only (`ir.frozen`).
 
     w = dequantize(data, inv); mm(x, permute(w))          fprop
     w_1 = dequantize(data, inv); mm(dy, w_1)              dgrad     ->  `unite`: w_1 is w
 
     w8 = quantize(w, ..); w8t = quantize(w, .., True)     ->  `substitute`: w8 = data; w8t = clone(permute(data))
 
-`gather` says of each parameter of a training graph whether it could arrive so: only FP8 matmuls read it, and they cast
-it alike, each scale from its own amax. It says so of weights that are gathered in high precision, too: that is how the
-runtime learns which ones need not be. A scale is one of the whole weight or, with blocks, of a square block: both layouts
-share it then.
+`gather` says of each parameter of a training graph whether it could arrive so: only FP8 matmuls read it, and
+they cast it alike, each scale from its own amax. It says so of weights that are gathered in high precision,
+too: that is how the runtime learns which ones need not be. A scale is one of the whole weight or, with
+blocks, of a square block: both layouts share it then.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ def unite(joint: Joint) -> int:
 
 
 def gather(joint: Joint) -> int:
-    """Note which parameters of a training graph may arrive in FP8. Those that only matmuls without rows read are left out."""
+    """Note which parameters of a training graph may arrive in FP8. Those that only matmuls without rows read
+    are left out."""
     if joint.inference or not joint.inputs.training:
         return 0
     known, seen = {matmul.node: matmul for matmul in joint.matmuls}, set[int | None]()
     for node in joint.graph.find_nodes(op="placeholder"):
         index = compat.dynamo.input_index(node)
-        if index not in joint.inputs.parameters or index in seen:  # the second one of a weight in FP8 is its scale
+        # the second one of a weight in FP8 is its scale
+        if index not in joint.inputs.parameters or index in seen:
             continue
         seen.add(index)
         weight = next((user for user in node.users if call_function(user, (ops.dequantize,))), node)
@@ -64,8 +66,9 @@ def gather(joint: Joint) -> int:
 
 
 def substitute(joint: Joint) -> int:
-    """Let matmuls read the FP8 values that are there, instead of casting them again; returns how many weights that are. The
-    copy that dgrad reads is made of them in forward and kept, or in backward, as for any other weight."""
+    """Let matmuls read the FP8 values that are there, instead of casting them again; returns how many weights
+    that are. The copy that dgrad reads is made of them in forward and kept, or in backward, as for any other
+    weight."""
     written = joint.form
     if written is None:
         return 0
@@ -107,7 +110,11 @@ def arrived(base: Node | None) -> bool:
 
 def arrives(base: Node, scaling: Scaling) -> bool:
     """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
-    return arrived(base) and not scaling.delayed and scaling.block == tuple(arg(base, 3) if len(base.args) > 3 else WHOLE)
+    return (
+        arrived(base)
+        and not scaling.delayed
+        and scaling.block == tuple(arg(base, 3) if len(base.args) > 3 else WHOLE)
+    )
 
 
 def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: bool) -> Gatherable | None:
@@ -116,7 +123,11 @@ def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: 
     for reader in reading:
         matmul = known.get(reader)
         if matmul is None:
-            what = "returned by the graph" if reader.op == "output" else f"read by {reader.target}".removesuffix(".default")
+            what = (
+                "returned by the graph"
+                if reader.op == "output"
+                else f"read by {reader.target}".removesuffix(".default")
+            )
             return Gatherable(what, shared=any(other in known and known[other].fp8 for other in reading))
         operand = matmul.weight_operand
         if matmul.reason == NO_ROWS:
@@ -139,5 +150,7 @@ def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: 
         return Gatherable("its matmuls cast it in different ways")
     for scaling in scalings:
         theirs = fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz"
-        return Gatherable(margin=scaling.margin, power_of_2=scaling.power_of_2, fnuz=theirs, block=scaling.block.rows)
+        return Gatherable(
+            margin=scaling.margin, power_of_2=scaling.power_of_2, fnuz=theirs, block=scaling.block.rows
+        )
     return None

@@ -1,9 +1,10 @@
-"""Extend a few casts and amaxes of one matrix to a group: all nodes that one kernel should compute together with them.
+"""Extend a few casts and amaxes of one matrix to a group: all nodes that one kernel should compute together
+with them.
 
-The search goes back from the matrix as long as values are pointwise or sums over rows, and not in memory already. Then it looks
-forward for outputs that come almost for free: column sums of values that the kernel holds anyway (a bias gradient), members of
-the group that other nodes read, and norm statistics that others round. The kernel writes a member that others read, unless
-computing the member again is cheaper for them.
+The search goes back from the matrix as long as values are pointwise or sums over rows, and not in memory
+already. Then it looks forward for outputs that come almost for free: column sums of values that the kernel
+holds anyway (a bias gradient), members of the group that other nodes read, and norm statistics that others
+round. The kernel writes a member that others read, unless computing the member again is cheaper for them.
 """
 
 from __future__ import annotations
@@ -39,21 +40,24 @@ class Grouping:
         return walk
 
     def __call__(self, domain: Domain, sinks: list[Output], sums: bool = True) -> Group | str:
-        """The group of the casts and amaxes `sinks`, with all its outputs, or the reason why it cannot be one kernel. `sums`:
-        take in column sums of values that the kernel holds."""
+        """The group of the casts and amaxes `sinks`, with all its outputs, or the reason why it cannot be one
+        kernel. `sums`: take in column sums of values that the kernel holds."""
         stops: set[Node] = set()
         orders = [x for x in (domain.order, *(sink.groups for sink in sinks)) if isinstance(x, Node)]
         while True:
             walk = self.walk(domain, sinks, stops)
             totals = self.column_sums(domain, walk, {x.replaces for x in sinks} | stops) if sums else {}
             outputs = [*sinks, *totals.values()]
-            outputs += self.others(domain, walk, {x.replaces for x in outputs} | set(totals) | set(walk.tiles))
+            outputs += self.others(
+                domain, walk, {x.replaces for x in outputs} | set(totals) | set(walk.tiles)
+            )
             walk.outputs = outputs
             replaced = {x.replaces for x in outputs}
             reads = [*walk.inputs, *walk.scales, *orders]
             if not self.ranks.reach(reads, replaced):
                 break
-            # the group would read a tensor that depends on one of its own outputs: leave such outputs to others, and read them
+            # the group would read a tensor that depends on one of its own outputs: leave such outputs to
+            # others, and read them
             others = {x.replaces for x in outputs if x.content in ("value", "row", "sum")} - stops
             late = {x for x in others if self.ranks.reach(reads, {x})}
             if not late:
@@ -70,7 +74,9 @@ class Grouping:
         """Members that someone else reads, and that are cheaper to write than to compute again."""
         found: list[Output] = []
         self.follow_rows(domain, walk, sinks)
-        full = {node for node, index in walk.seen if node in walk.members and index == domain.full(sizes(node))}
+        full = {
+            node for node, index in walk.seen if node in walk.members and index == domain.full(sizes(node))
+        }
         for node in walk.members:
             if node.target in VIEWS or node in sinks or not is_tensor(node):
                 continue
@@ -88,8 +94,8 @@ class Grouping:
         return found
 
     def follow_rows(self, domain: Domain, walk: Walk, sinks: set[Node]) -> None:
-        """Take in nodes that compute one number a row from members alone (statistics that are rounded for backward): outside,
-        they would be a tiny kernel."""
+        """Take in nodes that compute one number a row from members alone (statistics that are rounded for
+        backward): outside, they would be a tiny kernel."""
         tensors = [node for node in walk.members if is_tensor(node)]
         rows = [node for node in tensors if domain.row_index(node) is not None and self.of_sums(node, walk)]
         while rows:
@@ -97,14 +103,19 @@ class Grouping:
             for user in _readers(node, walk.members, sinks):
                 index = domain.row_index(user) if is_tensor(user) else None
                 operands = domain.operands(user, index) if index is not None else None
-                if operands is not None and all(x[0] in walk.members for x in operands if isinstance(x, tuple)):
+                if operands is not None and all(
+                    x[0] in walk.members for x in operands if isinstance(x, tuple)
+                ):
                     walk(user, index)  # type: ignore[arg-type]
                     rows.append(user)
 
     @staticmethod
     def of_sums(node: Node, walk: Walk) -> bool:
         """Is this node computed from a sum over rows that the group computes?"""
-        return any(x in walk.levels for x in reached([node], lambda x: x.all_input_nodes if x in walk.members else ()))
+        return any(
+            x in walk.levels
+            for x in reached([node], lambda x: x.all_input_nodes if x in walk.members else ())
+        )
 
     def cost_again(self, domain: Domain, node: Node, walk: Walk) -> int:
         """Bytes to read for computing a member once more."""
@@ -128,18 +139,29 @@ class Grouping:
                         continue
                     if user.target is aten.sum.dim_IntList:
                         candidates[user] = None
-                    elif user not in walk.members and (user.target in VIEWS or supported(user)) and domain.is_full(user):
+                    elif (
+                        user not in walk.members
+                        and (user.target in VIEWS or supported(user))
+                        and domain.is_full(user)
+                    ):
                         following.append(user)
             stack = following
         for node in candidates:
             reduced = domain.reduction(node)
-            if reduced is None or reduced[1] or replaced & {node, _rounded(node)} or not _same_columns(node, domain):
+            if (
+                reduced is None
+                or reduced[1]
+                or replaced & {node, _rounded(node)}
+                or not _same_columns(node, domain)
+            ):
                 continue
             source = reduced[0]
             index = domain.full(sizes(source))
             probe = Walk(domain, walk.stop)
             probe(source, index)  # type: ignore[arg-type]
-            if {x for x in probe.inputs if domain.is_full(x)} <= big and all(readable(x) for x in probe.inputs):
+            if {x for x in probe.inputs if domain.is_full(x)} <= big and all(
+                readable(x) for x in probe.inputs
+            ):
                 walk(source, index)  # type: ignore[arg-type]
                 found[node] = Output("sum", source, _rounded(node))
         return found
@@ -148,7 +170,11 @@ class Grouping:
 def readable(node: Node) -> bool:
     """Can a kernel read it?"""
     tensor = node.meta.get("val")
-    return isinstance(tensor, torch.Tensor) and tensor.dtype in TRITON_DTYPE and tensor.device.type in launch.DEVICES
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype in TRITON_DTYPE
+        and tensor.device.type in launch.DEVICES
+    )
 
 
 def _described(node: Node) -> str:
@@ -170,7 +196,11 @@ def _rounded(total: Node) -> Node:
     node = total
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if user.target not in (*RESHAPES, *CASTS) or user.target in CASTS and node.meta["val"].dtype != torch.float32:
+        if (
+            user.target not in (*RESHAPES, *CASTS)
+            or user.target in CASTS
+            and node.meta["val"].dtype != torch.float32
+        ):
             break
         node = user
     return node

@@ -1,9 +1,9 @@
 """The subjects of passes: a `Joint`, and after the partitioner a `Partitioned`.
 
-A pass over a joint graph is a function of a `Joint`. It changes the graph or the tables here, and returns a count for the log.
-It reads decisions in `matmuls`, what is quantized in `plan`, and the casts in `form`. It tells the user by `remarks`, in the
-report, and by `complaints`, which are warnings. What only passes of one feature need is in `extras`. `pipeline` has all passes
-in their order.
+A pass over a joint graph is a function of a `Joint`. It changes the graph or the tables here, and returns a
+count for the log. It reads decisions in `matmuls`, what is quantized in `plan`, and the casts in `form`. It
+tells the user by `remarks`, in the report, and by `complaints`, which are warnings. What only passes of one
+feature need is in `extras`. `pipeline` has all passes in their order.
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ class Rewritten:
     inference: bool = False  # nothing to differentiate
     forward: tuple[SlotKey, ...] = ()  # slots, by row of their page
     backward: tuple[SlotKey, ...] = ()
-    pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where some slot needs them
+    # names of the state inputs of forward and backward, where some slot needs them
+    pages: tuple[str, ...] = ()
     added: list[str] = field(default_factory=list)  # inputs that a pass has given their sizes
     complaints: list[str] = field(default_factory=list)  # what the policy's author should know
     remarks: list[str] = field(default_factory=list)  # what the report says beside its table
     groups: dict[str, None] = field(default_factory=dict)  # process groups whose ranks have to do the same
-    gatherable: dict[int, Gatherable] = field(default_factory=dict)  # parameters that may arrive in FP8, and others
+    # parameters that may arrive in FP8, and others
+    gatherable: dict[int, Gatherable] = field(default_factory=dict)
     results: Extras = field(default_factory=Extras)  # of features, as plain data
     findings: Findings | None = None  # what the backend has told of it
 
 
 @dataclass(kw_only=True)
 class Joint(Rewritten):
-    """The joint graph of forward and backward, what is given with it, and what the passes before have found."""
+    """The joint graph of forward and backward, what is given with it, and what the passes before have
+    found."""
 
     graph: Graph
     inputs: Inputs
@@ -79,8 +82,8 @@ class Joint(Rewritten):
 
 @dataclass
 class Partitioned:
-    """A forward and its backward, after the partitioner. `visible`: how many outputs of forward its caller sees; it keeps the
-    others. `fnuz`: the device uses the fnuz FP8 encodings. `extras`: of features."""
+    """A forward and its backward, after the partitioner. `visible`: how many outputs of forward its caller
+    sees; it keeps the others. `fnuz`: the device uses the fnuz FP8 encodings. `extras`: of features."""
 
     forward: GraphModule
     backward: GraphModule

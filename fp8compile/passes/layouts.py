@@ -3,11 +3,12 @@
     x8 = quantize(x, scale, False); x8t = quantize(x, scale, True)    ->    x8, x8t = quantize_both(x, scale), in forward
                                                                       or    x8t tagged MUST_RECOMPUTE: made in backward
 
-The transposed copy of a weight, which dgrad reads, is written in forward and kept (one byte an element), unless the weight is
-cast again in backward (`recast_weights`, the user's checkpointing). The transposed copy of an input, which wgrad reads, is
-written in forward too, and the partitioner decides whether it is kept. It is made in backward where that costs no more bytes:
-where backward keeps the input anyway (the output of attention), or reads what it is made of anyway (GELU, a norm). With
-`save="fp8"`, an input that would be made again from two tensors in FP8 is kept.
+The transposed copy of a weight, which dgrad reads, is written in forward and kept (one byte an element),
+unless the weight is cast again in backward (`recast_weights`, the user's checkpointing). The transposed copy
+of an input, which wgrad reads, is written in forward too, and the partitioner decides whether it is kept. It
+is made in backward where that costs no more bytes: where backward keeps the input anyway (the output of
+attention), or reads what it is made of anyway (GELU, a norm). With `save="fp8"`, an input that would be made
+again from two tensors in FP8 is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,20 @@ from torch.fx import Node
 
 from .. import compat
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, aten, behind, hint, is_tensor, pointwise, reached, readers, value
+from ..ir.fx_utils import (
+    CASTS,
+    PERMUTES,
+    SAME,
+    VIEWS,
+    aten,
+    behind,
+    hint,
+    is_tensor,
+    pointwise,
+    reached,
+    readers,
+    value,
+)
 from ..ir.metadata import OPERAND
 from ..ir.schemas import both_args, copies_at
 from .joint import Joint
@@ -49,8 +63,14 @@ def layouts(joint: Joint) -> int:
             _join(written, plain, late, kept)
             joined += 1
     for copy, node in written.casts.items():
-        if copy.operand.either and copy.operand in written.late and copy.operand.reader.meta.get("recompute") is None:
-            node.meta["recompute"] = compat.inductor.MUST_SAVE if weight_kept(copy.operand) else compat.inductor.MUST_RECOMPUTE
+        if (
+            copy.operand.either
+            and copy.operand in written.late
+            and copy.operand.reader.meta.get("recompute") is None
+        ):
+            node.meta["recompute"] = (
+                compat.inductor.MUST_SAVE if weight_kept(copy.operand) else compat.inductor.MUST_RECOMPUTE
+            )
     return joined
 
 
@@ -61,7 +81,8 @@ def weight_kept(operand: Operand) -> bool:
 
 
 def _join(written: Written, plain: Copy, late: Copy, kept: bool) -> None:
-    """One operator and one read for both layouts: forward writes its own copy and the one that backward reads."""
+    """One operator and one read for both layouts: forward writes its own copy and the one that backward
+    reads."""
     one, other = (written.casts[copy] for copy in (plain, late))
     operand = plain.operand
     recompute = compat.inductor.MUST_SAVE if kept else operand.reader.meta.get("recompute")
@@ -77,15 +98,19 @@ def _join(written: Written, plain: Copy, late: Copy, kept: bool) -> None:
 
 
 def read_again(source: Node, most: int | None = None) -> bool:
-    """Is a forward tensor computed, element by element, from tensors that pointwise operators of the backward read, too? With
-    `most`: from no more than so many that are as large."""
+    """Is a forward tensor computed, element by element, from tensors that pointwise operators of the backward
+    read, too? With `most`: from no more than so many that are as large."""
 
     def computed(node: Node) -> bool:
         return node.op == "call_function" and (_pointwise(node) or node.target in _RESHAPES)
 
-    made = [*reached([source], lambda node: filter(is_tensor, node.all_input_nodes) if computed(node) else ())]
+    made = [
+        *reached([source], lambda node: filter(is_tensor, node.all_input_nodes) if computed(node) else ())
+    ]
     large = [x for x in made if not computed(x) and hint(value(x).numel()) * 16 > hint(value(source).numel())]
-    if not any(computed(x) and _pointwise(x) and x.target not in CASTS for x in made) or not all(map(_read_in_backward, large)):
+    if not any(computed(x) and _pointwise(x) and x.target not in CASTS for x in made) or not all(
+        map(_read_in_backward, large)
+    ):
         return False
     return most is None or len(large) <= most
 
@@ -97,7 +122,9 @@ def kept_anyway(source: Node) -> bool:
 
 
 def _read_in_backward(node: Node) -> bool:
-    return any(compat.dynamo.is_backward(user) and _pointwise(user) for user in readers(node, (*_RESHAPES, *CASTS)))
+    return any(
+        compat.dynamo.is_backward(user) and _pointwise(user) for user in readers(node, (*_RESHAPES, *CASTS))
+    )
 
 
 def _pointwise(node: Node) -> bool:

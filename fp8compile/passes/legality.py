@@ -1,5 +1,5 @@
-"""Which matmuls FP8 tensor cores and our rewriting can take at all: facts, not choices. Each objection is a reason in the
-report.
+"""Which matmuls FP8 tensor cores and our rewriting can take at all: facts, not choices. Each objection is a
+reason in the report.
 
 The policy makes the choices (`config.policy`), and the cost model finds what pays (`profitability`).
 """
@@ -17,7 +17,8 @@ NO_ROWS = "no rows"
 
 
 def objection(matmul: Matmul) -> str | None:
-    """Why a matmul with a weight cannot be FP8, whatever the policy says; None if it may be. (`misaligned` comes last.)"""
+    """Why a matmul with a weight cannot be FP8, whatever the policy says; None if it may be. (`misaligned`
+    comes last.)"""
     overload = f"the overload {matmul.op} is not rewritten" if "." in matmul.op else None
     single = isinstance(matmul.batch, int) and matmul.batch == 1
     batched = None if single else "batched: one weight matrix per batch entry"
@@ -52,13 +53,15 @@ def _grouped(matmul: Matmul) -> str | None:
 
 def _rows(matmul: Matmul) -> str | None:
     sizes = (matmul.m, matmul.n, matmul.k)
-    if any(map(is_data, sizes)) and (matmul.offs is None or compat.triton.reorders()):  # experts need our kernels there
+    # experts need our kernels there
+    if any(map(is_data, sizes)) and (matmul.offs is None or compat.triton.reorders()):
         return "rows that are counted from data (experts: grouped_mm needs no count)"
     return NO_ROWS if any(isinstance(size, int) and size == 0 for size in sizes) else None
 
 
 def flippable(matmul: Matmul) -> bool:
-    """Do the sizes fit if the matmul computes its result's transpose? The number of rows is free, that of columns is not."""
+    """Do the sizes fit if the matmul computes its result's transpose? The number of rows is free, that of
+    columns is not."""
     plain = matmul.offs is None and matmul.addend is None and value(matmul.node).dim() == 2
     return plain and not _fits(matmul.n) and _fits(matmul.m)
 
@@ -82,8 +85,8 @@ def misaligned(matmul: Matmul) -> str | None:
 
 
 def unfit(weight: Matrix | None, recipe: Recipe) -> str | None:
-    """Why the blocks of a recipe do not fit an expert's weight; None if they do. A block that reaches into the next matrix has
-    no scale of its own."""
+    """Why the blocks of a recipe do not fit an expert's weight; None if they do. A block that reaches into
+    the next matrix has no scale of its own."""
     size = max(recipe.weight_block)
     if weight is None or weight.stack <= 1 or not size or not (weight.rows % size or weight.shape[1] % size):
         return None
@@ -92,11 +95,14 @@ def unfit(weight: Matrix | None, recipe: Recipe) -> str | None:
 
 def late(matmul: Matmul) -> str | None:
     """Why the operands of a matmul have no FP8 copies; None if they may have."""
-    made_late = any(role != "gradient" and compat.dynamo.is_backward(matrix.base) for matrix, role in matmul.roles)
+    made_late = any(
+        role != "gradient" and compat.dynamo.is_backward(matrix.base) for matrix, role in matmul.roles
+    )
     return "an input that is made in backward" if made_late else None
 
 
 def fits(matmul: Matmul) -> bool:
-    """Do the dtype and the sizes of a matmul without a weight fit FP8, so that a warning about it is worthwhile?"""
+    """Do the dtype and the sizes of a matmul without a weight fit FP8, so that a warning about it is
+    worthwhile?"""
     large = hint(matmul.k) >= 128 and max(hint(matmul.m), hint(matmul.n)) >= 128
     return large and objection(matmul) is None and misaligned(matmul) is None

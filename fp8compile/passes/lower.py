@@ -1,4 +1,5 @@
-"""lower: replace our operators in the forward and in the backward graph, where `fuse` has put no generated kernel.
+"""lower: replace our operators in the forward and in the backward graph, where `fuse` has put no generated
+kernel.
 
     x8 = fp8compile.quantize(x, scale, e4m3, 448, False)
     y = fp8compile.scaled_mm(x8, w8, inv_x, inv_w, None, bf16, True)
@@ -49,9 +50,10 @@ LOWERED = tuple(op for op in ops.OPERATORS if op not in (ops.quantize_both, merg
 
 
 def lower_scales(graph: Graph) -> int:
-    """Lower the stored scales; returns how many nodes were replaced. The first pass after the partitioner: a delayed scale
-    becomes a load, so no cast waits for its tensor's amax. Scales of whole tensors that are computed follow, unless `fuse` may
-    put them into the kernels that cast. On a GPU the snapshot waits until `fuse` has made the vector of amaxes."""
+    """Lower the stored scales; returns how many nodes were replaced. The first pass after the partitioner: a
+    delayed scale becomes a load, so no cast waits for its tensor's amax. Scales of whole tensors that are
+    computed follow, unless `fuse` may put them into the kernels that cast. On a GPU the snapshot waits until
+    `fuse` has made the vector of amaxes."""
     lowering = _Lowering(graph)
     stored = lowering.run(STORED, lambda node: node.target is not ops.snapshot or not _in_kernels(node))
     return stored + lowering.run(COMPUTED, lambda node: value(node).dim() != 2 and not _in_kernels(node))
@@ -62,14 +64,16 @@ def _in_kernels(node: Node) -> bool:
 
 
 def split_casts(graph: Graph) -> int:
-    """Split each `quantize_both` into two `quantize`. Up to the partitioner it is one operator, so that one read makes both
-    copies in forward. From here on, a kernel may write only one of the copies."""
+    """Split each `quantize_both` into two `quantize`. Up to the partitioner it is one operator, so that one
+    read makes both copies in forward. From here on, a kernel may write only one of the copies."""
     found = graph.find_nodes(op="call_function", target=ops.quantize_both)
     for node in found:
         copies = copies_at(node)
         for item in node.users:
             if item.op != "call_function" or item.target is not operator.getitem:
-                raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {item.format_node()}")
+                raise Fp8CompileError(
+                    f"{node.name}: its copies are taken one by one, not by {item.format_node()}"
+                )
         for item in sorted(node.users, key=lambda x: arg(x, 1)):
             with graph.inserting_before(node):
                 copy = graph.call_function(ops.quantize, copies[arg(item, 1)].args)
@@ -95,8 +99,8 @@ def lower_matmuls(graph: Graph) -> int:
 
 
 def lower(graph: Graph) -> int:
-    """Lower our remaining operators; returns how many were replaced. Only emulated ones stay in the graph; Fp8CompileError if
-    any other operator of ours does."""
+    """Lower our remaining operators; returns how many were replaced. Only emulated ones stay in the graph;
+    Fp8CompileError if any other operator of ours does."""
     lowering = _Lowering(graph)
     lowering.spread = scaled_grouped.spread_scales(graph, lowering.inline)
     replaced = lowering.run(LOWERED, lambda node: not _emulated(node))
@@ -108,23 +112,28 @@ def lower(graph: Graph) -> int:
 
 
 def _emulated(node: Node) -> bool:
-    """Does this operator stay, to run by its reference implementation? It does with block scales on a CPU: there, Inductor's
-    C++ kernels split a loop where an index is divided, and get sizes wrong if loops are fused or do not divide evenly."""
+    """Does this operator stay, to run by its reference implementation? It does with block scales on a CPU:
+    there, Inductor's C++ kernels split a loop where an index is divided, and get sizes wrong if loops are
+    fused or do not divide evenly."""
     tensor = next(x for x in node.all_input_nodes if is_tensor(x))
     if node.target in grouped.ALL or grouped.order_of(node) is not None:
         return value(tensor).device.type == "cpu"
     lists: list[Any] = [x for x in node.args if isinstance(x, (list, tuple))]
-    return value(tensor).device.type == "cpu" and any(isinstance(size, int) and size > 1 for sizes in lists for size in sizes)
+    return value(tensor).device.type == "cpu" and any(
+        isinstance(size, int) and size > 1 for sizes in lists for size in sizes
+    )
 
 
 class _Lowering:
     def __init__(self, graph: Graph):
         self.graph, self.inline = graph, Inliner()
-        self.spread: dict[Node, tuple[Node, Node]] = {}  # of a grouped matmul: its scales, spread over vectors
+        # of a grouped matmul: its scales, spread over vectors
+        self.spread: dict[Node, tuple[Node, Node]] = {}
         self.rows: dict[Node, Node] = {}  # a lowered amax -> its first stage, one number a row
 
     def run(self, which: tuple, chosen: Callable[[Node], bool] = lambda node: True) -> int:
-        """Replace the nodes that call an operator of `which` and for which `chosen` holds; returns how many."""
+        """Replace the nodes that call an operator of `which` and for which `chosen` holds; returns how
+        many."""
         replaced = 0
         for node in list(self.graph.nodes):
             if node.op != "call_function" or node.target not in which or not chosen(node):
@@ -147,10 +156,12 @@ class _Lowering:
         return result
 
     def gather(self, node: Node, amaxes: list[Node]) -> Node:
-        """Amaxes lowered here still have a stage of one number a row: neighbours with equally many rows share their last
-        reduction. Amaxes from kernels are complete."""
+        """Amaxes lowered here still have a stage of one number a row: neighbours with equally many rows share
+        their last reduction. Amaxes from kernels are complete."""
         vectors: list[Node] = []
-        for shape, group in groupby(amaxes, lambda x: str(value(self.rows[x]).shape) if x in self.rows else ""):
+        for shape, group in groupby(
+            amaxes, lambda x: str(value(self.rows[x]).shape) if x in self.rows else ""
+        ):
             same = list(group)
             vectors += [self.inline(node, forms.last_amaxes, [self.rows[x] for x in same])] if shape else same
         return vectors[0] if len(vectors) == 1 else self.inline(node, torch.cat, vectors)
@@ -173,27 +184,46 @@ class _Lowering:
 
     @staticmethod
     def stored(node: Node, scales: Node, slot: int, column: int) -> Node:
-        """One number of a snapshot, as a view: `as_strided` makes Inductor keep the snapshot as one buffer."""
+        """One number of a snapshot, as a view: `as_strided` makes Inductor keep the snapshot as one
+        buffer."""
         emit = Emitter(node.graph, node, node)
-        return emit(aten.as_strided.default, scales, [1], [1], state_page.APART * (state_page.BEFORE * slot + column))
+        return emit(
+            aten.as_strided.default, scales, [1], [1], state_page.APART * (state_page.BEFORE * slot + column)
+        )
 
     def update(self, node: Node, *args) -> Node | None:
         page = value(node)
-        if page.device.type not in launch.DEVICES or state_page.Rows(page).length > LONGEST or compat.triton.reorders():
+        if (
+            page.device.type not in launch.DEVICES
+            or state_page.Rows(page).length > LONGEST
+            or compat.triton.reorders()
+        ):
             return self.inline(node, state_page.next_page, *args)
         launch_update(node, *args)
         return None
 
-    def amax_blocks(self, node: Node, x: Node, transposed: bool, block: list[int], order: Node | None = None) -> Node:
+    def amax_blocks(
+        self, node: Node, x: Node, transposed: bool, block: list[int], order: Node | None = None
+    ) -> Node:
         if transposed and order is not None:
             x = self.inline(node, ops.ordered, x, order)
         return self.inline(node, forms.amax_blocks, x, transposed, block)
 
     def quantize(
-        self, node: Node, x: Node, scale: Node, dtype, fp8_max: float, transposed: bool, block=(0, 0), order: Node | None = None
+        self,
+        node: Node,
+        x: Node,
+        scale: Node,
+        dtype,
+        fp8_max: float,
+        transposed: bool,
+        block=(0, 0),
+        order: Node | None = None,
     ) -> Node:
         if order is not None and is_data(value(x).shape[0]):
-            raise Fp8CompileError(f"{node.name}: no kernel for a cast whose rows are counted from data; please report this")
+            raise Fp8CompileError(
+                f"{node.name}: no kernel for a cast whose rows are counted from data; please report this"
+            )
         if transposed and order is not None:
             x = self.inline(node, ops.ordered, x, order)
         dense = not node.users or any(user.target is not merged.side_by_side for user in node.users)

@@ -1,10 +1,10 @@
 """origins: which inputs a tensor is computed from, and whose gradient it becomes.
 
-    w = g * v / norm(v)        w is computed from the parameters g and v alone, element by element: it is a weight
-    y = x * scale              x is an activation, so is y
-    q = matrix_exp(a - a.t())  computed from a alone, by a matrix function: no weight
+w = g * v / norm(v)        w is computed from the parameters g and v alone, element by element: it is a weight
+y = x * scale              x is an activation, so is y
+q = matrix_exp(a - a.t())  computed from a alone, by a matrix function: no weight
 
-    gw = mm(permute(dy), x); output: permute(gw)      gw becomes w's gradient; no other matmul is in between
+gw = mm(permute(dy), x); output: permute(gw)      gw becomes w's gradient; no other matmul is in between
 """
 
 from __future__ import annotations
@@ -19,29 +19,81 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..ir import ops
 from ..ir.all_gather_nodes import all_gather_of
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, behind, is_tensor, pointwise, reached, root, value
+from ..ir.fx_utils import (
+    CASTS,
+    PERMUTES,
+    SAME,
+    SLICES,
+    VIEWS,
+    arg,
+    aten,
+    behind,
+    is_tensor,
+    pointwise,
+    reached,
+    root,
+    value,
+)
 from ..ir.matmul import addend_of
 
-# The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among them: it may look
-# up tokens.
-_LAYOUT: tuple = (*CASTS, *VIEWS, *PERMUTES, *SLICES, *SAME, operator.getitem, aten.expand.default, aten.repeat.default)
-_LAYOUT += (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.flip.default, aten.copy.default)
+# The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among
+# them: it may look up tokens.
+_LAYOUT: tuple = (
+    *CASTS,
+    *VIEWS,
+    *PERMUTES,
+    *SLICES,
+    *SAME,
+    operator.getitem,
+    aten.expand.default,
+    aten.repeat.default,
+)
+_LAYOUT += (
+    aten.cat.default,
+    aten.stack.default,
+    aten.constant_pad_nd.default,
+    aten.flip.default,
+    aten.copy.default,
+)
 _LAYOUT += (aten.slice_scatter.default, aten.select_scatter.default, aten.tril.default, aten.triu.default)
-_LAYOUT += (*compat.process_groups.ALL_GATHER, *compat.process_groups.WAIT)  # a model may gather its shards itself
+# a model may gather its shards itself
+_LAYOUT += (*compat.process_groups.ALL_GATHER, *compat.process_groups.WAIT)
 _LAYOUT += (aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default)
-_REDUCTIONS: tuple = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default)
-_REDUCTIONS += (aten.amin.default, aten.prod.default, aten.prod.dim_int, aten.var.correction, aten.var_mean.correction)
-_REDUCTIONS += (aten.std.correction, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar)
+_REDUCTIONS: tuple = (
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.amax.default,
+)
+_REDUCTIONS += (
+    aten.amin.default,
+    aten.prod.default,
+    aten.prod.dim_int,
+    aten.var.correction,
+    aten.var_mean.correction,
+)
+_REDUCTIONS += (
+    aten.std.correction,
+    aten.linalg_vector_norm.default,
+    aten.norm.ScalarOpt_dim,
+    aten.norm.Scalar,
+)
 _REDUCTIONS += (aten._weight_norm_interface.default, aten.native_layer_norm.default, aten._softmax.default)
 _REDUCTIONS += (aten.mv.default, aten.dot.default, aten.vdot.default)  # spectral norms
-_FILLS: tuple = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default)
+_FILLS: tuple = (
+    aten.full_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+)
 _FILLS += (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.bernoulli.p)
 _KEEPS = frozenset((*_LAYOUT, *_REDUCTIONS, *_FILLS))
 
 
 class Origin(NamedTuple):
-    """What a tensor is computed from: parameters and buffers (`sources`), or an `activation`, or constants alone. `by`: the
-    operator because of which a tensor without activations is no weight."""
+    """What a tensor is computed from: parameters and buffers (`sources`), or an `activation`, or constants
+    alone. `by`: the operator because of which a tensor without activations is no weight."""
 
     sources: frozenset[Node] = frozenset()
     activation: bool = False
@@ -52,8 +104,8 @@ _CONSTANT, _ACTIVATION = Origin(), Origin(activation=True)
 
 
 class Origins:
-    """The `Origin` of every tensor of a joint graph. `weights`: placeholders of parameters and buffers, in the order of the
-    graph's inputs; `parameters`: the parameters among them."""
+    """The `Origin` of every tensor of a joint graph. `weights`: placeholders of parameters and buffers, in
+    the order of the graph's inputs; `parameters`: the parameters among them."""
 
     def __init__(self, graph: Graph, weights: Iterable[Node], parameters: Iterable[Node]):
         self.weights = dict.fromkeys(weights)
@@ -85,15 +137,20 @@ class Origins:
         return self.known[node]
 
     def bare(self, base: Node) -> Node | None:
-        """The parameter or buffer that a tensor is, or is a slice of, or that is gathered from shards, which may be cast."""
+        """The parameter or buffer that a tensor is, or is a slice of, or that is gathered from shards, which
+        may be cast."""
         gather = all_gather_of(base)
         if gather is not None:
-            base = behind(gather.local, (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default, aten.constant_pad_nd.default))
+            base = behind(
+                gather.local,
+                (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default, aten.constant_pad_nd.default),
+            )
         found = behind(base, (operator.getitem, *SLICES, *VIEWS, *SAME, ops.dequantize))
         return found if found in self.weights else None
 
     def computed(self, base: Node) -> Node | None:
-        """The parameter that a computed weight counts as: the largest of its sources, the first among equals."""
+        """The parameter that a computed weight counts as: the largest of its sources, the first among
+        equals."""
         origin = self.known[base]
         if origin.activation or origin.by or compat.dynamo.is_backward(base):
             return None
@@ -103,18 +160,22 @@ class Origins:
 
 
 def _name(node: Node) -> str:
-    return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.").removeprefix("prims.")
+    return (
+        str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.").removeprefix("prims.")
+    )
 
 
 class Gradients:
     """Tells which weights' gradients the tensors of a joint graph become."""
 
     def __init__(self, graph: Graph, barriers: frozenset[Node]):
-        """`barriers`: the operators that multiply matrices. After a barrier, a gradient counts as another tensor."""
+        """`barriers`: the operators that multiply matrices. After a barrier, a gradient counts as another
+        tensor."""
         outputs = compat.dynamo.gradient_outputs(graph)
         self.known = outputs is not None
         self.inputs = {index for _, index in outputs or ()}
-        # a bit for each input whose gradient a tensor becomes, with no barrier in between and with any number of them
+        # a bit for each input whose gradient a tensor becomes, with no barrier in between and with any number
+        # of them
         self.near, self.far = defaultdict[Node | None, int](int), defaultdict[Node, int](int)
         for node, index in outputs or ():
             self.near[node] |= 1 << index
@@ -122,7 +183,8 @@ class Gradients:
         for node in reversed(graph.nodes):
             for x in node.all_input_nodes:
                 self.far[x] |= self.far[node]
-            for x in [addend_of(node)] if node in barriers else node.all_input_nodes:  # a product passes its addend alone
+            # a product passes its addend alone
+            for x in [addend_of(node)] if node in barriers else node.all_input_nodes:
                 self.near[x] |= self.near[node]
 
     def wanted(self, sources: Iterable[Node]) -> bool:
@@ -130,18 +192,25 @@ class Gradients:
         return any(compat.dynamo.input_index(x) in self.inputs for x in sources if x.op == "placeholder")
 
     def reach(self, node: Node, sources: Iterable[Node], far: bool = False) -> bool:
-        """Does a tensor become the gradient of one of these weights, with no barrier in between (`far`: or with some)? True
-        where the graph does not tell."""
+        """Does a tensor become the gradient of one of these weights, with no barrier in between (`far`: or
+        with some)? True where the graph does not tell."""
         if not self.known:
             return True
         bits = self.far[node] if far else self.near[node]
-        return bool(bits) and any(index is not None and bits >> index & 1 for index in map(compat.dynamo.input_index, sources))
+        return bool(bits) and any(
+            index is not None and bits >> index & 1 for index in map(compat.dynamo.input_index, sources)
+        )
 
 
 def ingredients(node: Node, origins: Origins, barriers: frozenset[Node]) -> set[Node]:
-    """The activations that a tensor is computed from with no matmul in between, including the tensor itself and inputs."""
+    """The activations that a tensor is computed from with no matmul in between, including the tensor itself
+    and inputs."""
 
     def activations(x: Node) -> list[Node]:
-        return [y for y in x.all_input_nodes if is_tensor(y) and origins[y].activation] if x not in barriers else []
+        return (
+            [y for y in x.all_input_nodes if is_tensor(y) and origins[y].activation]
+            if x not in barriers
+            else []
+        )
 
     return set(reached([root(node)], activations))

@@ -1,13 +1,15 @@
-"""Find the last matmuls of the model, which are output heads, by the nodes before and after them in the graph.
+"""Find the last matmuls of the model, which are output heads, by the nodes before and after them in the
+graph.
 
     hidden -> norm -> mm -> softcap, view, loss -> output      a head: nothing with a weight follows
     hidden -> norm -> mm, gelu, mm -> + hidden -> output       no head: its output goes back into the stream that it read
     x -> mm -> gelu -> mm -> output                            no head if x is features: a block whose residual is added outside
 
-A block that is compiled by itself looks like the end of a model, but the last projection of a block is no head. So if an input
-of the graph is features (not tokens, not pixels), a head must look like the end of a model: it reads a sum of residuals, or it
-reads a norm or a pool and its output has another width than the input features. And if the model has matrices that this graph
-does not read, a head must come after all of them in the order of the model's modules.
+A block that is compiled by itself looks like the end of a model, but the last projection of a block is no
+head. So if an input of the graph is features (not tokens, not pixels), a head must look like the end of a
+model: it reads a sum of residuals, or it reads a norm or a pool and its output has another width than the
+input features. And if the model has matrices that this graph does not read, a head must come after all of
+them in the order of the model's modules.
 """
 
 from __future__ import annotations
@@ -18,17 +20,47 @@ from collections.abc import Iterable, Sequence
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import CASTS, SAME, VIEWS, aten, call_function, is_tensor, reached, same_shape, same_size, value
+from ..ir.fx_utils import (
+    CASTS,
+    SAME,
+    VIEWS,
+    aten,
+    call_function,
+    is_tensor,
+    reached,
+    same_shape,
+    same_size,
+    value,
+)
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 
-# names of operators that multiply features by other data or weights and sum them up, whether we rewrite the operator or not
-CONTRACTS = re.compile(r"(^|_)(add|badd)?b?mm(_|$)|matmul|convolution|attention|dot|lstm|gru|rnn|mv$|einsum|mkldnn|weight_int")
+# names of operators that multiply features by other data or weights and sum them up, whether we rewrite the
+# operator or not
+CONTRACTS = re.compile(
+    r"(^|_)(add|badd)?b?mm(_|$)|matmul|convolution|attention|dot|lstm|gru|rnn|mv$|einsum|mkldnn|weight_int"
+)
 POOLS = re.compile(r"sum|mean|^var|amax|pool|norm|select|index|gather")
-TRANSPARENT = ("aten", "prims", "prim", "_c10d_functional", "c10d", "inductor", "inductor_prims", "profiler", "rngprims")
+TRANSPARENT = (
+    "aten",
+    "prims",
+    "prim",
+    "_c10d_functional",
+    "c10d",
+    "inductor",
+    "inductor_prims",
+    "profiler",
+    "rngprims",
+)
 TABLES = (aten.embedding.default, aten._embedding_bag.default)
 # operators that add to a stream of features, or write into one
-ADDS: tuple = (aten.add.Tensor, aten.addcmul.default, aten.index_add.default, aten.scatter_add.default, aten.index_put.default)
+ADDS: tuple = (
+    aten.add.Tensor,
+    aten.addcmul.default,
+    aten.index_add.default,
+    aten.scatter_add.default,
+    aten.index_put.default,
+)
 ADDS += (aten.slice_scatter.default, aten.select_scatter.default)
 JOINS = (*ADDS, aten.mul.Tensor)
 THROUGH = (*CASTS, *SAME, *VIEWS, aten.add.Tensor, aten.clone.default)
@@ -52,8 +84,9 @@ def _index(matmul: Matmul) -> int | None:
 
 
 def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
-    """The matmuls whose output reaches an output of the forward and, on every path, no other weight. One product of two
-    activations may be on a path: similarities of two projections are logits. Two may not: they are an attention."""
+    """The matmuls whose output reaches an output of the forward and, on every path, no other weight. One
+    product of two activations may be on a path: similarities of two projections are logits. Two may not: they
+    are an attention."""
     products: dict[Node, int] = {}  # the most products on a path after a node; 2 also stands for a weight
     reaches: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -71,7 +104,8 @@ def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
 
 
 def contracts(node: Node) -> bool:
-    """Is this node a product, or may it hide one, so that the features of its result are not those of its input?"""
+    """Is this node a product, or may it hide one, so that the features of its result are not those of its
+    input?"""
     if node.op != "call_function" or not hasattr(node.target, "namespace"):
         return False
     if not isinstance(node.target, compat.OpOverload) or node.target.namespace not in TRANSPARENT:
@@ -84,8 +118,8 @@ def _name(node: Node) -> str:
 
 
 class _Flow:
-    """Where the tensors of a forward come from. Sources are the results of products, rows looked up in tables, and inputs of
-    the graph. A set of sources is an int with one bit for each source."""
+    """Where the tensors of a forward come from. Sources are the results of products, rows looked up in
+    tables, and inputs of the graph. A set of sources is an int with one bit for each source."""
 
     def __init__(self, graph: Graph, known: dict[Node, Matmul], inputs: Inputs):
         self.inputs = inputs
@@ -93,7 +127,8 @@ class _Flow:
         self.bits: dict[Node, int] = {}
         self.made = 0  # the sources that are computed in this graph
         self.before: dict[Node, int] = {}  # all sources that a node depends on; for a source, without itself
-        self.near: dict[Node, int] = {}  # the sources that a node depends on with no other in between; for a source, itself
+        # the sources that a node depends on with no other in between; for a source, itself
+        self.near: dict[Node, int] = {}
         self.widths: list = []  # of the features among the graph's inputs
         for node in graph.nodes:
             if node.op == "output" or compat.dynamo.is_backward(node):
@@ -112,7 +147,8 @@ class _Flow:
             self.before[node], self.near[node] = before, near
 
     def is_head(self, matmul: Matmul) -> bool:
-        """Does this matmul, which no other follows, end a model, and is its output not added to a residual stream?"""
+        """Does this matmul, which no other follows, end a model, and is its output not added to a residual
+        stream?"""
         node, (_, n, k) = matmul.node, matmul.features
         if not (self.before[node] & self.made or self.inputs.rest) or self._is_added(matmul):
             return False
@@ -121,17 +157,21 @@ class _Flow:
         if not self.widths:  # tokens or pixels: the graph begins where the model does
             return True
         pooled, summed = self._reads(matmul.other_operand.base)
-        return summed or ((pooled or self.inputs.rest) and not any(same_size(n, width) for width in self.widths))
+        return summed or (
+            (pooled or self.inputs.rest) and not any(same_size(n, width) for width in self.widths)
+        )
 
     def _is_handed(self, node: Node) -> bool:
-        """Is this node a floating-point input of the graph, and no weight? Such an input may be a stream of features."""
+        """Is this node a floating-point input of the graph, and no weight? Such an input may be a stream of
+        features."""
         if node.op != "placeholder" or not is_tensor(node) or not value(node).is_floating_point():
             return False
         index = compat.dynamo.input_index(node)
         return index is not None and index < len(self.inputs.names) and index not in self.inputs.weights
 
     def _features(self, matmul: Matmul, near: int) -> list:
-        """The widths of the inputs of the graph among the sources `near` whose features this matmul contracts."""
+        """The widths of the inputs of the graph among the sources `near` whose features this matmul
+        contracts."""
         k = matmul.features[2]
         handed = (value(x) for x in self._nodes(near & ~self.made))
         return [k for x in handed if x.dim() >= 2 and same_size(x.shape[-1], k)]
@@ -143,17 +183,24 @@ class _Flow:
             sources ^= lowest
 
     def _is_added(self, matmul: Matmul) -> bool:
-        """Is the output of this matmul, or a tensor computed from it, added to a stream that the matmul was computed from, or
-        multiplied with such a stream as a gate?"""
+        """Is the output of this matmul, or a tensor computed from it, added to a stream that the matmul was
+        computed from, or multiplied with such a stream as a gate?"""
         node = matmul.node
         behind_it = set(reached([node], lambda x: (user for user in x.users if user in self.before)))
-        sums = [(x, side) for x in behind_it if call_function(x, JOINS) for side in x.all_input_nodes if side not in behind_it]
+        sums = [
+            (x, side)
+            for x in behind_it
+            if call_function(x, JOINS)
+            for side in x.all_input_nodes
+            if side not in behind_it
+        ]
         if matmul.addend is not None:
             sums.append((node, matmul.addend))
         return any(self.near.get(side, 0) & self.before[node] and _as_large(side, x) for x, side in sums)
 
     def _reads(self, node: Node) -> tuple[bool, bool]:
-        """(is this operand computed by a norm, a pool or a selection of tokens?, is it computed from a sum of residuals?)"""
+        """(is this operand computed by a norm, a pool or a selection of tokens?, is it computed from a sum of
+        residuals?)"""
 
         def between(x: Node) -> bool:
             return x not in self.bits and x.op == "call_function"
@@ -178,13 +225,14 @@ def _as_large(side: Node, total: Node) -> bool:
     if not is_tensor(side) or not is_tensor(total):
         return False
     return value(total).dim() >= 2 and (
-        same_shape(value(side).shape, value(total).shape) or same_size(value(side).numel(), value(total).numel())
+        same_shape(value(side).shape, value(total).shape)
+        or same_size(value(side).numel(), value(total).numel())
     )
 
 
 def _is_squashed(node: Node) -> bool:
-    """Does a tanh follow this node with no scale in between (a softcap has one)? Then the matmul is a pooler, whose output is
-    features for modules outside of this graph."""
+    """Does a tanh follow this node with no scale in between (a softcap has one)? Then the matmul is a pooler,
+    whose output is features for modules outside of this graph."""
     users = [user for user in node.users if not compat.dynamo.is_backward(user)]
     while len(users) == 1 and (call_function(users[0], THROUGH)):
         users = [user for user in users[0].users if not compat.dynamo.is_backward(user)]

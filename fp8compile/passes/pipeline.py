@@ -1,8 +1,9 @@
 """All passes in their order, before and after the partitioner splits forward from backward.
 
-`JOINT` passes are functions of a `Joint`, those after the partitioner of a `Partitioned`, and those before and after Inductor's
-own passes over a half of its graph. Place matters: until `gather` a pass finds and decides, `plan` chooses the tensors
-to quantize, `quantize` writes the canonical form, and those after it rewrite casts.
+`JOINT` passes are functions of a `Joint`, those after the partitioner of a `Partitioned`, and those before
+and after Inductor's own passes over a half of its graph. Place matters: until `gather` a pass finds and
+decides, `plan` chooses the tensors to quantize, `quantize` writes the canonical form, and those after it
+rewrite casts.
 
 `FP8COMPILE_SKIP=fuse,weigh` switches passes off by name, to find out which of them a fault comes from. With
 `TORCH_LOGS=+fp8compile` each pass says what it found and which operators it added and removed.
@@ -48,7 +49,8 @@ JOINT = (  # each a function of a `Joint`
     Pass("gather", gather),  # which weights may arrive in FP8
     Pass("plan", plan),  # which tensors are quantized, and in which slot the scale of each lives
     Pass("amax_groups", amax_groups),  # over which ranks amaxes are reduced
-    Pass("quantize", quantize),  # casts and FP8 matmuls in the graph: the canonical form, which the following rewrite
+    # casts and FP8 matmuls in the graph: the canonical form, which the following rewrite
+    Pass("quantize", quantize),
     Pass("substitute", substitute),  # weights that arrive in FP8
     Pass("layouts", layouts),  # which copies are kept for backward
     Pass("reduce_current", reduce_current),  # current amaxes over the ranks that share a tensor
@@ -72,8 +74,8 @@ def passes(stage: str) -> tuple[Pass, ...]:
 
 
 def run_joint(joint: Joint) -> Rewritten:
-    """Rewrite a joint graph in place. With `high_precision` the matmuls stay as they are, but amaxes are recorded, so that
-    histories exist when FP8 begins."""
+    """Rewrite a joint graph in place. With `high_precision` the matmuls stay as they are, but amaxes are
+    recorded, so that histories exist when FP8 begins."""
     joint.inference = not compat.dynamo.tag_backward(joint.graph)
     _run("joint", joint, joint.graph)
     joint.graph.eliminate_dead_code()
@@ -92,7 +94,8 @@ def run_early_post_grad(graph: Graph) -> None:
 
 
 def run_post_grad(graph: Graph) -> None:
-    """Lower a partitioned graph in place: no operator of ours is left, except on a CPU those with scales of blocks."""
+    """Lower a partitioned graph in place: no operator of ours is left, except on a CPU those with scales of
+    blocks."""
     _run("post_grad", graph, graph)
 
 
@@ -102,13 +105,15 @@ def skipped() -> tuple[str, ...]:
     optional = [step.name for stage in STAGES for step in passes(stage) if step.optional]
     for name in names:
         if name not in optional:
-            raise OptionError.of(SKIP_VARIABLE, name, f"a comma-separated list of {', '.join(map(repr, optional))}")
+            raise OptionError.of(
+                SKIP_VARIABLE, name, f"a comma-separated list of {', '.join(map(repr, optional))}"
+            )
     return names
 
 
 def _run(stage: str, subject: Any, graph: Graph) -> None:
-    """Each pass in turn: log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse). Check the graph: after the
-    last pass, and while debugging after each."""
+    """Each pass in turn: log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse). Check the
+    graph: after the last pass, and while debugging after each."""
     leave_out, told = skipped(), logger.isEnabledFor(logging.DEBUG)
     for step in passes(stage):
         if step.name in leave_out:
@@ -137,5 +142,7 @@ def _name(target: Any) -> str:
 
 def _changes(before: Counter[str], after: Counter[str]) -> str:
     """ "; -12 aten.mm.default, +12 fp8compile.scaled_mm.default", "" where nothing changed."""
-    changed = {name: after[name] - before[name] for name in sorted({*before, *after}) if after[name] != before[name]}
+    changed = {
+        name: after[name] - before[name] for name in sorted({*before, *after}) if after[name] != before[name]
+    }
     return "; " + ", ".join(f"{count:+d} {name}" for name, count in changed.items()) if changed else ""

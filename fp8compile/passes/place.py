@@ -13,11 +13,13 @@ Amaxes that Inductor reduces join the same vector:
     rows = row_amax(q); fp8_raise(rows, vector[4])
     update(.., vector[0:10])
 
-Inductor puts the first stage, a number a row, into the kernel that makes the tensor. One launch takes the second stage of up to
-four tensors. Otherwise there would be a reduction for each tensor, and a copy for each run of neighbours in the vector.
+Inductor puts the first stage, a number a row, into the kernel that makes the tensor. One launch takes the
+second stage of up to four tensors. Otherwise there would be a reduction for each tensor, and a copy for each
+run of neighbours in the vector.
 
-A launch that reads nothing but inputs of the graph (a cast of a weight, as a rule) moves to its first reader. At the beginning
-of the graph, such launches would put a copy of each weight into memory before the first matmul, and none would be in the cache.
+A launch that reads nothing but inputs of the graph (a cast of a weight, as a rule) moves to its first reader.
+At the beginning of the graph, such launches would put a copy of each weight into memory before the first
+matmul, and none would be in the cache.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def generated(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def place(graph: Graph, groups: dict[Node, Made]) -> None:
-    """Replace the functional nodes by launches, and their results by the tensors that the launches write. The graph must be in
-    topological order."""
+    """Replace the functional nodes by launches, and their results by the tensors that the launches write. The
+    graph must be in topological order."""
     _sink(graph, groups)
     order = [node for node in graph.nodes if node in groups]
     numbers: dict[Node, int] = {}
@@ -59,10 +61,14 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     wide = [int(count) for count in counts if count.is_Integer]
     others = {gather: _raisable(gather) for gather in gathers}
     known = {*(item for item, _ in amaxes), *(item for some in others.values() for item in some)}
-    for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [item for item, _ in amaxes]:
+    for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [
+        item for item, _ in amaxes
+    ]:
         numbers.setdefault(item, len(numbers))
     like: Any = order[0].args[0]
-    launcher = launch.Launcher(graph, len(numbers), like, sum(map(launch.aligned, wide)), _parts(graph, groups))
+    launcher = launch.Launcher(
+        graph, len(numbers), like, sum(map(launch.aligned, wide)), _parts(graph, groups)
+    )
     for gather, some in others.items():
         gather.args = (_runs(gather, numbers, launcher),)
         _raise_amaxes(gather, some, numbers, launcher)
@@ -86,7 +92,8 @@ def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
         reader = min(node.users)
         while reader in made and reader.users:
             reader = min(reader.users)
-        if node not in groups or reader.op != "output":  # not to the end, after the graph's writes to its inputs
+        # not to the end, after the graph's writes to its inputs
+        if node not in groups or reader.op != "output":
             min(node.users).prepend(node)
 
 
@@ -124,7 +131,9 @@ def _runs(gather: Node, numbers: dict[Node, int], launcher: launch.Launcher) -> 
     return vectors
 
 
-def _launch(node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], launcher: launch.Launcher) -> None:
+def _launch(
+    node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], launcher: launch.Launcher
+) -> None:
     dump(f"{kernel.name}.py", lambda: kernel.source)
     items = _items(node, group)
     inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(group.inputs)])}
@@ -161,11 +170,16 @@ def _raisable(gather: Node) -> list[Node]:
     return [x for x in found if value(arg(x, 0)).dim() == 2 and not is_data(value(arg(x, 0)).shape[0])]
 
 
-def _raise_amaxes(gather: Node, amaxes: list[Node], numbers: dict[Node, int], launcher: launch.Launcher) -> None:
-    """Launch the second stages before the gather, which reads their places in the vector already, and erase the amaxes."""
+def _raise_amaxes(
+    gather: Node, amaxes: list[Node], numbers: dict[Node, int], launcher: launch.Launcher
+) -> None:
+    """Launch the second stages before the gather, which reads their places in the vector already, and erase
+    the amaxes."""
     inline = Inliner()
     rows = {x: inline(x, forms.row_amax, arg(x, 0)) for x in amaxes}
-    for _, same in groupby(sorted(amaxes, key=lambda x: str(value(rows[x]).shape)), lambda x: str(value(rows[x]).shape)):
+    for _, same in groupby(
+        sorted(amaxes, key=lambda x: str(value(rows[x]).shape)), lambda x: str(value(rows[x]).shape)
+    ):
         while some := [*islice(same, launcher.MOST_RAISED)]:
             launcher.raise_amaxes(gather, {numbers[x]: rows[x] for x in some})
     for x in amaxes:

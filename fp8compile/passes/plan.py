@@ -2,9 +2,9 @@
 
     q = linear(h, w_q); k = linear(h, w_k)    ->    h: one `Operand`, slot (w_q, "input", 0), read by both
 
-An operand is a base tensor with a role. Its slot is named by the weight of its first reader and the number of that
-weight's earlier uses. Slots of one direction are ordered so that amaxes over equally many rows are neighbours: their
-last reduction is one kernel.
+An operand is a base tensor with a role. Its slot is named by the weight of its first reader and the number of
+that weight's earlier uses. Slots of one direction are ordered so that amaxes over equally many rows are
+neighbours: their last reduction is one kernel.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Operand:
-    """A tensor to quantize: `format` and scaling are the same for all its readers and layouts. Readers whose recipes scale it
-    in different ways have an operand each."""
+    """A tensor to quantize: `format` and scaling are the same for all its readers and layouts. Readers whose
+    recipes scale it in different ways have an operand each."""
 
     matrix: Matrix
     key: SlotKey
@@ -56,7 +56,10 @@ class Plan:
 
     def direction(self, backward: bool) -> list[Operand]:
         """The operands of the forward or of the backward that have a slot, by slot."""
-        return sorted((x for x in self.operands.values() if x.backward is backward and x.slot >= 0), key=lambda x: x.slot)
+        return sorted(
+            (x for x in self.operands.values() if x.backward is backward and x.slot >= 0),
+            key=lambda x: x.slot,
+        )
 
 
 def plan(joint: Joint) -> int:
@@ -67,7 +70,9 @@ def plan(joint: Joint) -> int:
     slots = [tuple(operand.key for operand in joint.plan.direction(backward)) for backward in (False, True)]
     if any(slots) and joint.stateful:
         joint.forward, joint.backward = slots
-        by_index = {compat.dynamo.input_index(node): node for node in joint.graph.find_nodes(op="placeholder")}
+        by_index = {
+            compat.dynamo.input_index(node): node for node in joint.graph.find_nodes(op="placeholder")
+        }
         first = len(joint.inputs.names)
         joint.state = by_index[first], by_index[first + 1]
         joint.pages = tuple(page.name for page in joint.state)

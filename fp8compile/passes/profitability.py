@@ -3,14 +3,16 @@
     wq, wk, wv read h            one component: their casts of h are shared, so they are decided together
     wo reads y; fprop and dgrad share wo, dgrad and wgrad share dy
 
-Matmuls that share operands form a component. A search starts from all gemms in FP8, and from as few as the policy allows. It
-drops or takes in gemms, layers or the whole component as long as the estimated time falls. So no component ends slower than
-with the least FP8 that the policy allows (none, where it leaves all matmuls open). The same holds for the graph, including the
-costs of scaling that arise once a graph. `devices.cost` computes the costs from the sizes of the trace and from the nodes that
-compute and read each tensor (`tensor_traffic`).
+Matmuls that share operands form a component. A search starts from all gemms in FP8, and from as few as the
+policy allows. It drops or takes in gemms, layers or the whole component as long as the estimated time falls.
+So no component ends slower than with the least FP8 that the policy allows (none, where it leaves all matmuls
+open). The same holds for the graph, including the costs of scaling that arise once a graph. `devices.cost`
+computes the costs from the sizes of the trace and from the nodes that compute and read each tensor
+(`tensor_traffic`).
 
-Only matmuls that the policy leaves open are dropped. Their reason says by how much FP8 loses, and from how many tokens it
-gains. Matmuls that the policy wants in FP8 stay, and other gemms use their casts for free. All matmuls get the estimates.
+Only matmuls that the policy leaves open are dropped. Their reason says by how much FP8 loses, and from how
+many tokens it gains. Matmuls that the policy wants in FP8 stay, and other gemms use their casts for free. All
+matmuls get the estimates.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ class Gemm:
     """A matmul that may become FP8."""
 
     matmul: Matmul
-    reads: list[tuple[CastCost, tuple[str, bool]]] = field(default_factory=list)  # each cast, with the layout that is read
-    known: dict[tuple[bool, float], float] = field(default_factory=dict)  # results of `seconds`, which a search asks often
+    # each cast, with the layout that is read
+    reads: list[tuple[CastCost, tuple[str, bool]]] = field(default_factory=list)
+    # results of `seconds`, which a search asks often
+    known: dict[tuple[bool, float], float] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
@@ -90,7 +94,9 @@ class Gemm:
     def _seconds(self, device: Device, fp8: bool, grown: float) -> float:
         groups = max(1, self.matmul.groups)  # each of them is taken to have equally many tokens
         grown /= groups
-        m, n, k = (max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes))
+        m, n, k = (
+            max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes)
+        )
         dtype, size = SHORT[self.dtype], self.dtype.itemsize
         if fp8:
             scaling, emulated = COSTS[self.recipe], self.matmul.decision.emulated
@@ -108,11 +114,14 @@ class Base:
     casts: list[CastCost] = field(default_factory=list)
 
     def seconds(self, device: Device, chosen: set[Gemm], grown: float = 1.0) -> float:
-        """Seconds for the FP8 copies that `chosen` read, and for the copy that readers in high precision need."""
+        """Seconds for the FP8 copies that `chosen` read, and for the copy that readers in high precision
+        need."""
         factor = 1.0 if self.weight else grown
         readers = [gemm for cast in self.casts for gemm, _ in cast.readers]
         demanded = [(cast, cast.layouts(chosen)) for cast in self.casts]
-        high = max((gemm.dtype.itemsize for gemm in readers if gemm not in chosen), default=2 if self.outside else 0)
+        high = max(
+            (gemm.dtype.itemsize for gemm in readers if gemm not in chosen), default=2 if self.outside else 0
+        )
         tensor = replace(
             self.source,
             elements=round(self.source.elements * factor),
@@ -121,17 +130,20 @@ class Base:
         )
         copy = cost.high_copy(device, tensor)
         seconds = copy + sum(cast.seconds(device, tensor, count) - copy for cast, count in demanded if count)
-        if tensor.fused and self.source.shared and high not in (0, tensor.itemsize):  # a residual in float32 under autocast
-            seconds += cost.high_copy(device, replace(tensor, high_bytes=tensor.itemsize))  # is written beside the bf16 copy
+        # a residual in float32 under autocast
+        if tensor.fused and self.source.shared and high not in (0, tensor.itemsize):
+            # is written beside the bf16 copy
+            seconds += cost.high_copy(device, replace(tensor, high_bytes=tensor.itemsize))
         return seconds
 
 
 @dataclass(eq=False)
 class CastCost:
-    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout. `gathered`: the plain
-    copy is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is cast. `kept`: the copies come from an
-    earlier call (`cache_weights`), and cost nothing, as if gradients were accumulated over very many micro-batches. `turned`:
-    of those, one is kept, and the other layout is made of it."""
+    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout.
+    `gathered`: the plain copy is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is
+    cast. `kept`: the copies come from an earlier call (`cache_weights`), and cost nothing, as if gradients
+    were accumulated over very many micro-batches. `turned`: of those, one is kept, and the other layout is
+    made of it."""
 
     base: Base
     recipe: str
@@ -157,11 +169,14 @@ class CastCost:
 
 
 def weigh(joint: Joint) -> int:
-    """Drop the matmuls that do not gain from FP8 on the device, and fill in the estimates; returns how many were dropped."""
+    """Drop the matmuls that do not gain from FP8 on the device, and fill in the estimates; returns how many
+    were dropped."""
     matmuls, device = joint.matmuls, joint.device
     if device is None:
         return 0
-    candidates = [matmul for matmul in matmuls if matmul.fp8 and all(map(hint, (matmul.m, matmul.n, matmul.k)))]
+    candidates = [
+        matmul for matmul in matmuls if matmul.fp8 and all(map(hint, (matmul.m, matmul.n, matmul.k)))
+    ]
     if not device.has_fp8:
         left_open = [matmul for matmul in candidates if matmul.decision.auto]
         for matmul in left_open:
@@ -182,8 +197,8 @@ def weigh(joint: Joint) -> int:
 
 
 def _high_precision(matmul: Matmul, device: Device) -> float | None:
-    """Estimated microseconds of a matmul in high precision. None if a size is 0 or unknown, or if no tensor core has the
-    dtype."""
+    """Estimated microseconds of a matmul in high precision. None if a size is 0 or unknown, or if no tensor
+    core has the dtype."""
     m, n, k, batch = map(hint, (matmul.m, matmul.n, matmul.k, matmul.batch))
     dtype = value(matmul.node).dtype
     if not (m and n and k and batch) or dtype not in SHORT:
@@ -195,8 +210,8 @@ def _high_precision(matmul: Matmul, device: Device) -> float | None:
 
 
 def _settle(device: Device, parts: list[_Component]) -> str:
-    """Drop all matmuls that the policy leaves open, unless the graph saves more than scaling costs once a graph. Returns the
-    reason for dropping them, or ""."""
+    """Drop all matmuls that the policy leaves open, unless the graph saves more than scaling costs once a
+    graph. Returns the reason for dropping them, or ""."""
     chosen = {gemm for part in parts for gemm in part.chosen}
     insisted = {cast.recipe for part in parts for gemm in part.insisted for cast, _ in gemm.reads}
     names = {cast.recipe for gemm in chosen for cast, _ in gemm.reads} - insisted
@@ -206,13 +221,17 @@ def _settle(device: Device, parts: list[_Component]) -> str:
         return ""
     for part in parts:
         part.chosen = set(part.insisted)
-    return f"{SLOWER}: all of the graph would save {1e6 * gain:.1f} us, and scaling costs it {1e6 * once:.1f} us"
+    return (
+        f"{SLOWER}: all of the graph would save {1e6 * gain:.1f} us, and scaling costs it {1e6 * once:.1f} us"
+    )
 
 
-def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: Container[int | None] = ()) -> list[Gemm]:
-    """The gemms with the tensors that they read. Gemms that read the same base with the same scaling share its casts.
-    `kept`: the inputs of the graph whose copies are kept between calls, where the recipe says so; `frozen`: those that will
-    arrive in FP8, where the recipe says so."""
+def _model(
+    candidates: list[Matmul], kept: Container[int | None] = (), frozen: Container[int | None] = ()
+) -> list[Gemm]:
+    """The gemms with the tensors that they read. Gemms that read the same base with the same scaling share
+    its casts. `kept`: the inputs of the graph whose copies are kept between calls, where the recipe says so;
+    `frozen`: those that will arrive in FP8, where the recipe says so."""
     gemms: list[Gemm] = []
     bases: dict[Node, Base] = {}
     casts: dict[OperandKey, CastCost] = {}
@@ -223,10 +242,14 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: C
         operands = zip(matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True)
         for (matrix, role), transposed in operands:
             # a weight that is recast, or whose region is recomputed, is read once more for its second copy
-            again = role == "weight" and (matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta)
+            again = role == "weight" and (
+                matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta
+            )
             transposed = transposed and (again or not matmul.decision.either or role != "weight")
             asked = role == "weight" and not matmul.computed and matmul.recipe.frozen == "fp8"
-            stored = arrives(matrix.base, matmul.operand_key(matrix, role).scaling) or (asked and matmul.weight_among(frozen))
+            stored = arrives(matrix.base, matmul.operand_key(matrix, role).scaling) or (
+                asked and matmul.weight_among(frozen)
+            )
             if matrix.base not in bases:
                 found = source(matrix)
                 found = replace(found, itemsize=1) if stored else found
@@ -234,7 +257,12 @@ def _model(candidates: list[Matmul], kept: Container[int | None] = (), frozen: C
             base = bases[matrix.base]
             key = matmul.operand_key(matrix, role)
             if key not in casts:
-                stays = role == "weight" and matmul.recipe.cache_weights and not matmul.computed and matmul.weight_among(kept)
+                stays = (
+                    role == "weight"
+                    and matmul.recipe.cache_weights
+                    and not matmul.computed
+                    and matmul.weight_among(kept)
+                )
                 square = key.scaling.block.rows == key.scaling.block.columns
                 turned = stays and square and matmul.recipe.recast_weights is True
                 casts[key] = CastCost(base, key.scaling.recipe, again, stored, stays, turned)
@@ -280,8 +308,8 @@ class _Component:
         return self.seconds(self.insisted) - self.seconds(self.chosen)
 
     def improve(self) -> None:
-        """Search from all gemms in FP8, and from as few as the policy allows: make the change that saves most until none saves.
-        Choose the best result."""
+        """Search from all gemms in FP8, and from as few as the policy allows: make the change that saves most
+        until none saves. Choose the best result."""
         found = [self.descend(set(start)) for start in (self.everything, self.insisted)]
         self.chosen = min((self.insisted, *found), key=self.seconds)
 
@@ -310,14 +338,16 @@ class _Component:
     def report(self, settled: str) -> None:
         for gemm in self.gemms:
             matmul = gemm.matmul
-            state = self.chosen | self.layers[gemm.layer]  # a dropped gemm reports its costs with its layer in FP8
+            # a dropped gemm reports its costs with its layer in FP8
+            state = self.chosen | self.layers[gemm.layer]
             bf16, fp8 = (1e6 * gemm.seconds(self.device, it) for it in (False, True))
             matmul.price = Price(bf16, fp8, 1e6 * self.share(gemm, state), self.break_even(gemm.layer))
             if gemm not in self.chosen:
                 matmul.keep(settled or self.reason(gemm))
 
     def reason(self, gemm: Gemm) -> str:
-        """The reason for dropping a gemm: what its layer would lose in FP8, or the gemm alone if part of the layer is FP8."""
+        """The reason for dropping a gemm: what its layer would lose in FP8, or the gemm alone if part of the
+        layer is FP8."""
         layer = self.layers[gemm.layer]
         dropped = layer - self.chosen
         whole = dropped == layer
@@ -335,8 +365,9 @@ class _Component:
         return f"{text}; gains from {-(-start // groups)}" if groups else f"{text}; gains from m {start}"
 
     def share(self, gemm: Gemm, state: set[Gemm], grown: float = 1.0) -> float:
-        """Seconds that a gemm bears of the costs of its operands' copies beyond bf16. All readers of a tensor bear the same
-        part. Negative where FP8 saves more by not writing a tensor in high precision than it adds."""
+        """Seconds that a gemm bears of the costs of its operands' copies beyond bf16. All readers of a tensor
+        bear the same part. Negative where FP8 saves more by not writing a tensor in high precision than it
+        adds."""
         total = 0.0
         for base in dict.fromkeys(cast.base for cast, _ in gemm.reads):
             readers = {reader for cast in base.casts for reader, _ in cast.readers if reader in state}
@@ -345,7 +376,8 @@ class _Component:
         return total
 
     def break_even(self, key: Matmul) -> int | None:
-        """The number of tokens from which a layer gains, if all its gemms and all gemms that share its operands are FP8."""
+        """The number of tokens from which a layer gains, if all its gemms and all gemms that share its
+        operands are FP8."""
         layer = self.layers[key]
         signature = tuple(self.described(gemm) for gemm in self.gemms if gemm in layer)
         if signature not in self.known:
@@ -356,7 +388,10 @@ class _Component:
     def layer_gain(self, layer: set[Gemm], grown: float) -> float:
         """Seconds that a layer saves, with its part of the casts."""
         bf16 = sum(gemm.seconds(self.device, False, grown) for gemm in layer)
-        fp8 = sum(gemm.seconds(self.device, True, grown) + self.share(gemm, self.everything, grown) for gemm in layer)
+        fp8 = sum(
+            gemm.seconds(self.device, True, grown) + self.share(gemm, self.everything, grown)
+            for gemm in layer
+        )
         return bf16 - fp8
 
     @staticmethod

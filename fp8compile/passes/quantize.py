@@ -1,4 +1,5 @@
-"""quantize: cast each operand in each layout that matmuls read, and replace the decided matmuls by FP8 matmuls.
+"""quantize: cast each operand in each layout that matmuls read, and replace the decided matmuls by FP8
+matmuls.
 
     mm = mm(view(x), permute(w))
 
@@ -14,9 +15,9 @@ With one scale a row or a block, the two layouts of a tensor have scales of thei
     amax_x = amax_blocks(x2d, False, block); scale_x = current_scale(amax_x); inv_x = inverse(scale_x)
     mm = block_mm(x8, w8, inv_x, inv_w, x_block, w_block)
 
-This is the canonical form. Everything else rewrites it: `substitute` (weights that arrive in FP8), `move_all_gathers` and
-`move_all_to_alls` (tensors that a collective carries in FP8), `layouts` (what is kept for backward), `write_merged` (one matmul
-for several), `reduce_current`, `hoist`.
+This is the canonical form. Everything else rewrites it: `substitute` (weights that arrive in FP8),
+`move_all_gathers` and `move_all_to_alls` (tensors that a collective carries in FP8), `layouts` (what is kept
+for backward), `write_merged` (one matmul for several), `reduce_current`, `hoist`.
 
 The backward needs the scales of the forward unchanged, so scales are tagged MUST_SAVE.
 """
@@ -46,7 +47,8 @@ def quantize(joint: Joint) -> int:
     for backward in (False, True):
         operands = joint.plan.direction(backward)
         if operands:
-            writer.snapshot(backward)  # first: its readers are inserted right after inputs, and after views of inputs
+            # first: its readers are inserted right after inputs, and after views of inputs
+            writer.snapshot(backward)
         if joint.high_precision:  # a phase that keeps histories, and leaves the matmuls as they are
             for operand in operands:
                 writer.amax(operand)
@@ -64,15 +66,18 @@ class _Quantizer:
         self.graph, self.plan, self.pages = graph, plan, pages
         self.written = Written(graph, next(node for node in graph.nodes if node.op != "placeholder"))
         self.after = self.written.after
-        self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which may be an operand of the next matmul
+        # matmul -> its FP8 result, which may be an operand of the next matmul
+        self.replaced: dict[Node, Node] = {}
         self.matrices: dict[tuple[Node, str], Node] = {}
         self.groups = Groups(self.after)
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
-        """For a and b: the operand, its matrix, and whether the FP8 copy is transposed. Both copies are K-major, [m, k] and
-        [n, k]."""
+        """For a and b: the operand, its matrix, and whether the FP8 copy is transposed. Both copies are
+        K-major, [m, k] and [n, k]."""
         found = []
-        for (matrix, role), transposed in zip(matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True):
+        for (matrix, role), transposed in zip(
+            matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True
+        ):
             operand = self.plan.of(matrix, role, matmul)
             found.append((operand, matrix, transposed and not operand.either))
         return found
@@ -141,15 +146,16 @@ class _Quantizer:
         snapshot = self.snapshot(operand.backward)
         scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, *delayed(operand))
         if operand.offs is not None or operand.matrix.stack > 1:
-            # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. A stored inverse is
-            # not at one: the backward takes it from the snapshot, which is
+            # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. A
+            # stored inverse is not at one: the backward takes it from the snapshot, which is
             emit.meta["recompute"] = compat.inductor.MUST_RECOMPUTE
         return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
 
     def scales_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
         """The scales of the blocks of one layout."""
         block = block_of(operand, transposed)
-        if transposed and block.rows == block.columns:  # square blocks: the scales of the other layout, transposed
+        # square blocks: the scales of the other layout, transposed
+        if transposed and block.rows == block.columns:
             known = self.scale_of(operand, matrix, False)
             emit = self.after(known[1], operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
             scale, inverse = (emit(aten.permute.default, x, [1, 0]) for x in known)
@@ -160,7 +166,8 @@ class _Quantizer:
         if order and block == ROW_OF_GROUP:
             return self.groups.scales_of_columns(emit, operand, source)
         stack = transposed and operand.matrix.stack > 1 and block.rows == 1
-        if stack:  # rows of a transposed matrix are columns here; kernels of columns write [matrices, columns]
+        # rows of a transposed matrix are columns here; kernels of columns write [matrices, columns]
+        if stack:
             amax = emit(ops.amax_blocks, source, False, [block.columns, 1])
         else:
             amax = emit(ops.amax_blocks, source, transposed, list(block), *order[:1])
@@ -183,12 +190,15 @@ class _Quantizer:
             assert self.pages is not None
             page = self.pages[backward]
             tag = "is_backward" if backward else "is_forward"
-            emit = Emitter(self.graph, self.written.start, page, partitioner_tag=tag, recompute=compat.inductor.MUST_SAVE)
+            emit = Emitter(
+                self.graph, self.written.start, page, partitioner_tag=tag, recompute=compat.inductor.MUST_SAVE
+            )
             self.written.snapshots[backward] = emit(ops.snapshot, page)
         return self.written.snapshots[backward]
 
     def matrix(self, matrix: Matrix, operand: Operand) -> Node:
-        """The base as a 2-D node: a view, or a copy if its strides allow no view. (Inductor fuses the copy into the casts.)"""
+        """The base as a 2-D node: a view, or a copy if its strides allow no view. (Inductor fuses the copy
+        into the casts.)"""
         base = self.replaced.get(matrix.base, matrix.base)
         rows, columns = matrix.shape
         key = (base, f"{rows} {columns}")
@@ -197,8 +207,11 @@ class _Quantizer:
         if key not in self.matrices:
             emit = self.after(base, operand)
             shape = view_sizes(rows, columns)
-            # Inductor's patterns of attention end in a view of a bmm, and take its sizes for those of the heads
-            view = aten._unsafe_view.default if call_function(base, (aten.bmm.default,)) else aten.view.default
+            # Inductor's patterns of attention end in a view of a bmm, and take its sizes for those of the
+            # heads
+            view = (
+                aten._unsafe_view.default if call_function(base, (aten.bmm.default,)) else aten.view.default
+            )
             try:
                 self.matrices[key] = emit(view, base, shape)
             except (RuntimeError, ValueError):
@@ -209,7 +222,9 @@ class _Quantizer:
 
 def current(emit: Emitter, operand: Operand, amax: Node) -> tuple[Node, Node]:
     """(scale, inverse) from the amax of the tensor itself, or of each block."""
-    scale = emit(ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2)
+    scale = emit(
+        ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2
+    )
     return scale, emit(ops.inverse, scale)
 
 

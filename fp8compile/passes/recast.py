@@ -1,14 +1,15 @@
 """recast: which weights are cast again in backward, with `recast_weights="auto"` on a described device.
 
-dgrad reads the transposed copy of a weight. The forward can write and keep it, a byte a parameter; or the backward casts again,
-which reads the weight once more. bf16 keeps no copy of a weight. So a copy is kept only
+dgrad reads the transposed copy of a weight. The forward can write and keep it, a byte a parameter; or the
+backward casts again, which reads the weight once more. bf16 keeps no copy of a weight. So a copy is kept only
 
-* where casting again is dear: where it takes more than `CHEAP` of the time of the weight's three matmuls. Reading a parameter
-  of s bytes takes s / bandwidth, and its matmuls take 6 * tokens / rate. So the number of tokens decides, 7,400 for bf16 on an
-  H200.
-* as long as all kept copies are no larger than what FP8 saves on the inputs of matmuls, which it keeps in one byte an element
-  instead of two. So FP8 keeps no more than bf16;
-* or where casting again takes more than `DEAR`, which is most of what FP8 gains: of experts with few tokens each.
+* where casting again is dear: where it takes more than `CHEAP` of the time of the weight's three matmuls.
+  Reading a parameter of s bytes takes s / bandwidth, and its matmuls take 6 * tokens / rate. So the number of
+  tokens decides, 7,400 for bf16 on an H200.
+* as long as all kept copies are no larger than what FP8 saves on the inputs of matmuls, which it keeps in one
+  byte an element instead of two. So FP8 keeps no more than bf16;
+* or where casting again takes more than `DEAR`, which is most of what FP8 gains: of experts with few tokens
+  each.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def recast(joint: Joint) -> int:
 
 def _share(matmuls: list[Matmul], size: int, itemsize: int, device: Device) -> float:
     """The time to read a weight once more, as a share of that of its three matmuls."""
-    flops = max(2 * hint(matmul.m) * hint(matmul.n) * hint(matmul.k) * hint(matmul.batch) for matmul in matmuls)
+    flops = max(
+        2 * hint(matmul.m) * hint(matmul.n) * hint(matmul.k) * hint(matmul.batch) for matmul in matmuls
+    )
     rates = device.flops
     return size * itemsize / device.bandwidth / (flops / rates.fp8 + 2 * flops / rates.fp8_precise)

@@ -1,8 +1,9 @@
-"""resolve: the decision about one matmul, from what the policy says and the facts of the graph. A pure function.
+"""resolve: the decision about one matmul, from what the policy says and the facts of the graph. A pure
+function.
 
-A policy gives settings to a layer. What a graph does with the layer may rule some of them out; then other settings run.
-`OVERRIDES` lists all such changes: when, what, and why. They apply in this order, and the report prints each one that changed
-something.
+A policy gives settings to a layer. What a graph does with the layer may rule some of them out; then other
+settings run. `OVERRIDES` lists all such changes: when, what, and why. They apply in this order, and the
+report prints each one that changed something.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .legality import unfit
 
 @dataclass(frozen=True)
 class Facts:
-    """What a decision depends on, beside the policy. `objection`, `misaligned`, `late`: why the matmul, its sizes, and its
-    operands cannot be FP8; None if they can. `roles`: those of its operands."""
+    """What a decision depends on, beside the policy. `objection`, `misaligned`, `late`: why the matmul, its
+    sizes, and its operands cannot be FP8; None if they can. `roles`: those of its operands."""
 
     gpu: Gpu | None
     roles: tuple[str, str]
@@ -46,7 +47,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Override:
-    """A change of settings. `change` returns the settings by name; None: `Recipe.current`, without any history."""
+    """A change of settings. `change` returns the settings by name; None: `Recipe.current`, without any
+    history."""
 
     when: Callable[[Facts, Recipe], Any]
     change: Callable[[Recipe], dict[str, Any]] | None
@@ -61,7 +63,10 @@ def _weights_current(recipe: Recipe) -> dict[str, Any]:
 OVERRIDES = (
     Override(
         lambda facts, recipe: facts.grouped,
-        lambda recipe: {"fp8_format": "e4m3", "weight_tiles": recipe.weight_tiles and recipe.built_in.tile != WHOLE},
+        lambda recipe: {
+            "fp8_format": "e4m3",
+            "weight_tiles": recipe.weight_tiles and recipe.built_in.tile != WHOLE,
+        },
         "grouped matmuls take E4M3, and scales of rows or blocks",
     ),
     Override(
@@ -72,7 +77,10 @@ OVERRIDES = (
     Override(
         lambda facts, recipe: facts.resharded,
         lambda recipe: {"recast_weights": True},
-        "FSDP reshards weights after forward: a copy kept until backward would hold the whole weight on every rank",
+        (
+            "FSDP reshards weights after forward: a copy kept until backward would hold the "
+            "whole weight on every rank"
+        ),
     ),
     Override(
         lambda facts, recipe: facts.frozen and (recipe.frozen == "fp8" or facts.arrived),
@@ -129,10 +137,18 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
     return Decision(
         recipe=recipe,
         overrides=overrides,
-        reason=facts.off or facts.objection or chosen or facts.misaligned or unfit(facts.weight, recipe) or facts.late,
+        reason=facts.off
+        or facts.objection
+        or chosen
+        or facts.misaligned
+        or unfit(facts.weight, recipe)
+        or facts.late,
         rule=choice.label,
         auto=choice.fp8 == "auto",
-        wanted=choice.fp8 == "on" and chosen is None and rule is not None and bool(rule.module or rule.parameter),
+        wanted=choice.fp8 == "on"
+        and chosen is None
+        and rule is not None
+        and bool(rule.module or rule.parameter),
         # a shipped rule that goes by sizes alone is nobody's choice
         on_purpose=chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule)),
         emulated=emulated,
@@ -146,7 +162,11 @@ def _kept(site: Site, choice: Choice, rule: Rule | None, recipe: Recipe) -> str 
         if rule is not None and rule.kind is not None:
             return site.kind
         why = choice.label if rule is not None and rule.name else f"policy: {choice.label}"
-        return f"{why}: {site.n} x {site.k}, {site.m} rows" if rule is not None and rule.where is not None else why
+        return (
+            f"{why}: {site.n} x {site.k}, {site.m} rows"
+            if rule is not None and rule.where is not None
+            else why
+        )
     if recipe.override_linear_precision[GEMMS.index(site.gemm)]:
         if recipe.name == "rowwise_with_gw_hp" and site.gemm == "wgrad":
             return f"recipe {recipe.name} keeps {site.gemm}"
@@ -156,5 +176,7 @@ def _kept(site: Site, choice: Choice, rule: Rule | None, recipe: Recipe) -> str 
 
 def _difference(before: Recipe, after: Recipe) -> str:
     """The settings that `after` has and `before` has not: "current_scaling=(False, True, False)"."""
-    names = [field.name for field in fields(Recipe) if getattr(before, field.name) != getattr(after, field.name)]
+    names = [
+        field.name for field in fields(Recipe) if getattr(before, field.name) != getattr(after, field.name)
+    ]
     return ", ".join(f"{'recipe' if name == 'name' else name}={getattr(after, name)!r}" for name in names)

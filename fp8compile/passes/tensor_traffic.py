@@ -1,4 +1,5 @@
-"""The memory traffic that FP8 copies of a tensor would cause, from the nodes that compute and read it in the joint graph.
+"""The memory traffic that FP8 copies of a tensor would cause, from the nodes that compute and read it in the
+joint graph.
 
     g = mm(..); h = silu(g) * u          h: a kernel computes it from g and u, so a cast joins that kernel (`fused`), and if
     mm(h, w0); mm(h, w1)                    all its readers take FP8, nobody writes it in bf16
@@ -18,10 +19,32 @@ from .. import compat
 from ..codegen.traffic import fusable
 from ..devices.cost import CastInput
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Matrix, aten, behind, call_function, hint, is_tensor, readers, value
+from ..ir.fx_utils import (
+    CASTS,
+    PERMUTES,
+    SAME,
+    VIEWS,
+    Matrix,
+    aten,
+    behind,
+    call_function,
+    hint,
+    is_tensor,
+    readers,
+    value,
+)
 from ..ir.matmul import form_of
 
-_MOVES = (*VIEWS, *PERMUTES, *SAME, *CASTS, aten.expand.default, aten.slice.Tensor, aten.select.int, operator.getitem)
+_MOVES = (
+    *VIEWS,
+    *PERMUTES,
+    *SAME,
+    *CASTS,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    operator.getitem,
+)
 _MOVES += (aten.clone.default,)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)
 MOST_NODES = 64  # of a producer's kernel; a longer chain has a tensor in memory somewhere
@@ -29,8 +52,9 @@ MOST_NODES = 64  # of a producer's kernel; a longer chain has a tensor in memory
 
 @dataclass(frozen=True, kw_only=True)
 class Source(CastInput):
-    """A tensor that matmuls read. `shared`: a reader that is no matmul needs the tensor in memory (a residual, an attention,
-    the caller), whatever the matmuls read. `readers`: the matmuls that read the tensor."""
+    """A tensor that matmuls read. `shared`: a reader that is no matmul needs the tensor in memory (a
+    residual, an attention, the caller), whatever the matmuls read. `readers`: the matmuls that read the
+    tensor."""
 
     shared: bool
     readers: frozenset[Node]
@@ -58,8 +82,8 @@ def source(matrix: Matrix) -> Source:
 def _producer_bytes(base: Node) -> int | None:
     """Bytes that the kernel of `base` reads; None if `base` has no kernel that a cast could join.
 
-    The walk back ends at tensors in memory: those that no pointwise kernel computes, and those that other nodes read as well (a
-    residual stream). In backward it ends at the tensors of the forward.
+    The walk back ends at tensors in memory: those that no pointwise kernel computes, and those that other
+    nodes read as well (a residual stream). In backward it ends at the tensors of the forward.
     """
     if not _computes(base):
         return None
@@ -72,7 +96,11 @@ def _producer_bytes(base: Node) -> int | None:
                 inputs[node] = None
         if not stack and len(members) < MOST_NODES:
             # with an empty stack only: a node may be met before its other readers are known to be members
-            stack = [x for x in inputs if _part(x) and compat.dynamo.is_backward(x) == late and _internal(x, members, late)]
+            stack = [
+                x
+                for x in inputs
+                if _part(x) and compat.dynamo.is_backward(x) == late and _internal(x, members, late)
+            ]
             members.update(stack)
             inputs = {node: None for node in inputs if node not in members}
     return sum(_bytes(node) for node in inputs)
@@ -88,7 +116,8 @@ def _part(node: Node) -> bool:
 
 
 def _computes(node: Node) -> bool:
-    """Does a pointwise kernel compute this tensor? (A view of the output of a matmul or an attention is not computed.)"""
+    """Does a pointwise kernel compute this tensor? (A view of the output of a matmul or an attention is not
+    computed.)"""
     node = _moved(node)
     return _part(node) and not call_function(node, _JOINS)
 
@@ -101,9 +130,9 @@ def _moved(node: Node) -> Node:
 def _readers(base: Node) -> tuple[set[Node], bool]:
     """(matmuls that read a tensor, does any other reader need it in memory?).
 
-    Sums, and pointwise operators of the backward, do not need a tensor of the forward in memory: the cast's kernel computes a
-    sum (a bias gradient) on the way, and the backward recomputes the tensor where it can. A residual needs the tensor: its
-    other side is another tensor of the same size.
+    Sums, and pointwise operators of the backward, do not need a tensor of the forward in memory: the cast's
+    kernel computes a sum (a bias gradient) on the way, and the backward recomputes the tensor where it can. A
+    residual needs the tensor: its other side is another tensor of the same size.
     """
     matmuls: set[Node] = set()
     shared, late = False, compat.dynamo.is_backward(base)
@@ -113,7 +142,9 @@ def _readers(base: Node) -> tuple[set[Node], bool]:
         elif form_of(user) is not None:
             matmuls.add(user)
         elif not call_function(user, _MOVES):
-            shared |= not fusable(user, ()) or (compat.dynamo.is_backward(user) == late and not _reduces(user))
+            shared |= not fusable(user, ()) or (
+                compat.dynamo.is_backward(user) == late and not _reduces(user)
+            )
     return matmuls, shared
 
 

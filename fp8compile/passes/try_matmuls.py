@@ -1,11 +1,14 @@
-"""try_matmuls: call each kind and size of FP8 matmul once, on the GPU of this process, in the form that it would be lowered to.
+"""try_matmuls: call each kind and size of FP8 matmul once, on the GPU of this process, in the form that it
+would be lowered to.
 
-Libraries lack some (cuBLASLt on Hopper has no row-wise matmul with few tiles of output and a large K, pytorch/ao#4582; sm_120
-none at all, pytorch#192707), and which ones depends on their version. They refuse at the call: without this pass, in the middle
-of a training. Here the next form takes its place, up to one that is always legal, and a report says so.
+Libraries lack some (cuBLASLt on Hopper has no row-wise matmul with few tiles of output and a large K,
+pytorch/ao#4582; sm_120 none at all, pytorch#192707), and which ones depends on their version. They refuse at
+the call: without this pass, in the middle of a training. Here the next form takes its place, up to one that
+is always legal, and a report says so.
 
-An attempt takes empty operands, and some microseconds. None is made where the GPU is only described (`estimate`).
-`FP8COMPILE_SKIP=try_matmuls` switches them off, for a compilation whose code will run elsewhere.
+An attempt takes empty operands, and some microseconds. None is made where the GPU is only described
+(`estimate`). `FP8COMPILE_SKIP=try_matmuls` switches them off, for a compilation whose code will run
+elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ from ..logs import get_logger, say_once
 logger = get_logger(__name__)
 
 # what takes the place of a form that is refused; the last one is not tried
-NEXT = {ROWWISE: AFTER, AFTER: EMULATED, BLOCKWISE: TRITON, MX: EMULATED, TENSORWISE: EMULATED, GROUPED: TRITON}
+NEXT = {
+    ROWWISE: AFTER,
+    AFTER: EMULATED,
+    BLOCKWISE: TRITON,
+    MX: EMULATED,
+    TENSORWISE: EMULATED,
+    GROUPED: TRITON,
+}
 HOW = {
     AFTER: "scales are multiplied after a matmul without them",
     TRITON: "a generated kernel multiplies",
@@ -94,7 +104,9 @@ def _described(x: Any) -> Any:
 
 
 def _empty(x: Tensor) -> Tensor:
-    made = torch.empty_strided([*map(hint, x.shape)], [*map(hint, x.stride())], dtype=x.dtype, device=x.device)
+    made = torch.empty_strided(
+        [*map(hint, x.shape)], [*map(hint, x.stride())], dtype=x.dtype, device=x.device
+    )
     return made if x.is_floating_point() else made.zero_()  # ends of groups: none has a row
 
 

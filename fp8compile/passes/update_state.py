@@ -4,8 +4,9 @@
     vector = gather([amax_0, amax_1, ...]); [vector = all_reduce(vector, "max") for each group]
     page' = update(page, scales, vector); copy_(page, page')
 
-The `copy_` is the graph's only mutation. Its tag says which of the two graphs it belongs to. Only the snapshot reads the page,
-and the update depends on the snapshot, so the partitioner and Inductor may order all other nodes as they like.
+The `copy_` is the graph's only mutation. Its tag says which of the two graphs it belongs to. Only the
+snapshot reads the page, and the update depends on the snapshot, so the partitioner and Inductor may order all
+other nodes as they like.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ def update_state(joint: Joint) -> int:
 
     The amaxes of a graph are reduced over the ranks of a group if the recipe of any of its operands says so.
     """
-    graph, plan, written, pages, groups = joint.graph, joint.plan, joint.written, joint.state, joint.amax_groups
+    graph, plan, written, pages, groups = (
+        joint.graph,
+        joint.plan,
+        joint.written,
+        joint.state,
+        joint.amax_groups,
+    )
     if pages is None or written is None:
         return 0
     moved, end = 0, graph.output_node()  # there, nothing waits for an all-reduce any more

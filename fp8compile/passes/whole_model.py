@@ -1,8 +1,9 @@
 """The kinds of matmuls in the whole graph, where only a part of it is compiled.
 
-DDPOptimizer cuts a graph where its buckets end. A product of two projections and the down projection after it, a head and its
-loss, or a gate and its softmax may then be in two graphs. So the forward of the whole graph is traced once, when the first part
-is compiled, and the matmuls of all parts keep the kinds that they have in the whole.
+DDPOptimizer cuts a graph where its buckets end. A product of two projections and the down projection after
+it, a head and its loss, or a gate and its softmax may then be in two graphs. So the forward of the whole
+graph is traced once, when the first part is compiled, and the matmuls of all parts keep the kinds that they
+have in the whole.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ KEPT = "fp8compile_kinds"  # key in the whole graph's metadata, which all its pa
 
 
 def whole_kinds(gm: GraphModule) -> Mapping[str, tuple[str, ...]] | None:
-    """The kinds of the forward matmuls of each weight, by its name, in the graph that `gm` is a part of. None if `gm` is whole,
-    or if the whole graph cannot be traced: then each part is classified by itself."""
+    """The kinds of the forward matmuls of each weight, by its name, in the graph that `gm` is a part of. None
+    if `gm` is whole, or if the whole graph cannot be traced: then each part is classified by itself."""
     found = compat.split.uncut(gm)
     if found is None:
         return None
@@ -35,7 +36,9 @@ def whole_kinds(gm: GraphModule) -> Mapping[str, tuple[str, ...]] | None:
         try:
             whole.meta[KEPT] = _kinds(whole, inputs)
         except Exception as error:
-            logger.debug("fp8: the graph that DDP has cut could not be traced, so each part decides alone: %s", error)
+            logger.debug(
+                "fp8: the graph that DDP has cut could not be traced, so each part decides alone: %s", error
+            )
             whole.meta[KEPT] = None
     return whole.meta[KEPT]
 
@@ -46,5 +49,8 @@ def _kinds(gm: GraphModule, example_inputs: Any) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = defaultdict(list)
     for matmul, kind in kinds(matmuls, inputs).items():
         found[matmul.name].append(kind)
-    logger.debug("fp8: kinds of the graph that DDP has cut: %s", {name: kind for name, kind in found.items() if any(kind)})
+    logger.debug(
+        "fp8: kinds of the graph that DDP has cut: %s",
+        {name: kind for name, kind in found.items() if any(kind)},
+    )
     return {name: tuple(kinds) for name, kinds in found.items()}

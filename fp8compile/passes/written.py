@@ -6,8 +6,8 @@ For every operand of every decided matmul there is one cast a layout, with the n
     x8 = quantize(x, scale_x, transposed=False); x8t = quantize(x, scale_x, transposed=True)
     mm = scaled_mm(x8, w8, inv_x, inv_w)
 
-A pass that rewrites the form reads it here, replaces what it has to, and keeps these tables true: nothing else knows which
-operand a node belongs to.
+A pass that rewrites the form reads it here, replaces what it has to, and keeps these tables true: nothing
+else knows which operand a node belongs to.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Copy(NamedTuple):
 
 @dataclass
 class Written:
-    """`casts`: the node of each copy. `scales`: (scale, inverse) by copy; an operand with one scale has it under `whole`.
-    `amaxes`: of each operand that has one scale. `snapshots`: of the state, by direction (backward: True). `products`: the FP8
-    matmul of each matmul. `late`: the operands that are read in backward. `groups`: for operands whose amax is that of this
-    rank's part, the ranks that have the other parts."""
+    """`casts`: the node of each copy. `scales`: (scale, inverse) by copy; an operand with one scale has it
+    under `whole`. `amaxes`: of each operand that has one scale. `snapshots`: of the state, by direction
+    (backward: True). `products`: the FP8 matmul of each matmul. `late`: the operands that are read in
+    backward. `groups`: for operands whose amax is that of this rank's part, the ranks that have the other
+    parts."""
 
     graph: Graph
     start: Node  # readers of inputs go before it
@@ -73,7 +74,8 @@ class Written:
         self.graph.erase_node(node)
 
     def replace_scale(self, operand: Operand, scale: Node, inverse: Node) -> None:
-        """Let everything read another scale of an operand that has one; `scale` itself may be made of the old one."""
+        """Let everything read another scale of an operand that has one; `scale` itself may be made of the old
+        one."""
         old, old_inverse = self.scales[whole(operand)]
         self.scales[whole(operand)] = scale, inverse
         old_inverse.replace_all_uses_with(inverse)

@@ -21,12 +21,13 @@ logger: logging.Logger = get_logger(__name__)
 
 
 LEARNS = (
-    "{} is in eval mode, and the gradients of its weights are computed, so that it trains in high precision. To train in FP8, "
-    "call train() on it (a BatchNorm or Dropout inside may stay in eval mode); to evaluate, use torch.no_grad()"
+    "{} is in eval mode, and the gradients of its weights are computed, so that it trains in high "
+    "precision. To train in FP8, call train() on it (a BatchNorm or Dropout inside may stay in eval mode); "
+    "to evaluate, use torch.no_grad()"
 )
 INSIDE = (
-    "{} computes its gradients inside of the compiled function (torch.func), so that it trains in high precision. To train in "
-    "FP8, compile the model or the loss alone, and call backward() on what it returns"
+    "{} computes its gradients inside of the compiled function (torch.func), so that it trains in high "
+    "precision. To train in FP8, compile the model or the loss alone, and call backward() on what it returns"
 )
 
 
@@ -37,8 +38,8 @@ def findings(
     device: Device | None,
     of_features: Callable[[GraphReport, Rewritten], GraphReport],
 ) -> Findings:
-    """The report of a graph, and what is wrong with it: no matmul became FP8, or a rule of the policy decides nothing.
-    `evaluates`: the policy's `eval`. `of_features` adds what features report."""
+    """The report of a graph, and what is wrong with it: no matmul became FP8, or a rule of the policy decides
+    nothing. `evaluates`: the policy's `eval`. `of_features` adds what features report."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     why = "inference" if inputs.training else "the model is in eval mode"
@@ -63,30 +64,42 @@ def findings(
     if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
         why = "Inductor's options let it reorder the graph, so none of our kernels can be launched there"
         after.append(f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
-    for recipe in sorted({matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}):
-        *others, last = [repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None]
+    for recipe in sorted(
+        {matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}
+    ):
+        *others, last = [
+            repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None
+        ]
         whose = f" (tensor cores of {BUILT_IN[recipe].whose} have it)" if BUILT_IN[recipe].whose else ""
         what = f"{recipe} is emulated in bf16 on {where}: the same values, no speedup{whose}."
         after.append(f"{what} For FP8's speed, use {', '.join(others)} or {last}")
     wanted = not inputs.part and any(x.wanted and x.weight is None and legality.fits(x) for x in done.matmuls)
-    # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or an expert without
-    # tokens in this step: such a part has no FP8, as it should be
+    # no complaint about a part of a model that is only an embedding, a norm, convolutions, an output head, or
+    # an expert without tokens in this step: such a part has no FP8, as it should be
     weighted = [matmul for matmul in done.matmuls if matmul.weight is not None]
     kept = [matmul.decision.on_purpose or matmul.reason == legality.NO_ROWS for matmul in weighted]
     nothing = not all(kept) if kept else bool(done.opaque) and inputs.whole and not inputs.part
     if (nothing or wanted) and not any(matmul.fp8 for matmul in done.matmuls):
-        insist = "fp8compile.report() lists them; where FP8 is possible, a policy's rule with fp8 = \"on\" insists on it"
+        insist = (
+            "fp8compile.report() lists them; where FP8 is possible, a policy's rule with "
+            'fp8 = "on" insists on it'
+        )
         after.append(f"no matmul of {inputs.root} becomes FP8: {Report([report]).summary()}. {insist}")
     return Findings(report, training, tuple(done.complaints), tuple(after))
 
 
 def tell(found: Findings, complain: Callable[[str], None]) -> int:
-    """Add a graph to the ledger, log its summary in a line, and complain of what is wrong. Returns its index in the ledger."""
+    """Add a graph to the ledger, log its summary in a line, and complain of what is wrong. Returns its index
+    in the ledger."""
     report = found.report
     index = process.of(Ledger).add(report)
     for complaint in found.before:
         complain(complaint)
-    said = Report([process.of(Ledger).graph(index)]).summary() if found.training else f"{report.name}: {report.note}"
+    said = (
+        Report([process.of(Ledger).graph(index)]).summary()
+        if found.training
+        else f"{report.name}: {report.note}"
+    )
     logger.log(logging.INFO if report.matmuls or report.opaque else logging.DEBUG, "fp8: %s", said)
     for complaint in found.after:
         complain(complaint)

@@ -1,12 +1,13 @@
 """`report.to_html()`: a report as one self-contained HTML page that works without JavaScript.
 
-Each layer has a bar. The length of the bar is the layer's share of the FLOPs, its colour is the decision. The decision, its
-rule and its reason stand beside the bar and on hover; an opened row shows them in full. Equal layers of repeated blocks are one
-row, whose details list them one by one. The graph of the matmuls (`diagram`) and the operators that hide matmuls follow. The
-page of an estimate begins with the time of a step (`Timing`), which `dryrun.estimate_result` fills in.
+Each layer has a bar. The length of the bar is the layer's share of the FLOPs, its colour is the decision. The
+decision, its rule and its reason stand beside the bar and on hover; an opened row shows them in full. Equal
+layers of repeated blocks are one row, whose details list them one by one. The graph of the matmuls
+(`diagram`) and the operators that hide matmuls follow. The page of an estimate begins with the time of a step
+(`Timing`), which `dryrun.estimate_result` fills in.
 
-`layers` computes the numbers and words, report.html.jinja is the markup. jinja2 escapes every text, because a module may have
-any name. The page's Content-Security-Policy forbids it to load anything.
+`layers` computes the numbers and words, report.html.jinja is the markup. jinja2 escapes every text, because a
+module may have any name. The page's Content-Security-Policy forbids it to load anything.
 """
 
 from __future__ import annotations
@@ -55,13 +56,17 @@ class TimedPart:
     @property
     def hover(self) -> str:
         lines = [f"{self.name}: {self.times}, {self.speedup}"]
-        lines += [f"{s.name}: {', '.join(f'{part.name} {part.time}' for part in s.parts) or 'nothing'}" for s in self.splits]
+        lines += [
+            f"{s.name}: {', '.join(f'{part.name} {part.time}' for part in s.parts) or 'nothing'}"
+            for s in self.splits
+        ]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a step: in total, by part of the model, and as a table of all numbers with a header as first row."""
+    """The time of a step: in total, by part of the model, and as a table of all numbers with a header as
+    first row."""
 
     notes: tuple[str, ...]
     splits: tuple[Split, ...]

@@ -1,7 +1,8 @@
 """The numbers and words that a report shows: layers, rows of equal layers, and bars of time.
 
-A `Layer` is the gemms of one weight at one size. A `Row` is one layer, or several equal layers whose names differ in numbers
-only. A `Split` is a bar of time in parts. This module groups and names the rows of every table and of the HTML page:
+A `Layer` is the gemms of one weight at one size. A `Row` is one layer, or several equal layers whose names
+differ in numbers only. A `Split` is a bar of time in parts. This module groups and names the rows of every
+table and of the HTML page:
 
     h.0.fc, h.1.fc, ... h.11.fc  ->  h.0-11.fc
 """
@@ -57,7 +58,8 @@ class Layer:
 
     @cached_property
     def lines(self) -> tuple[tuple[MatmulRecord, ...], ...]:
-        """Groups of records with the same size, decision and reason. Each group is one line of the text table."""
+        """Groups of records with the same size, decision and reason. Each group is one line of the text
+        table."""
         groups: dict[tuple[str, str, str], list[MatmulRecord]] = {}
         for record in self.records:
             groups.setdefault((size_of(record), record.decision, words(record)), []).append(record)
@@ -72,7 +74,9 @@ class Layer:
         for record in self.records:
             if record.decision != FP8:
                 kept.setdefault(words(record), []).append(record)
-        return "; ".join(["partly FP8", *(f"{gemms(group)}: {why or 'high precision'}" for why, group in kept.items())])
+        return "; ".join(
+            ["partly FP8", *(f"{gemms(group)}: {why or 'high precision'}" for why, group in kept.items())]
+        )
 
     @cached_property
     def rules(self) -> str:
@@ -80,11 +84,15 @@ class Layer:
 
     @cached_property
     def times(self) -> tuple[float, float, float] | None:
-        """Estimated microseconds: (all gemms in high precision, gemms as decided, their casts); None if any is unknown."""
+        """Estimated microseconds: (all gemms in high precision, gemms as decided, their casts); None if any
+        is unknown."""
         if any(record.bf16_us is None for record in self.records):
             return None
         before = sum(record.bf16_us or 0.0 for record in self.records)
-        after = sum((r.fp8_us if r.decision == FP8 and r.fp8_us is not None else r.bf16_us) or 0.0 for r in self.records)
+        after = sum(
+            (r.fp8_us if r.decision == FP8 and r.fp8_us is not None else r.bf16_us) or 0.0
+            for r in self.records
+        )
         casts = sum(record.cast_us or 0.0 for record in self.records if record.decision == FP8)
         return before, after, casts
 
@@ -92,7 +100,8 @@ class Layer:
     def like(self) -> tuple[Any, ...]:
         """A key: layers share a row if this key and their names without numbers are equal."""
         return tuple(
-            (r.gemm, r.m, r.n, r.k, r.batch, r.op, r.decision, r.reason, r.how, r.rule, r.dynamic) for r in self.records
+            (r.gemm, r.m, r.n, r.k, r.batch, r.op, r.decision, r.reason, r.how, r.rule, r.dynamic)
+            for r in self.records
         )
 
 
@@ -147,7 +156,11 @@ class Row:
     @property
     def hover(self) -> str:
         each = f" ({len(self.layers)} layers)" if len(self.layers) > 1 else ""
-        lines = [self.name + each, f"m × n × k: {self.first.size}", f"{flops(self.flops)}, {self.share} of the matmul FLOPs"]
+        lines = [
+            self.name + each,
+            f"m × n × k: {self.first.size}",
+            f"{flops(self.flops)}, {self.share} of the matmul FLOPs",
+        ]
         for line in self.first.lines:
             size = f", {size_of(line[0])}" if self.first.size != size_of(line[0]) else ""
             lines.append(f"{gemms(line)}{size}: {decided(line)}")
@@ -166,7 +179,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """A segment of a time bar. `css` is the class that colours it; `width` is in percent of the longest bar."""
+    """A segment of a time bar. `css` is the class that colours it; `width` is in percent of the longest
+    bar."""
 
     name: str
     css: str
@@ -198,16 +212,23 @@ class Split:
 
 
 def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
-    """The layers of some matmuls: the gemms of one weight at one size, or all matmuls without a weight of one module."""
+    """The layers of some matmuls: the gemms of one weight at one size, or all matmuls without a weight of one
+    module."""
     groups: dict[tuple[Any, ...], list[MatmulRecord]] = {}
     for r in matmuls:
         sizes = () if r.gemm == "matmul" else tuple(sorted((r.m, r.n, r.k)))
-        groups.setdefault((r.fqn, r.parameter, r.gemm == "matmul", sizes, r.batch if sizes else 0), []).append(r)
-    return [Layer(key[0], tuple(sorted(group, key=lambda r: GEMMS.index(r.gemm)))) for key, group in groups.items()]
+        groups.setdefault(
+            (r.fqn, r.parameter, r.gemm == "matmul", sizes, r.batch if sizes else 0), []
+        ).append(r)
+    return [
+        Layer(key[0], tuple(sorted(group, key=lambda r: GEMMS.index(r.gemm))))
+        for key, group in groups.items()
+    ]
 
 
 def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
-    """One row for equal layers; without `collapse`, layers share a row only if their full names are equal, too."""
+    """One row for equal layers; without `collapse`, layers share a row only if their full names are equal,
+    too."""
     groups = alike(layers, lambda layer: layer.fqn, lambda layer: layer.like, collapse)
     total = sum(layer.flops for layer in layers)
     longest = max((sum(layer.flops for layer in group) for _, group in groups), default=1)
@@ -217,7 +238,8 @@ def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
 def alike(
     items: Iterable[T], name: Callable[[T], str], like: Callable[[T], Hashable], collapse: bool = True
 ) -> list[tuple[str, list[T]]]:
-    """Groups of items with equal `like` whose names differ in numbers only. Each group has a name, such as "h.0-11.fc".
+    """Groups of items with equal `like` whose names differ in numbers only. Each group has a name, such as
+    "h.0-11.fc".
 
     Without `collapse`, the names in a group have to be equal.
     """
@@ -241,7 +263,8 @@ def pattern(name: str) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """ "h.0-11.fc" for names of one pattern. Numbers that vary become * if some combination of them is missing."""
+    """ "h.0-11.fc" for names of one pattern. Numbers that vary become * if some combination of them is
+    missing."""
     split = {tuple(parts(name)) for name in names}
     columns = [set(column) for column in zip(*split, strict=True)]
     whole = math.prod(map(len, columns)) == len(split)
@@ -280,22 +303,33 @@ def decided(records: Sequence[MatmulRecord]) -> str:
 
 
 def sizes_of(record: MatmulRecord) -> tuple[str, str, str, str]:
-    """m, n and k of the forward matmul, and the batch ("" if there is none); with * those that are dynamic."""
+    """m, n and k of the forward matmul, and the batch ("" if there is none); with * those that are
+    dynamic."""
     names = FORWARD.get(record.gemm, "mnk")
-    m, n, k = (f"{size}{'*' * (name in record.symbolic)}" for name, size in zip(names, forward_sizes(record), strict=True))
-    batch = f"{record.batch}{'*' * ('b' in record.symbolic)}" if record.batch > 1 or "b" in record.symbolic else ""
+    m, n, k = (
+        f"{size}{'*' * (name in record.symbolic)}"
+        for name, size in zip(names, forward_sizes(record), strict=True)
+    )
+    batch = (
+        f"{record.batch}{'*' * ('b' in record.symbolic)}"
+        if record.batch > 1 or "b" in record.symbolic
+        else ""
+    )
     return m, n, k, batch
 
 
 def size_of(record: MatmulRecord) -> str:
-    """ "8 · 512* × 768 × 256": the batch, if there is one, and m, n and k of the forward matmul; * after what is dynamic."""
+    """ "8 · 512* × 768 × 256": the batch, if there is one, and m, n and k of the forward matmul; * after what
+    is dynamic."""
     m, n, k, batch = sizes_of(record)
     return f"{batch} · {m} × {n} × {k}" if batch else f"{m} × {n} × {k}"
 
 
 def gemms(records: Iterable[MatmulRecord]) -> str:
     """ "fprop (x2), wgrad"."""
-    return ", ".join(gemm + repeated(count) for gemm, count in Counter(record.gemm for record in records).items())
+    return ", ".join(
+        gemm + repeated(count) for gemm, count in Counter(record.gemm for record in records).items()
+    )
 
 
 def repeated(count: int) -> str:
@@ -332,22 +366,28 @@ def share(matmuls: Sequence[MatmulRecord]) -> str:
 
 
 def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:
-    """The time of the matmuls in high precision, and their time as decided; () if no layer has estimated times."""
+    """The time of the matmuls in high precision, and their time as decided; () if no layer has estimated
+    times."""
     timed = [layer for row in rows if row.times for layer in row.layers]
     if not timed:
         return ()
     before, after, casts = map(sum, zip(*(layer.times or () for layer in timed), strict=True))
     high = sum(record.bf16_us or 0.0 for layer in timed for record in layer.records if record.decision != FP8)
-    after_parts = (Part("FP8 matmuls", "fp8", after - high), Part("casts", "casts", casts), Part("other matmuls", "high", high))
+    after_parts = (
+        Part("FP8 matmuls", "fp8", after - high),
+        Part("casts", "casts", casts),
+        Part("other matmuls", "high", high),
+    )
     return scaled([Split("high precision", (Part("matmuls", "high", before),)), Split("FP8", after_parts)])
 
 
 def scaled(splits: Sequence[Split], longest: float = 0.0) -> tuple[Split, ...]:
-    """The splits with the widths of their parts, relative to `longest` (microseconds; 0: the longest of the splits). Parts
-    without time are left out."""
+    """The splits with the widths of their parts, relative to `longest` (microseconds; 0: the longest of the
+    splits). Parts without time are left out."""
     longest = longest or max((split.us for split in splits), default=0.0) or 1.0
     return tuple(
-        Split(s.name, tuple(Part(p.name, p.css, p.us, 100 * p.us / longest) for p in s.parts if p.us > 0)) for s in splits
+        Split(s.name, tuple(Part(p.name, p.css, p.us, 100 * p.us / longest) for p in s.parts if p.us > 0))
+        for s in splits
     )
 
 
@@ -362,12 +402,18 @@ def flops(count: float) -> str:
 
 
 def _with_unit(value: float, *units: str) -> str:
-    """Writes `value`, given in the first unit, in the first unit that needs at most three digits. Each unit is 1000 of the unit
-    before."""
+    """Writes `value`, given in the first unit, in the first unit that needs at most three digits. Each unit
+    is 1000 of the unit before."""
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1e3, units[1:]
     return _digits(value) + " " + units[0]
 
 
 def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 or value == 0 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return (
+        f"{value:.0f}"
+        if value >= 99.95 or value == 0
+        else f"{value:.1f}"
+        if value >= 9.995
+        else f"{value:.2f}"
+    )

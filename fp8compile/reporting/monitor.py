@@ -1,8 +1,8 @@
 """Statistics while a model trains: `fp8compile.monitor(model, every=100, to="run.jsonl")`.
 
-A monitor counts optimizer steps, as a schedule does. It measures the first training call after step 99, 199, ... (see
-`stats`). After step 100, 200, ..., it writes one line per tensor. Other steps compute nothing extra. `fp8compile plot` draws
-these files.
+A monitor counts optimizer steps, as a schedule does. It measures the first training call after step 99, 199,
+... (see `stats`). After step 100, 200, ..., it writes one line per tensor. Other steps compute nothing extra.
+`fp8compile plot` draws these files.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Addition(Protocol):
 
 
 class Monitor:
-    """Measures a model at every `every`-th step. As a context manager, it closes at the end. `written` counts the measurements
-    that were written."""
+    """Measures a model at every `every`-th step. As a context manager, it closes at the end. `written` counts
+    the measurements that were written."""
 
     def __init__(self, model: nn.Module, every: int, write: Write, close: Callable[[], Any]):
         self.every, self.written = every, 0
@@ -67,8 +67,8 @@ class Monitor:
     def step(self) -> None:
         """Count a step by hand, in a training loop whose optimizer is not a `torch.optim.Optimizer`.
 
-        Where other models are trained in this process, call `set_step(0, model)` before `monitor`: without an optimizer of its
-        own, a model is taken to be at their step.
+        Where other models are trained in this process, call `set_step(0, model)` before `monitor`: without an
+        optimizer of its own, a model is taken to be at their step.
         """
         self._count += 1
         self._at(self._count)
@@ -112,8 +112,16 @@ class Monitor:
         due = step % self.every == 0  # else counted from another model's steps, or changed by `set_step`
         if measurement is not None and due and not measurement.records:
             idle = not any(find(weight).casts for weight in named_weights(model).values())
-            why = "nothing of it runs in FP8 (fp8compile.report(model) says why)" if idle else "no training call in FP8"
-            say_once(logger, logging.WARNING, f"monitor of {type(model).__name__}: {why}: nothing to write at step {step}")
+            why = (
+                "nothing of it runs in FP8 (fp8compile.report(model) says why)"
+                if idle
+                else "no training call in FP8"
+            )
+            say_once(
+                logger,
+                logging.WARNING,
+                f"monitor of {type(model).__name__}: {why}: nothing to write at step {step}",
+            )
         elif measurement is not None:
             measurement.end()
             self._measurement = None
@@ -144,9 +152,16 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") ->
 def unwrapped_compiled(model: nn.Module) -> nn.Module:
     """The bare module; OptionError if neither the module nor a part of it was compiled."""
     inner = unwrapped(model)
-    if not compat.autograd.is_compiled(model) and not any(find(weight).casts for weight in named_weights(inner).values()):
-        wanted = "compiled: what torch.compile(model, backend='fp8') returned, or a module that has been called once in FP8"
-        raise OptionError(f"monitor(model): the model must be {wanted}; got a {type(inner).__name__} that is not")
+    if not compat.autograd.is_compiled(model) and not any(
+        find(weight).casts for weight in named_weights(inner).values()
+    ):
+        wanted = (
+            "compiled: what torch.compile(model, backend='fp8') returned, or a module that "
+            "has been called once in FP8"
+        )
+        raise OptionError(
+            f"monitor(model): the model must be {wanted}; got a {type(inner).__name__} that is not"
+        )
     return inner
 
 
@@ -162,7 +177,9 @@ def _sink(to: Any) -> tuple[Write, Callable[[], Any]]:
         if not writes:
             return _nothing, _nothing
         if not Path(to).parent.is_dir():
-            raise OptionError.of("to", str(to), f"in an existing folder; there is no folder {Path(to).parent}")
+            raise OptionError.of(
+                "to", str(to), f"in an existing folder; there is no folder {Path(to).parent}"
+            )
         file = open(to, "a", encoding="utf-8")  # noqa: SIM115
         return _lines(file), file.close
     if callable(getattr(to, "add_scalar", None)):
@@ -171,7 +188,9 @@ def _sink(to: Any) -> tuple[Write, Callable[[], Any]]:
         return _lines(to), _nothing
     if callable(to):
         return to, _nothing
-    raise OptionError.of("to", to, "a path, a file object, a SummaryWriter, 'tensorboard:DIR' or a function of a list of dicts")
+    raise OptionError.of(
+        "to", to, "a path, a file object, a SummaryWriter, 'tensorboard:DIR' or a function of a list of dicts"
+    )
 
 
 def _lines(file: Any) -> Write:
@@ -187,7 +206,9 @@ def _scalars(writer: Any) -> tuple[Write, Callable[[], Any]]:
     def write(rows: list[Row]) -> None:
         for row in rows:
             place = "compare" if "compare" in row else tensor_of(row)
-            keys = [key for key in row if key not in ("step", "use")] if "compare" in row else (*STATE, *COSTLY)
+            keys = (
+                [key for key in row if key not in ("step", "use")] if "compare" in row else (*STATE, *COSTLY)
+            )
             for key in keys:
                 if isinstance(row[key], (int, float)):
                     writer.add_scalar(f"fp8/{row['name']}/{place}/{key}", row[key], row["step"])

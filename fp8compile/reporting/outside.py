@@ -1,7 +1,7 @@
 """The weights of a model that no compiled graph reads: those of linears, and other matrices.
 
-The percentages of a report count compiled matmuls only. Matmuls that Dynamo left to eager, or was not asked to compile, are
-not counted.
+The percentages of a report count compiled matmuls only. Matmuls that Dynamo left to eager, or was not asked
+to compile, are not counted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ WHY_OUTSIDE = "outside of what was compiled, left to eager by Dynamo, or not cal
 
 @dataclass(frozen=True)
 class OutsideRecord(TableRecord):
-    """A matrix of the model, `rows` x `columns`, that no compiled graph reads. `fqn` is the module that owns it, `module` the
-    class of that module, `reason` why no graph reads it."""
+    """A matrix of the model, `rows` x `columns`, that no compiled graph reads. `fqn` is the module that owns
+    it, `module` the class of that module, `reason` why no graph reads it."""
 
     titles, sides = (OUTSIDE, "of", "size"), "<<<"
 
@@ -49,14 +49,16 @@ class OutsideRecord(TableRecord):
         return alike[0].module, f"{alike[0].rows} x {alike[0].columns}"
 
 
-TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")  # names of parameters that are looked up or added, not multiplied
+# names of parameters that are looked up or added, not multiplied
+TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")
 
 
 def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
-    """The matrices of `model` that its graphs do not read, each with its owner. `read`: the ids of the tensors that they read.
+    """The matrices of `model` that its graphs do not read, each with its owner. `read`: the ids of the
+    tensors that they read.
 
-    Not counted as matrices: parameters of embeddings, norms and convolutions, vectors with a second dimension of size 1, and
-    parameters whose name says embedding or position. The weight of a Linear always counts."""
+    Not counted as matrices: parameters of embeddings, norms and convolutions, vectors with a second dimension
+    of size 1, and parameters whose name says embedding or position. The weight of a Linear always counts."""
     from torch.nn import Embedding, EmbeddingBag, Linear
 
     from .. import compat
@@ -75,21 +77,27 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
             if (matrix or (isinstance(module, Linear) and len(shape) == 2)) and id(parameter) not in read:
                 fqn = plain(name)
                 full, (rows, columns) = f"{fqn}.{last}" if fqn else last, shape
-                record = OutsideRecord(fqn, compat.fsdp.class_name(type(module)), full, rows, columns, _why(name, broken))
+                record = OutsideRecord(
+                    fqn, compat.fsdp.class_name(type(module)), full, rows, columns, _why(name, broken)
+                )
                 found.setdefault(id(parameter), record)
     return list(found.values())
 
 
 def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
-    """By the names of modules that FSDP took: why a graph of such a module ends early, or "". Dynamo does not trace the hooks
-    of FSDP. It compiles the modules inside, and leaves the forward that calls them to eager. `compiled`: `root` is compiled by
-    a wrapper."""
+    """By the names of modules that FSDP took: why a graph of such a module ends early, or "". Dynamo does not
+    trace the hooks of FSDP. It compiles the modules inside, and leaves the forward that calls them to eager.
+    `compiled`: `root` is compiled by a wrapper."""
     from .. import compat
 
     taken = (compat.fsdp.is_fully_sharded, compat.flat.is_packed)
     managed = {name: module for name, module in root.named_modules() if any(took(module) for took in taken)}
     every = root.named_modules()
-    whole = [name for name, module in every if compat.autograd.is_compiled_itself(module) or (compiled and module is root)]
+    whole = [
+        name
+        for name, module in every
+        if compat.autograd.is_compiled_itself(module) or (compiled and module is root)
+    ]
     found = {}
     for name, module in managed.items():
         inner = any(other != name and _within(other, name) for other in managed)

@@ -2,9 +2,10 @@
 
 The first shows scales and overflows of layers over time.
 
-Each layer has a row; the worst layers come first. Layers are ordered by the highest overflows% of any of their tensors at any
-step, then by the lowest SQNR. The left picture shows the scales of input, weight and gradient, which multiply into FP8, on a
-logarithmic axis (a band if a tensor has several scales). The right picture shows their overflows in percent.
+Each layer has a row; the worst layers come first. Layers are ordered by the highest overflows% of any of
+their tensors at any step, then by the lowest SQNR. The left picture shows the scales of input, weight and
+gradient, which multiply into FP8, on a logarithmic axis (a band if a tensor has several scales). The right
+picture shows their overflows in percent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from ..errors import Fp8CompileError, OptionError
 
 NEEDED = ("step", "name", "role", "scale_inv_min", "scale_inv_max", "overflows%", "sqnr")
-COLOURS = {"input": "#0072b2", "weight": "#4d4d4d", "gradient": "#d55e00"}  # also distinct for colour-blind readers
+# also distinct for colour-blind readers
+COLOURS = {"input": "#0072b2", "weight": "#4d4d4d", "gradient": "#d55e00"}
 GEMMS = {"fprop": ("#0072b2", "o"), "dgrad": ("#d55e00", "^"), "wgrad": ("#009e73", "s")}
 COMPARED = {"output": ("#0072b2", "o"), "gradient": ("#d55e00", "^")}
 MARKERS = {"input": "o", "weight": "s", "gradient": "^"}
@@ -28,7 +30,8 @@ MARKERS = {"input": "o", "weight": "s", "gradient": "^"}
 
 @dataclass(frozen=True)
 class Curves:
-    """The rows of one parameter. `overflows`: the most of any tensor at any step, in percent. `sqnr`: the lowest, in dB."""
+    """The rows of one parameter. `overflows`: the most of any tensor at any step, in percent. `sqnr`: the
+    lowest, in dB."""
 
     name: str
     rows: tuple[Mapping[str, Any], ...]
@@ -36,7 +39,8 @@ class Curves:
     sqnr: float
 
     def tensors(self) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-        """(role, use and layout that tell it apart from others of the role, or "") -> its rows, sorted by step."""
+        """(role, use and layout that tell it apart from others of the role, or "") -> its rows, sorted by
+        step."""
         found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for row in sorted(self.rows, key=lambda row: (list(COLOURS).index(row["role"]), row["step"])):
             more = " ".join(str(x) for x in (row.get("use"), row.get("layout")) if x and x != "plain")
@@ -45,8 +49,8 @@ class Curves:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a monitor's file, without those of comparisons (`compare_every`). Raises OptionError (a ValueError), which
-    names the first line that is none of a monitor's, or says why there are none."""
+    """The rows of a monitor's file, without those of comparisons (`compare_every`). Raises OptionError (a
+    ValueError), which names the first line that is none of a monitor's, or says why there are none."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
@@ -61,7 +65,9 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         if "compare" in row:
             continue
         if lacking:
-            raise OptionError(f"{path}, line {number} is none of fp8compile.monitor's: it has no {lacking[0]!r}")
+            raise OptionError(
+                f"{path}, line {number} is none of fp8compile.monitor's: it has no {lacking[0]!r}"
+            )
         rows.append(row)
     if not rows:
         raise OptionError(f"{path} has no lines: nothing has been measured yet")
@@ -82,9 +88,11 @@ def worst_first(rows: Iterable[Mapping[str, Any]]) -> list[Curves]:
 
 
 def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Curves]:
-    """Draw the `worst` layers of a monitor's file into an image, in the format of its suffix. Returns these layers.
+    """Draw the `worst` layers of a monitor's file into an image, in the format of its suffix. Returns these
+    layers.
 
-    OptionError if the file is not a monitor's, or `output` cannot be written; Fp8CompileError if matplotlib is missing.
+    OptionError if the file is not a monitor's, or `output` cannot be written; Fp8CompileError if matplotlib
+    is missing.
     """
     shown = worst_first(read(path))[:worst]
     Figure = _figures()
@@ -100,18 +108,27 @@ def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Curves]:
         right.set_title(most + sqnr, loc="left", fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("step")
-    handles = [axes[0][0].plot([], [], color=COLOURS[role], marker=MARKERS[role], label=role)[0] for role in COLOURS]
+    handles = [
+        axes[0][0].plot([], [], color=COLOURS[role], marker=MARKERS[role], label=role)[0] for role in COLOURS
+    ]
     figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
-    figure.suptitle(f"{Path(path).name}: FP8 scales and overflows, worst layers first", x=0.01, ha="left", fontsize=12)
+    figure.suptitle(
+        f"{Path(path).name}: FP8 scales and overflows, worst layers first", x=0.01, ha="left", fontsize=12
+    )
     _save(figure, output)
     return shown
 
 
 def plot_comparison(
-    rows: Sequence[Mapping[str, Any]], title: str, output: str | PathLike[str], least: Mapping[str, float], worst: int
+    rows: Sequence[Mapping[str, Any]],
+    title: str,
+    output: str | PathLike[str],
+    least: Mapping[str, float],
+    worst: int,
 ) -> None:
-    """Draw the `worst` layers of `Comparison.rows` into an image. Left the own SQNR of each matmul, with the edge of its band
-    (`least`, in dB by gemm); right the SQNRs of output and gradient, with what bf16 would have. Errors as of `plot`."""
+    """Draw the `worst` layers of `Comparison.rows` into an image. Left the own SQNR of each matmul, with the
+    edge of its band (`least`, in dB by gemm); right the SQNRs of output and gradient, with what bf16 would
+    have. Errors as of `plot`."""
     Figure = _figures()
     shown = [row for row in rows if row["kind"] == "layer"][:worst]
     figure = Figure(figsize=(11, 2.0 + 0.3 * max(3, len(shown))), layout="constrained")
@@ -123,7 +140,9 @@ def plot_comparison(
             left.axvline(least[gemm], color=colour, ls=":", lw=1.2, label=label)
     for at, (key, (colour, marker)) in zip((-0.1, 0.1), COMPARED.items(), strict=True):
         _points(right, shown, key, at, color=colour, marker=marker, label=f"{key}, FP8")
-        _points(right, shown, f"{key}_bf16", at, color=colour, marker=marker, mfc="none", label=f"{key}, bf16")
+        _points(
+            right, shown, f"{key}_bf16", at, color=colour, marker=marker, mfc="none", label=f"{key}, bf16"
+        )
     left.set_yticks(range(len(shown)), [row["name"] for row in shown])
     for label, row in zip(left.get_yticklabels(), shown, strict=True):
         if row["flag"]:
@@ -160,12 +179,20 @@ def _save(figure: Any, output: str | PathLike[str]) -> None:
     try:
         figure.savefig(output, dpi=110)
     except (OSError, ValueError) as error:
-        raise OptionError(f"{output} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        raise OptionError(
+            f"{output} cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def _style(role: str, more: str, points: int) -> dict[str, Any]:
     size = 3 if points <= 60 else 0
-    return {"color": COLOURS[role], "lw": 1.2, "ls": "--" if more else "-", "marker": MARKERS[role], "ms": size}
+    return {
+        "color": COLOURS[role],
+        "lw": 1.2,
+        "ls": "--" if more else "-",
+        "marker": MARKERS[role],
+        "ms": size,
+    }
 
 
 def _scales(axis: Any, layer: Curves) -> None:
@@ -183,8 +210,13 @@ def _scales(axis: Any, layer: Curves) -> None:
 def _overflows(axis: Any, layer: Curves, top: float) -> None:
     for (role, more), rows in layer.tensors().items():
         known: Sequence[Mapping[str, Any]] = [row for row in rows if row["overflows%"] is not None]
-        axis.plot([row["step"] for row in known], [row["overflows%"] for row in known], **_style(role, more, len(known)))
-    axis.set_ylim(-0.04 * (top or 1.0), 1.08 * (top or 1.0))  # the same for all rows, so that rows can be compared
+        axis.plot(
+            [row["step"] for row in known],
+            [row["overflows%"] for row in known],
+            **_style(role, more, len(known)),
+        )
+    # the same for all rows, so that rows can be compared
+    axis.set_ylim(-0.04 * (top or 1.0), 1.08 * (top or 1.0))
     _tidy(axis, "overflows %")
 
 

@@ -21,7 +21,9 @@ class RecordTable(NamedTuple):
     about: str
 
     def __str__(self) -> str:
-        return aligned(self.titles, [(name + repeated(count), *cells) for name, count, *cells in self.rows], self.sides)
+        return aligned(
+            self.titles, [(name + repeated(count), *cells) for name, count, *cells in self.rows], self.sides
+        )
 
 
 def tables(records: Sequence[TableRecord], collapse: bool = True) -> list[RecordTable]:

@@ -1,16 +1,16 @@
 """The report of compiled graphs: every matmul with its decision and reason, and every op that hides matmuls::
 
-    >>> print(fp8compile.report(model))
-    fp8: 72 of 75 matmuls, 91.3% of matmul FLOPs; 3 kept: 3 output head; not rewritten: 24 attention
+>>> print(fp8compile.report(model))
+fp8: 72 of 75 matmuls, 91.3% of matmul FLOPs; 3 kept: 3 output head; not rewritten: 24 attention
 
-    graph 0: GPT, training: 72 of 75 matmuls, 91.3% of matmul FLOPs
-    module                gemm                   m     n     k    share  decision
-    --------------------  -------------------  ---  ----  ----  -------  ---------------------------
-    h.0-11.mlp.up (x12)   fprop, dgrad, wgrad  512  4096  1024    45.7%  FP8, delayed
-    ...
-    lm_head               fprop, dgrad, wgrad  512  9344  1024     8.7%  high precision: output head
+graph 0: GPT, training: 72 of 75 matmuls, 91.3% of matmul FLOPs
+module                gemm                   m     n     k    share  decision
+--------------------  -------------------  ---  ----  ----  -------  ---------------------------
+h.0-11.mlp.up (x12)   fprop, dgrad, wgrad  512  4096  1024    45.7%  FP8, delayed
+...
+lm_head               fprop, dgrad, wgrad  512  9344  1024     8.7%  high precision: output head
 
-    graph 1: GPT, evaluation: 25 matmuls, compiled in high precision: the model is in eval mode
+graph 1: GPT, evaluation: 25 matmuls, compiled in high precision: the model is in eval mode
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from .record_tables import briefs, tables
 if TYPE_CHECKING:
     from torch import nn
 
-class Report:
-    """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON.
 
-    In the report of one model, `outside` lists the matrices of linears and other modules that no compiled graph reads, and
-    `added` what features say of its parameters. Each of their kinds is an attribute, too: `gathered` is what FSDP2 gathers for
-    each parameter, where `fp8_all_gather` was asked for.
+class Report:
+    """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for
+    JSON.
+
+    In the report of one model, `outside` lists the matrices of linears and other modules that no compiled
+    graph reads, and `added` what features say of its parameters. Each of their kinds is an attribute, too:
+    `gathered` is what FSDP2 gathers for each parameter, where `fp8_all_gather` was asked for.
     """
 
     def __init__(
@@ -53,7 +55,8 @@ class Report:
         added: Iterable[TableRecord] = (),
         notes: Iterable[str] = (),
     ) -> None:
-        """`empty` is the text of a report without graphs. `note` is added to the summary, `notes` are lines below it."""
+        """`empty` is the text of a report without graphs. `note` is added to the summary, `notes` are lines
+        below it."""
         self.graphs: tuple[GraphReport, ...] = tuple(graphs)
         self.outside: tuple[OutsideRecord, ...] = tuple(outside)
         self.added: tuple[TableRecord, ...] = tuple(added)
@@ -81,10 +84,11 @@ class Report:
 
     @property
     def fp8_flop_fraction(self) -> float:
-        """FLOPs of the FP8 matmuls over FLOPs of all matmuls, in the training graphs; 0.0 when there are none. Matmuls with the
-        weights in `outside` are not counted: how often they run is unknown.
+        """FLOPs of the FP8 matmuls over FLOPs of all matmuls, in the training graphs; 0.0 when there are
+        none. Matmuls with the weights in `outside` are not counted: how often they run is unknown.
 
-        Graphs compiled for evaluation are in high precision by design: they count only in a report that has no others.
+        Graphs compiled for evaluation are in high precision by design: they count only in a report that has
+        no others.
         """
         return fraction(self._counted.matmuls)
 
@@ -93,7 +97,9 @@ class Report:
         if not self.graphs:
             return self._empty
         counted = self._counted
-        parts = [share(counted.matmuls) + (" of what was compiled" if self.outside and counted.matmuls else "")]
+        parts = [
+            share(counted.matmuls) + (" of what was compiled" if self.outside and counted.matmuls else "")
+        ]
         high = [_rule(record.reason) for record in counted.matmuls if record.decision != FP8]
         if high:
             parts.append(f"{len(high)} kept: {_counts(high)}")
@@ -107,10 +113,11 @@ class Report:
         return "; ".join(parts)
 
     def table(self, collapse: bool = True) -> str:
-        """A table of the matmuls. Gemms of one weight with the same decision share a line; sizes are those of the forward gemm.
+        """A table of the matmuls. Gemms of one weight with the same decision share a line; sizes are those of
+        the forward gemm.
 
-        Equal layers of repeated blocks share a line, "h.0-11.mlp.fc (x12)". A graph for evaluation is one line. With
-        ``collapse=False`` every layer of every graph has its own line.
+        Equal layers of repeated blocks share a line, "h.0-11.mlp.fc (x12)". A graph for evaluation is one
+        line. With ``collapse=False`` every layer of every graph has its own line.
         """
         head = "\n* ".join([f"fp8: {self.summary()}", *self.notes])
         parts = [head, *(_graph_text(graph, collapse) for graph in self.graphs)]
@@ -131,7 +138,9 @@ class Report:
                     "device": graph.device,
                     "remarks": list(graph.remarks),
                     "edges": [list(edge) for edge in graph.edges],
-                    "matmuls": [{**dataclasses.asdict(record), "flops": record.flops} for record in graph.matmuls],
+                    "matmuls": [
+                        {**dataclasses.asdict(record), "flops": record.flops} for record in graph.matmuls
+                    ],
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
                     **as_dicts(graph.added, of_model=False),
                 }
@@ -148,7 +157,11 @@ class Report:
         facts += [("decided for", device) for device in devices]
         facts += [(outside.OUTSIDE, f"{len(self.outside)} weights")] if self.outside else []
         whole = ", of what was compiled" if self.outside else ""
-        headline = f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}" if self.matmuls else "No matmuls"
+        headline = (
+            f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}"
+            if self.matmuls
+            else "No matmuls"
+        )
         facts += [(what, said) for what, _, said in (brief.partition(": ") for brief in briefs(self.added))]
         page = html.HtmlPage(
             html.title("report", self.graphs),
@@ -168,11 +181,12 @@ class Report:
 
 
 def report(model: nn.Module | None = None) -> Report:
-    """The report of all compiled graphs, or of the graphs that read a parameter or buffer of `model`. With `model`, the report
-    also lists the weights of the model that no graph reads.
+    """The report of all compiled graphs, or of the graphs that read a parameter or buffer of `model`. With
+    `model`, the report also lists the weights of the model that no graph reads.
 
     `model` may be the original module, a part of it, or the wrapper that torch.compile or DDP made of it.
-    torch.compile is lazy: a graph is listed after the call that compiled it. TypeError if `model` is not a module.
+    torch.compile is lazy: a graph is listed after the call that compiled it. TypeError if `model` is not a
+    module.
     """
     module = all(callable(getattr(model, name, None)) for name in ("parameters", "buffers"))
     if model is not None and not module:
@@ -191,7 +205,10 @@ def report(model: nn.Module | None = None) -> Report:
     chosen = [(graph, reads) for graph, reads in graphs.values() if reads & mine]
     if not chosen:
         others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
-        why = "a graph that reads other tensors in their place, as with torch.func.functional_call, is only listed by report()"
+        why = (
+            "a graph that reads other tensors in their place, as with torch.func.functional_call, is only "
+            "listed by report()"
+        )
         return Report(empty=f"{others} ({why})")
     left_out = outside.find(model, set().union(*(reads for _, reads in chosen)))
     added = [record for feature in features() for record in feature.records(tensors)]
@@ -202,12 +219,14 @@ def report(model: nn.Module | None = None) -> Report:
 
 
 def _rule(reason: str) -> str:
-    """A reason without its details: "under 128 wide" for "under 128 wide (64)", "dtype" for "dtype: float64"."""
+    """A reason without its details: "under 128 wide" for "under 128 wide (64)", "dtype" for "dtype:
+    float64"."""
     return re.split(r"\s*[(:;]", reason, maxsplit=1)[0] or "no reason given"
 
 
 def _family(hidden: OpaqueRecord) -> str:
-    """The common name of an operator, such as "attention", if its reason is such a name; else the operator's own name."""
+    """The common name of an operator, such as "attention", if its reason is such a name; else the operator's
+    own name."""
     return hidden.op.removeprefix("aten.").removesuffix(".default") if ":" in hidden.reason else hidden.reason
 
 
@@ -222,7 +241,9 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
         count = len(graph.matmuls)
         return head + (f"{count} matmul{'s' * (count > 1)}, " if count else "no matmuls, ") + graph.note
     text = head + share(graph.matmuls) + (f" ({graph.note})" if graph.note else "")
-    rows = [_cells(row, line) for row in rows_of(layers_of(graph.matmuls), collapse) for line in row.first.lines]
+    rows = [
+        _cells(row, line) for row in rows_of(layers_of(graph.matmuls), collapse) for line in row.first.lines
+    ]
     if rows:
         text += "\n" + aligned(("module", "gemm", "m", "n", "k", "share", "decision"), rows, "<<>>>><")
     if any(record.dynamic for record in graph.matmuls):
@@ -230,11 +251,14 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
     added = tables(graph.added)
     text += "".join(f"\n\n{table}" for table in added)
-    return text + "".join(("\n\n" if added else "\n") + str(table) for table in tables(graph.opaque, collapse))
+    return text + "".join(
+        ("\n\n" if added else "\n") + str(table) for table in tables(graph.opaque, collapse)
+    )
 
 
 def _cells(row: Row, line: Sequence[MatmulRecord]) -> tuple[str, ...]:
-    """The cells of a line of the table. Sizes are those of one forward gemm, the share that of all layers of the row."""
+    """The cells of a line of the table. Sizes are those of one forward gemm, the share that of all layers of
+    the row."""
     first, layers = line[0], len(row.layers)
     m, n, k, batch = sizes_of(first)
     flops = layers * sum(record.flops for record in line)

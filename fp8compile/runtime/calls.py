@@ -13,9 +13,9 @@ A backward runs as its forward did: layouts and random numbers of saved tensors 
 
 When a call is cold: see `life`.
 
-A forward inside of a running backward is a recomputation (eager checkpointing) if the forward of the same call has run before.
-In a reentrant checkpoint, the forward in the backward counts as the first one: the forward before it ran without gradients, as
-an evaluation.
+A forward inside of a running backward is a recomputation (eager checkpointing) if the forward of the same
+call has run before. In a reentrant checkpoint, the forward in the backward counts as the first one: the
+forward before it ran without gradients, as an evaluation.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ DRY: ContextVar[bool] = ContextVar("fp8compile_dry_run", default=False)
 
 @contextlib.contextmanager
 def freeze_scaling_state() -> Iterator[None]:
-    """Inside, training calls on this thread leave the scaling state as it is. Use it for batches that are no training data: a
-    search for the largest batch that fits, a call that only asks for the shapes of the outputs. Results are the usual ones, and
-    the backward of such a call may run outside. Pipeline stages of torch.distributed do not need this: fp8compile recognises
-    their shape inference."""
+    """Inside, training calls on this thread leave the scaling state as it is. Use it for batches that are no
+    training data: a search for the largest batch that fits, a call that only asks for the shapes of the
+    outputs. Results are the usual ones, and the backward of such a call may run outside. Pipeline stages of
+    torch.distributed do not need this: fp8compile recognises their shape inference."""
     token = DRY.set(True)
     try:
         yield
@@ -71,8 +71,8 @@ class Interface:
 
 
 class Call(NamedTuple):
-    """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as it is. `ran`: how
-    its forward runs."""
+    """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as
+    it is. `ran`: how its forward runs."""
 
     pages: PageSet | None
     look: probe.Look | None  # set if the call is measured
@@ -94,14 +94,18 @@ class Calls:
         self.groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
         self.decisions: tuple[str, ...] = ()  # about each matmul of a weight
         self.agreed = False  # the ranks of those groups have compared their slots and decisions
-        self.marks = compat.autograd.TensorMarks()  # tensors that forwards run eagerly have saved, each with its How
+        # tensors that forwards run eagerly have saved, each with its How
+        self.marks = compat.autograd.TensorMarks()
         self.local = threading.local()  # `call`: the call in progress on this thread
 
     def keep_state(self, done: Rewritten) -> None:
-        """Make the book of a graph with slots. Forward and backward are compiled one after the other, and share one book."""
+        """Make the book of a graph with slots. Forward and backward are compiled one after the other, and
+        share one book."""
         interface = self.interface
         if self.book is None:
-            self.book = Book(done.forward, done.backward, interface.history, interface.observes, interface.together)
+            self.book = Book(
+                done.forward, done.backward, interface.history, interface.observes, interface.together
+            )
 
     @property
     def current(self) -> Call:
@@ -117,15 +121,17 @@ class Calls:
             self.local.call = before
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
-        return (self.book is not None and tensor.data_ptr() in self.book.by_pointer) or self.marks.note(tensor) is not None
+        return (self.book is not None and tensor.data_ptr() in self.book.by_pointer) or self.marks.note(
+            tensor
+        ) is not None
 
     # -- before a call --
 
     def open(
         self, args: Sequence[Any], device: torch.device, look: probe.Look | None
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
-        """Begin a call with these weights among its arguments: the `Call`, and the pages of forward and backward to pass to the
-        graph."""
+        """Begin a call with these weights among its arguments: the `Call`, and the pages of forward and
+        backward to pass to the graph."""
         assert self.book is not None
         pages = self.book.open(args, device)
         forward, backward = pages.forward.tensor, pages.backward.tensor
@@ -148,7 +154,8 @@ class Calls:
         return (pages.pending > 0 and compat.autograd.recomputing()) or compat.autograd.repeating()
 
     def agree(self) -> None:
-        """Compare with the other ranks, before the first all-reduce. After an error the next call compares again."""
+        """Compare with the other ranks, before the first all-reduce. After an error the next call compares
+        again."""
         if not self.agreed:
             keys = (*self.book.keys[0], *self.book.keys[1]) if self.book is not None else ()
             slots = ", ".join(f"{self.interface.names[key.input]} {key.role} {key.use}" for key in keys)

@@ -10,9 +10,10 @@
     dcp.save(state, checkpoint_id=path)                     # torch.distributed.checkpoint
     dcp.load(state, checkpoint_id=path)                     # also before the first call, and on another number of ranks
 
-DCP takes plain tensors with one name for replicas, and keeps those of one rank. The state of a rank is its own. So all ranks
-gather their states, and the checkpoint has one item, "ranks", which is the same on all of them: the states, each that is equal
-on several ranks once. Whoever loads reads them all and takes what is its own.
+DCP takes plain tensors with one name for replicas, and keeps those of one rank. The state of a rank is its
+own. So all ranks gather their states, and the checkpoint has one item, "ranks", which is the same on all of
+them: the states, each that is equal on several ranks once. Whoever loads reads them all and takes what is its
+own.
 """
 
 from __future__ import annotations
@@ -38,38 +39,41 @@ logger = get_logger(__name__)
 
 ITEM, FORMAT = "ranks", 1
 FIX = (
-    "Load on ranks that divide the parameters as those that saved, or ScalingState(model) without strict=True to load what "
-    "fits; without the scaling state in the dict, the run starts cold."
+    "Load on ranks that divide the parameters as those that saved, or ScalingState(model) without "
+    "strict=True to load what fits; without the scaling state in the dict, the run starts cold."
 )
 
 
 class ScalingState:
-    """The delayed scaling state of a model, or of the stages of a pipeline that this rank has: ``state_dict()`` to save it,
-    ``load_state_dict(saved)`` to load it. `torch.distributed.checkpoint` takes the object itself.
+    """The delayed scaling state of a model, or of the stages of a pipeline that this rank has:
+    ``state_dict()`` to save it, ``load_state_dict(saved)`` to load it. `torch.distributed.checkpoint` takes
+    the object itself.
 
-    Saving the state is optional. Without it, a resumed run starts cold, as in its first step. With it, a run continues as if it
-    had not been stopped: bitwise, if everything else in the run is deterministic. Other recipes keep no state.
+    Saving the state is optional. Without it, a resumed run starts cold, as in its first step. With it, a run
+    continues as if it had not been stopped: bitwise, if everything else in the run is deterministic. Other
+    recipes keep no state.
 
-    A state may be loaded before or after the model is compiled and called, but after `fully_shard` and `parallelize_module`,
-    which make new parameters. ``load_state_dict(None)`` starts every tensor cold.
+    A state may be loaded before or after the model is compiled and called, but after `fully_shard` and
+    `parallelize_module`, which make new parameters. ``load_state_dict(None)`` starts every tensor cold.
 
-    **What does not fit.** A state that was made with another policy, margin, recipe or other options fits in part, and so does
-    that of another model. What fits is taken, adapted where possible (another margin, another history length); all other
-    tensors start cold. One warning lists the differences. Before the first call only the parameters' names can be checked. The
-    rest is checked when a graph is first called with the parameters. With `strict=True` a difference is a StateError (a
-    ValueError), on all ranks and before anything is changed: here, or by the first call. What is no scaling state at all is one
-    without it, too.
+    **What does not fit.** A state that was made with another policy, margin, recipe or other options fits in
+    part, and so does that of another model. What fits is taken, adapted where possible (another margin,
+    another history length); all other tensors start cold. One warning lists the differences. Before the first
+    call only the parameters' names can be checked. The rest is checked when a graph is first called with the
+    parameters. With `strict=True` a difference is a StateError (a ValueError), on all ranks and before
+    anything is changed: here, or by the first call. What is no scaling state at all is one without it, too.
 
-    **Several ranks.** Each rank has its own state, of the tensors that it has seen. ``state_dict()`` gathers those of
-    `process_group` (None: all ranks), so all of them call it, as in DCP. With `all_ranks=False` it is that of this rank alone,
-    as plain tensors, {"layers.0.up.weight.input.0": float32 vector, ...} and a version, and nothing is communicated.
-    ``load_state_dict`` takes both.
+    **Several ranks.** Each rank has its own state, of the tensors that it has seen. ``state_dict()`` gathers
+    those of `process_group` (None: all ranks), so all of them call it, as in DCP. With `all_ranks=False` it
+    is that of this rank alone, as plain tensors, {"layers.0.up.weight.input.0": float32 vector, ...} and a
+    version, and nothing is communicated. ``load_state_dict`` takes both.
 
-    On as many ranks as saved it, each rank takes its own state, and continues bitwise. On another number of ranks each
-    parameter takes over the histories of all ranks that had the same part of it, by the maximum of each amax. Under DDP and
-    FSDP2 these are all ranks. No tensor overflows then that would not have on one of the ranks. A scale may be coarser than the
-    rank's own would be, for as many steps as the history is long. With `reduce_amax` all ranks have one state, so that nothing
-    changes. Tensor parallel ranks take what fits of ranks that had the same parts.
+    On as many ranks as saved it, each rank takes its own state, and continues bitwise. On another number of
+    ranks each parameter takes over the histories of all ranks that had the same part of it, by the maximum of
+    each amax. Under DDP and FSDP2 these are all ranks. No tensor overflows then that would not have on one of
+    the ranks. A scale may be coarser than the rank's own would be, for as many steps as the history is long.
+    With `reduce_amax` all ranks have one state, so that nothing changes. Tensor parallel ranks take what fits
+    of ranks that had the same parts.
     """
 
     def __init__(
@@ -98,7 +102,9 @@ class ScalingState:
             "slots": list(state),
             "lengths": [row.numel() for row in state.values()],
             "values": values,
-            "parts": compat.shards.parts({name: weight for name, weight in self._weights().items() if name in owners}),
+            "parts": compat.shards.parts(
+                {name: weight for name, weight in self._weights().items() if name in owners}
+            ),
         }
         text = repr([own["slots"], own["lengths"], own["parts"]]).encode()
         known = self._gather(hashlib.sha256(text + bytes(values.view(torch.uint8).tolist())).hexdigest())
@@ -119,7 +125,8 @@ class ScalingState:
             self._load_own(state_dict)
             return
         given = state_dict[ITEM]
-        if given is self._made and self.state_dict()[ITEM] == given:  # allow_partial_load leaves what it was given
+        # allow_partial_load leaves what it was given
+        if given is self._made and self.state_dict()[ITEM] == given:
             logger.warning("fp8: this checkpoint has no scaling state: the run starts cold")
             return
         error, lacking = "", set()
@@ -154,7 +161,9 @@ class ScalingState:
             changes = [prepare_load(model, state, self.strict) for model in self.models]
         else:
             known = self._weights()
-            unexpected = [f"unexpected: {slot}" for slot in state if slot != VERSION_KEY and _owner(slot) not in known]
+            unexpected = [
+                f"unexpected: {slot}" for slot in state if slot != VERSION_KEY and _owner(slot) not in known
+            ]
             if unexpected:
                 refuse_or_warn(unexpected, self.strict, FIX)
             changes = [prepare_load(model, _of(model, state), self.strict) for model in self.models]
@@ -166,7 +175,9 @@ class ScalingState:
         for weights in map(named_weights, self.models):
             twice = [name for name in weights if name in found]
             if twice:
-                raise StateError(f"two of the modules have a {twice[0]!r}: give each a ScalingState and a key of its own")
+                raise StateError(
+                    f"two of the modules have a {twice[0]!r}: give each a ScalingState and a key of its own"
+                )
             found |= weights
         return found
 
@@ -202,12 +213,16 @@ def _opened(given: Any) -> dict[str, Any]:
     saved = _read(given)
     if (saved["format"], saved["version"]) != (FORMAT, VERSION):
         have = f"format {saved['format']}, version {saved['version']}"
-        raise StateError(f"a scaling state of format {FORMAT}, version {VERSION} can be read here; this checkpoint has {have}")
+        raise StateError(
+            f"a scaling state of format {FORMAT}, version {VERSION} can be read here; "
+            f"this checkpoint has {have}"
+        )
     return saved
 
 
 def _owner(slot: str) -> str:
-    """The name of the parameter that a slot belongs to. `slot`: parameter, role and use, as in `scaling_state`."""
+    """The name of the parameter that a slot belongs to. `slot`: parameter, role and use, as in
+    `scaling_state`."""
     return slot.rsplit(".", 2)[0]
 
 
@@ -222,8 +237,11 @@ def _rows(state: dict[str, Any]) -> dict[str, Tensor]:
     return dict(zip(state["slots"], state["values"].split(state["lengths"]), strict=True))
 
 
-def _chosen(saved: dict[str, Any], rank: int, size: int, parts: dict[str, str]) -> tuple[dict[str, Tensor], list[str]]:
-    """The rows that a rank takes, by name of the slot, and what does not fit. `parts`: of its own parameters."""
+def _chosen(
+    saved: dict[str, Any], rank: int, size: int, parts: dict[str, str]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The rows that a rank takes, by name of the slot, and what does not fit. `parts`: of its own
+    parameters."""
     states, ranks = saved["states"], saved["ranks"]
     own = states[ranks[rank]] if len(ranks) == size else None
     held: dict[str, list[Tensor]] = {}
@@ -246,5 +264,7 @@ def _chosen(saved: dict[str, Any], rank: int, size: int, parts: dict[str, str]) 
         found[slot] = torch.cat((row, torch.stack([row[-1:] for row in rows]).amax(0)))
     for name in sorted(others.keys() - set(map(_owner, held))):
         was = " or ".join(part or "all of it" for part in sorted(others[name]))
-        different.append(f"{name}: the ranks that saved it had {was}; this one has {parts[name] or 'all of it'}")
+        different.append(
+            f"{name}: the ranks that saved it had {was}; this one has {parts[name] or 'all of it'}"
+        )
     return found, different

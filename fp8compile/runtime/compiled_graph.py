@@ -24,8 +24,8 @@ from .state import check_unwanted
 class CompiledGraph:
     """Passes the state inputs to the graph, and records which parameters it is called with.
 
-    `function` is what Inductor made; `record` is the graph's index in the ledger; `converts`: some matmul of it became FP8.
-    `parts`: those that features have in it. `options`: what it was compiled with.
+    `function` is what Inductor made; `record` is the graph's index in the ledger; `converts`: some matmul of
+    it became FP8. `parts`: those that features have in it. `options`: what it was compiled with.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class CompiledGraph:
         parts: Sequence[GraphFeature] = (),
         options: Options | None = None,
     ):
-        self.function = compat.dynamo.undisabled(function)  # Dynamo disables itself around a call of the whole
+        # Dynamo disables itself around a call of the whole
+        self.function = compat.dynamo.undisabled(function)
         self.interface, self.calls, self.owners = interface, calls, owners
         self.record, self.converts, self.parts, self.options = record, converts, parts, options
         self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
@@ -59,7 +60,8 @@ class CompiledGraph:
                 pages = [state_page.new_page(rows, interface.history, first.device) for rows in sizes]
                 fakes = [part.stand_ins(first.device) for part in self.giving]
                 return self.function(*args, *pages, *self._filled(fakes, torch.empty(1, device=first.device)))
-        known = compat.flat.owners(args, interface.packed) if interface.packed else args  # those that the user holds
+        # those that the user holds
+        known = compat.flat.owners(args, interface.packed) if interface.packed else args
         if isinstance(known[interface.weights[0]], nn.Parameter):
             key = self.owners.key(known)
             if key not in self.owners.met:
@@ -78,7 +80,8 @@ class CompiledGraph:
                 self.calls.agree()
         if interface.stateful:  # the graph does not read its state inputs
             if self.idle is None:
-                self.idle = state_page.new_page(1, interface.history, first.device)  # as traced: Inductor of 2.11 compares
+                # as traced: Inductor of 2.11 compares
+                self.idle = state_page.new_page(1, interface.history, first.device)
             args = (*args, self.idle, self.idle)
         args = (*args, *given)
         if not looked_at:
@@ -92,7 +95,9 @@ class CompiledGraph:
         if self.calls.book is not None:
             self.calls.book.forget()
 
-    def _given(self, args: Sequence[Any], device: torch.device, look: probe.Look | None) -> list[torch.Tensor]:
+    def _given(
+        self, args: Sequence[Any], device: torch.device, look: probe.Look | None
+    ) -> list[torch.Tensor]:
         """What features give the graph, and something for those of their inputs that it does not read."""
         if self.unread is None:
             self.unread = torch.empty(1, device=device)
@@ -122,7 +127,12 @@ class CompiledGraph:
 
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """The `Look` of a call that is measured, or runs beside one that is; None for any other call."""
-        if not self.interface.trains or not self.converts or self.interface.observes or compat.autograd.compiled_autograd():
+        if (
+            not self.interface.trains
+            or not self.converts
+            or self.interface.observes
+            or compat.autograd.compiled_autograd()
+        ):
             return None
         may_begin = not compat.autograd.recomputing() and not compat.autograd.repeating()
         may_begin = may_begin and not DRY.get() and not compat.process_groups.inferring_shapes()

@@ -1,4 +1,5 @@
-"""Compiles the two halves that AOTAutograd makes of a graph, and keeps each graph for calls that run eagerly."""
+"""Compiles the two halves that AOTAutograd makes of a graph, and keeps each graph for calls that run
+eagerly."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ from .warm_start import Half, Later, packed, unpacked
 
 
 class Halves:
-    """`joint_pass` becomes one of Inductor's passes over the joint graph; `compile` replaces Inductor's inner compiler.
+    """`joint_pass` becomes one of Inductor's passes over the joint graph; `compile` replaces Inductor's inner
+    compiler.
 
-    `rewrite` runs our passes over a joint graph; `after` hears what they did, here or in an earlier process. Then `rewritten`
-    is what they did (None: Inductor saw no joint graph, because the graph has no inputs), and `converts` tells whether some
-    matmul became FP8. With `keeps`, AOTAutograd's cache keeps the halves for later processes. Then `restore` may take the place
-    of both, and sets the same (`restored`).
+    `rewrite` runs our passes over a joint graph; `after` hears what they did, here or in an earlier process.
+    Then `rewritten` is what they did (None: Inductor saw no joint graph, because the graph has no inputs),
+    and `converts` tells whether some matmul became FP8. With `keeps`, AOTAutograd's cache keeps the halves
+    for later processes. Then `restore` may take the place of both, and sets the same (`restored`).
     """
 
     def __init__(
@@ -41,14 +43,16 @@ class Halves:
         self.inner, self.rewrite, self.after, self.calls, self.owners = inner, rewrite, after, calls, owners
         self.rewritten: Rewritten | None = None
         self.converts = False
-        self.marker: str | None = None  # name of a tensor saved for backward; its mark tells the backward how the forward ran
+        # name of a tensor saved for backward; its mark tells the backward how the forward ran
+        self.marker: str | None = None
         self.keeps = self.restored = False
 
     def joint_pass(self, graph: Graph) -> None:
         if not compat.dynamo.is_joint_graph(graph):
             return  # a nested graph: `collect` lists the operator that contains it
         done = self.rewrite(graph)
-        self._know(replace(done, matmuls=[], opaque=[]), any(matmul.fp8 for matmul in done.matmuls))  # without the joint graph
+        # without the joint graph
+        self._know(replace(done, matmuls=[], opaque=[]), any(matmul.fp8 for matmul in done.matmuls))
 
     def _know(self, done: Rewritten, converts: bool) -> None:
         self.rewritten, self.converts = done, converts
@@ -76,7 +80,10 @@ class Halves:
         """The inputs of a half, with those that we have added as the passes have made them."""
         ours = self.rewritten.added if self.rewritten is not None else ()
         nodes = gm.graph.find_nodes(op="placeholder")
-        return [value(node) if node.name in ours else given for node, given in zip(nodes, example_inputs, strict=True)]
+        return [
+            value(node) if node.name in ours else given
+            for node, given in zip(nodes, example_inputs, strict=True)
+        ]
 
     def _kept(self, run: Boxed, compiled: Any, half: Half, graph: GraphModule | None, backward: bool) -> Any:
         """`run`, for AOTAutograd's cache if it is used."""
@@ -100,7 +107,9 @@ class Halves:
                 one.run = self._run(content.half, later, one.run, self.rewritten, one.backward)
         self.restored = True
 
-    def _run(self, half: Half, eager: Callable[..., Any], warm: Boxed, done: Rewritten, backward: bool) -> Boxed:
+    def _run(
+        self, half: Half, eager: Callable[..., Any], warm: Boxed, done: Rewritten, backward: bool
+    ) -> Boxed:
         if done.pages:
             self.calls.keep_state(done)
         self.owners.know(half.casts)
@@ -133,7 +142,11 @@ class Halves:
         page_at, marker_at = (names.index(x) if x in names else None for x in (page, self.marker))
 
         def run(args: list[Any]) -> Any:
-            pages = book.by_pointer.get(args[page_at].data_ptr()) if book is not None and page_at is not None else None
+            pages = (
+                book.by_pointer.get(args[page_at].data_ptr())
+                if book is not None and page_at is not None
+                else None
+            )
             how = calls.backward(pages, args[marker_at] if marker_at is not None else None)
             result = eager(args, how) if how is not None and _on(device, args) else warm(args)
             calls.backward_done(pages)
@@ -147,9 +160,13 @@ def _half(gm: GraphModule, backward: bool) -> Half:
     """What is to know of a half whose calls may run eagerly."""
     placeholders, outputs = gm.graph.find_nodes(op="placeholder"), _outputs(gm)
     kinds = {value(node).device.type for node in gm.graph.nodes if is_tensor(node)}
-    device = next((kind for kind in kinds if kind != "cpu"), "cpu")  # inputs that are numbers may be on the CPU
-    # the last outputs are saved for backward; if the marker is not among them, the backward does not look for it
-    made = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)]
+    # inputs that are numbers may be on the CPU
+    device = next((kind for kind in kinds if kind != "cpu"), "cpu")
+    # the last outputs are saved for backward; if the marker is not among them, the backward does not look for
+    # it
+    made = [
+        i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)
+    ]
     # a view of an input has the same address in every call, and could not mark one of them
     inputs = [value(x) for x in placeholders if is_tensor(x)]
     made = [i for i in made if not any(compat.autograd.share_memory(value(outputs[i]), x) for x in inputs)]
@@ -158,12 +175,13 @@ def _half(gm: GraphModule, backward: bool) -> Half:
 
 
 def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
-    """Fp8CompileError if the update of the state is missing: the partitioner silently drops a mutation that does not fit into
-    its half of the graph."""
+    """Fp8CompileError if the update of the state is missing: the partitioner silently drops a mutation that
+    does not fit into its half of the graph."""
     writes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     if slots and not any(getattr(node.args[0], "name", None) == page for node in writes):
         raise Fp8CompileError(
-            'the update of the scaling state was lost in this graph; options={"recipe": "tensorwise"} does without state'
+            'the update of the scaling state was lost in this graph; options={"recipe": '
+            '"tensorwise"} does without state'
         )
 
 
@@ -172,5 +190,6 @@ def _outputs(gm: GraphModule) -> list[Any]:
 
 
 def _on(device: str, args: Sequence[Any]) -> bool:
-    """Are the arguments where the graph was compiled for? (A graph compiled for a described GPU cannot run here.)"""
+    """Are the arguments where the graph was compiled for? (A graph compiled for a described GPU cannot run
+    here.)"""
     return any(isinstance(x, torch.Tensor) and x.device.type == device for x in args)

@@ -15,8 +15,9 @@ from .interpreter import Boxed, Eager, boxed
 
 @dataclass(frozen=True)
 class Inner:
-    """`compile` has the signature of Inductor's own `inner_compile`. `computes`: the callables that it makes compute something;
-    if they do not, nothing is scaled, and a graph needs no state. `eager` makes the interpreter of cold and measured calls."""
+    """`compile` has the signature of Inductor's own `inner_compile`. `computes`: the callables that it makes
+    compute something; if they do not, nothing is scaled, and a graph needs no state. `eager` makes the
+    interpreter of cold and measured calls."""
 
     compile: Callable[..., Any]
     computes: bool = True
@@ -30,5 +31,6 @@ def _interpret(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) ->
 
 
 INDUCTOR = Inner(compat.inductor.compile_inner)
-# Our passes rewrite and lower a graph as usual; then it runs node by node. That saves Inductor's 10 to 20 s a graph.
+# Our passes rewrite and lower a graph as usual; then it runs node by node. That saves Inductor's 10 to 20 s a
+# graph.
 INTERPRETER = Inner(_interpret)

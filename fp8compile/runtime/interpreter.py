@@ -1,7 +1,8 @@
 """Runs a graph eagerly, on the reference implementations in `ops`: for cold calls, measured calls, and tests.
 
-Autograd and the user's dispatch modes (selective checkpointing, counters) see such a run as they see a compiled one: as one
-opaque call. Its outputs are no views, and what it writes does not change a tensor's version counter.
+Autograd and the user's dispatch modes (selective checkpointing, counters) see such a run as they see a
+compiled one: as one opaque call. Its outputs are no views, and what it writes does not change a tensor's
+version counter.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no aran
 
 
 class How(NamedTuple):
-    """How a call runs eagerly, forward and backward. `cold`: with the current amax where a stored scale is missing
-    or would saturate. `look`: measures every cast."""
+    """How a call runs eagerly, forward and backward. `cold`: with the current amax where a stored scale is
+    missing or would saturate. `look`: measures every cast."""
 
     cold: bool
     look: probe.Look | None = None
@@ -35,8 +36,8 @@ AS_COMPILED = How(False)
 
 
 class Eager(Interpreter):
-    """Draws Inductor's random operators by their seed, as compiled code does, so that backward recomputes the same dropout
-    mask. Shows every cast to the `look` of a call."""
+    """Draws Inductor's random operators by their seed, as compiled code does, so that backward recomputes the
+    same dropout mask. Shows every cast to the `look` of a call."""
 
     how = AS_COMPILED
 
@@ -51,7 +52,8 @@ class Eager(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:  # comes from a large torch.eye
+        # comes from a large torch.eye
+        if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:
             return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
         if target is ops.delayed_scale and not self.how.cold:
             args = args[:5]  # without `covers`: saturates what a warm call saturates
@@ -72,7 +74,8 @@ def _draw(kind: str, *args: Any) -> torch.Tensor:
 
 
 def boxed(interpreter: Any) -> Callable[..., Any]:
-    """A function `run(args, how=AS_COMPILED)`, which empties the list `args`. Several threads may call it at once."""
+    """A function `run(args, how=AS_COMPILED)`, which empties the list `args`. Several threads may call it at
+    once."""
 
     def run(args: list[Any], how: How = AS_COMPILED) -> Any:
         one = copy.copy(interpreter)  # with its own `env`, so that values are freed with the copy

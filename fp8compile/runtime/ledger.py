@@ -23,7 +23,8 @@ class Ledger:
         self._next = 0
 
     def add(self, graph: GraphReport, parameters: Iterable[Tensor] = ()) -> int:
-        """Add `graph`, which reads `parameters`. Returns the index that the graph gets here, in place of `graph.index`."""
+        """Add `graph`, which reads `parameters`. Returns the index that the graph gets here, in place of
+        `graph.index`."""
         with self._lock:
             index = self._next
             self._next += 1
@@ -48,8 +49,8 @@ class Ledger:
                 record_of(parameter).graphs.add(index)
 
     def supersede(self, index: int, parameters: Iterable[Tensor]) -> None:
-        """Graph `index` was compiled to do what other graphs did with these parameters, for another kind of input. They are
-        dropped where no parameter is left that they read."""
+        """Graph `index` was compiled to do what other graphs did with these parameters, for another kind of
+        input. They are dropped where no parameter is left that they read."""
         if index not in self._graphs:
             return
         new = self._graphs[index]
@@ -62,7 +63,9 @@ class Ledger:
 
     def graphs(self) -> dict[int, tuple[GraphReport, set[int]]]:
         """Every graph by its index, with the ids of the tensors that it reads and that are alive."""
-        found: dict[int, tuple[GraphReport, set[int]]] = {i: (graph, set()) for i, graph in list(self._graphs.items())}
+        found: dict[int, tuple[GraphReport, set[int]]] = {
+            i: (graph, set()) for i, graph in list(self._graphs.items())
+        }
         for key, record in all_records():
             for index in found.keys() & record.graphs:
                 found[index][1].add(key)

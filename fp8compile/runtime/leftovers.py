@@ -1,10 +1,10 @@
-"""Memory that the first calls of graphs leave in CUDA's caching allocator: they run eagerly, with copies that no
-later call makes.
+"""Memory that the first calls of graphs leave in CUDA's caching allocator: they run eagerly, with copies that
+no later call makes.
 
-The allocator reuses these blocks, and frees them before it gives up. But cuBLAS, NCCL and the pools of CUDA graphs cannot have
-them. So the first warm call gives them back, once for all graphs whose first calls came before it: a model whose layers are
-graphs of their own begins a step with all of them. A later cold call, after an overflow, gives nothing back: its step would pay
-for the same memory again.
+The allocator reuses these blocks, and frees them before it gives up. But cuBLAS, NCCL and the pools of CUDA
+graphs cannot have them. So the first warm call gives them back, once for all graphs whose first calls came
+before it: a model whose layers are graphs of their own begins a step with all of them. A later cold call,
+after an overflow, gives nothing back: its step would pay for the same memory again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def before_call(pages: PageSet, cold: bool) -> None:
     if cold:
         leftovers.some = True
         return
-    # Not while a graph is captured: cudaFree is illegal then. On other streams it is right: it waits for the device, and blocks
-    # that are in use, or belong to captured graphs, stay.
+    # Not while a graph is captured: cudaFree is illegal then. On other streams it is right: it waits for the
+    # device, and blocks that are in use, or belong to captured graphs, stay.
     if leftovers.some and torch.cuda.is_current_stream_capturing():
         return
     pages.first = False

@@ -17,14 +17,14 @@
 | a backward begins | `begin_backward` | it is `pending` no more |
 | the last update of a call | `end` | a cold call is counted; warm if that was the last one |
 
-A slot that has seen nothing, or only zeros (after a zero-initialised projection all gradients are zero), has a scale of 1,
-which would flush small gradients to zero. An overflow may have hidden that the amax of the next layer grew as well: hence a
-cold call uses the current amax of every tensor that the stored scale would saturate. The state update does not know how a
-call ran.
+A slot that has seen nothing, or only zeros (after a zero-initialised projection all gradients are zero), has
+a scale of 1, which would flush small gradients to zero. An overflow may have hidden that the amax of the next
+layer grew as well: hence a cold call uses the current amax of every tensor that the stored scale would
+saturate. The state update does not know how a call ran.
 
-Where Inductor fuses, merges or reorders collectives (`together`), a rank that runs eagerly would wait for collectives that the
-others do not call. There, only the first call is cold, and an overflow saturates for one call more. A graph that `observes`
-casts nothing: its state moves, and its calls are never cold.
+Where Inductor fuses, merges or reorders collectives (`together`), a rank that runs eagerly would wait for
+collectives that the others do not call. There, only the first call is cold, and an overflow saturates for one
+call more. A graph that `observes` casts nothing: its state moves, and its calls are never cold.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class PageSet:
     first: bool = True  # no forward was warm yet
     pending: int = 0  # training forwards whose backward has not run
     watch: Watch | None = None  # of its last call
-    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, for their recomputations
+    # pages of forwards, for their recomputations
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cold = self.forward.cold() or self.backward.cold()
@@ -81,7 +82,8 @@ class PageSet:
         return ran
 
     def look(self) -> list[Overflow]:
-        """Before a forward that moves watched pages: what was found of earlier calls. The forward is cold after an overflow."""
+        """Before a forward that moves watched pages: what was found of earlier calls. The forward is cold
+        after an overflow."""
         if self.observes:  # nothing saturates
             self.forward.moves()
             return []
@@ -102,22 +104,31 @@ class PageSet:
         return found
 
     def recompute(self) -> tuple[Ran | None, torch.Tensor]:
-        """A recomputation begins: how its original ran, and a page with the scales of that. It is another page for each call of
-        a checkpoint, since their backwards read them, but always at one address, because a CUDA graph is recorded for
-        addresses."""
+        """A recomputation begins: how its original ran, and a page with the scales of that. It is another
+        page for each call of a checkpoint, since their backwards read them, but always at one address,
+        because a CUDA graph is recorded for addresses."""
         ran = self.repeats.original()
         with compat.autograd.unseen():
-            page = ran.page if ran is not None and ran.page is not None else state_page.page_before(self.forward.tensor)
+            page = (
+                ran.page
+                if ran is not None and ran.page is not None
+                else state_page.page_before(self.forward.tensor)
+            )
             number = self.repeats.number
             if number in self.copies:
                 self.copies[number].data.copy_(page)
-        if not self.backward.homes:  # no slots in backward, so it has no page by which its begin could be noticed
+        # no slots in backward, so it has no page by which its begin could be noticed
+        if not self.backward.homes:
             self.pending = max(0, self.pending - 1)
         return ran, self.copies.setdefault(number, page)
 
     def runs_cold(self) -> bool:
         """Is the forward that begins cold? `together`: only the first one is, for then it is on all ranks."""
-        return self.cold and not self.observes and not (self.together and (self.forward.begun() or self.backward.begun()))
+        return (
+            self.cold
+            and not self.observes
+            and not (self.together and (self.forward.begun() or self.backward.begun()))
+        )
 
     def begin_backward(self) -> None:
         self.pending = max(0, self.pending - 1)
@@ -178,7 +189,8 @@ class PageSet:
 
 
 class Book:
-    """The pages of one compiled graph, found at each call by the identity of the parameters that it is called with."""
+    """The pages of one compiled graph, found at each call by the identity of the parameters that it is called
+    with."""
 
     def __init__(
         self,
@@ -215,7 +227,11 @@ class Book:
         return [(owner[key.input], (key.role, key.use)) for key in keys]
 
     def _new(self, key: tuple[int, ...], owners: Sequence[Any], device: torch.device) -> PageSet:
-        wanted = [(slot, key.settings) for keys in self.keys for slot, key in zip(self._slots(keys, owners), keys, strict=True)]
+        wanted = [
+            (slot, key.settings)
+            for keys in self.keys
+            for slot, key in zip(self._slots(keys, owners), keys, strict=True)
+        ]
         check_loaded(wanted, self.history)
         forward, backward = (
             page_for(self._slots(keys, owners), tuple(key.settings for key in keys), self.history, device)

@@ -1,9 +1,10 @@
 """Weights that were loaded: `load_state_dict` of a module whose weights have scaling state.
 
-The histories are of other weights then (after a rollback from a loss spike, say). So the next call of the graphs that read them
-is cold: each tensor that its stored scale does not fit is scaled by its current amax. State that was loaded with the weights,
-before or after them, stays as it is. Weights that are copied in another way are noticed a call later: see `overflow`. So are
-those of the second model that a compiled function is called with: nothing on the stack tells that it is a model's.
+The histories are of other weights then (after a rollback from a loss spike, say). So the next call of the
+graphs that read them is cold: each tensor that its stored scale does not fit is scaled by its current amax.
+State that was loaded with the weights, before or after them, stays as it is. Weights that are copied in
+another way are noticed a call later: see `overflow`. So are those of the second model that a compiled
+function is called with: nothing on the stack tells that it is a model's.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _listening: WeakSet[nn.Module] = WeakSet()
 
 
 class _LoadListener:
-    """A hook of `load_state_dict`. A model that is saved whole must load where this package is not installed, so there the hook
-    is one of the standard library that takes anything and does nothing."""
+    """A hook of `load_state_dict`. A model that is saved whole must load where this package is not installed,
+    so there the hook is one of the standard library that takes anything and does nothing."""
 
     def __call__(self, module: nn.Module, _keys: Any) -> None:
         with LOCK:
@@ -48,5 +49,6 @@ def listen(modules: Iterable[nn.Module]) -> None:
 
 
 def listen_to_callers() -> None:
-    """As `listen`, for the modules that are being called: code that was compiled for one module may serve others."""
+    """As `listen`, for the modules that are being called: code that was compiled for one module may serve
+    others."""
     listen(module for module in compat.dynamo.called() if module not in _listening)

@@ -1,8 +1,9 @@
-"""The steps of optimizers, from one pair of torch's hooks: who listens to them, and at which step each model is.
+"""The steps of optimizers, from one pair of torch's hooks: who listens to them, and at which step each model
+is.
 
-The step of a model is the number of `optimizer.step()` calls that its parameters have seen: forwards that accumulate gradients,
-recomputations and evaluations do not count. `set_step` sets it if the training loop has no `torch.optim.Optimizer`, steps
-inside of a CUDA graph, or starts from a checkpoint.
+The step of a model is the number of `optimizer.step()` calls that its parameters have seen: forwards that
+accumulate gradients, recomputations and evaluations do not count. `set_step` sets it if the training loop has
+no `torch.optim.Optimizer`, steps inside of a CUDA graph, or starts from a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Steps:
 
 @dataclass(eq=False)
 class _Watch:
-    """A callback, with the model that it is for (a weak reference; None: for all) and the last step that it was called for."""
+    """A callback, with the model that it is for (a weak reference; None: for all) and the last step that it
+    was called for."""
 
     callback: Callable[[int], None]
     every: int
@@ -50,19 +52,21 @@ class _Watch:
 
 
 class OptimizerSteps:
-    """What is known of the optimizers of this process; of one parameter, in its record. Optimizers are held weakly."""
+    """What is known of the optimizers of this process; of one parameter, in its record. Optimizers are held
+    weakly."""
 
     def __init__(self) -> None:
         self.of: Any = WeakKeyDictionary()  # optimizer -> Steps
-        self.ticks = 0  # steps of all optimizers, and settings by hand: what was found at an earlier tick may have changed
+        # steps of all optimizers, and settings by hand: what was found at an earlier tick may have changed
+        self.ticks = 0
         self.offset = 0  # added to the steps that were counted
         self.watches: dict[int, _Watch] = {}
 
     def counted(self, parameter: Tensor) -> int:
-        """How many optimizer steps this parameter has seen: the largest count of the optimizers that have it, and of the last
-        one that had it. If none ever had it (sharded, frozen): the largest count of the optimizers without a parameter by which
-        some graph finds its phase, or that only other graphs read. If there is none of these: the largest count of all, or 0 if
-        it requires gradients."""
+        """How many optimizer steps this parameter has seen: the largest count of the optimizers that have it,
+        and of the last one that had it. If none ever had it (sharded, frozen): the largest count of the
+        optimizers without a parameter by which some graph finds its phase, or that only other graphs read. If
+        there is none of these: the largest count of all, or 0 if it requires gradients."""
         own = find(parameter)
         had = own.steps
         counting = [steps for steps in had if steps is had[-1] or id(parameter) in steps.parameters]
@@ -123,7 +127,8 @@ def _step_ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def listen(after: Listener, before: Listener | None = None) -> None:
-    """Call these functions after, and before, each step of each optimizer of this process, from now on. Once for each."""
+    """Call these functions after, and before, each step of each optimizer of this process, from now on. Once
+    for each."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_step_begins))
         _hooks.append(register_optimizer_step_post_hook(_step_ends))
@@ -143,7 +148,8 @@ def count_steps() -> None:
 
 
 def set_step(step: int, model: nn.Module | None = None) -> None:
-    """Set the number of optimizer steps that were taken: after loading a checkpoint, or where steps cannot be counted."""
+    """Set the number of optimizer steps that were taken: after loading a checkpoint, or where steps cannot be
+    counted."""
     integer("step", step, 0)
     if model is None:
         STEPS.offset = step - max((steps.count for steps in STEPS.of.values()), default=0)
@@ -157,8 +163,8 @@ def set_step(step: int, model: nn.Module | None = None) -> None:
 
 
 def each_step(callback: Callable[[int], None], model: nn.Module | None, every: int = 1) -> Callable[[], None]:
-    """Call `callback(step)` after every `every`-th optimizer step (of the model's optimizer). Returns a function that removes
-    the callback. TypeError if `model` is none."""
+    """Call `callback(step)` after every `every`-th optimizer step (of the model's optimizer). Returns a
+    function that removes the callback. TypeError if `model` is none."""
     count_steps()
     parameters_of(model)
     number = max(STEPS.watches, default=-1) + 1
@@ -167,7 +173,8 @@ def each_step(callback: Callable[[int], None], model: nn.Module | None, every: i
 
 
 def steps_of(model: nn.Module) -> int:
-    """How many optimizer steps a model has seen, as far as is known: those of the first parameter that an optimizer had."""
+    """How many optimizer steps a model has seen, as far as is known: those of the first parameter that an
+    optimizer had."""
     parameters = parameters_of(model)
     parameter = next((p for p in parameters if find(p).steps), next(iter(parameters), None))
     return 0 if parameter is None else STEPS.step_of(parameter)

@@ -1,15 +1,17 @@
-"""How the host learns which tensors overflowed, without waiting for a GPU, and in one look for all graphs of a model.
+"""How the host learns which tensors overflowed, without waiting for a GPU, and in one look for all graphs of
+a model.
 
-The update of a page makes a slot cold when an amax saturated and was a jump, too (it exceeded the slot's limit), or when it was
-so small that the scale flushed a good part of the tensor to zero (an underflow). Such a slot has an age below zero and a newest
-amax above zero. A slot that never saw anything has a newest amax of zero. Both are overflows below: what the stored scale was
-not fit for. An amax that is not finite moves nothing; the update leaves a mark, which stays until the host has seen it.
+The update of a page makes a slot cold when an amax saturated and was a jump, too (it exceeded the slot's
+limit), or when it was so small that the scale flushed a good part of the tensor to zero (an underflow). Such
+a slot has an age below zero and a newest amax above zero. A slot that never saw anything has a newest amax of
+zero. Both are overflows below: what the stored scale was not fit for. An amax that is not finite moves
+nothing; the update leaves a mark, which stays until the host has seen it.
 
-A `Watch` knows which pages have moved since the host has last looked. On a CPU it looks before a call whose own page has moved,
-at all pages that have moved by then: the first graph of a step looks for the others. On a GPU that would wait for all queued
-work. There the rows are gathered when the last backward of a step has run, and copied to pinned memory. The host looks at them
-before a later call, once they have arrived. Until then calls are warm, with the scale that the update computed from the amax
-that overflowed.
+A `Watch` knows which pages have moved since the host has last looked. On a CPU it looks before a call whose
+own page has moved, at all pages that have moved by then: the first graph of a step looks for the others. On a
+GPU that would wait for all queued work. There the rows are gathered when the last backward of a step has run,
+and copied to pinned memory. The host looks at them before a later call, once they have arrived. Until then
+calls are warm, with the scale that the update computed from the amax that overflowed.
 
 What was found of a page waits there for the next call of its graph, and is forgotten when the page moves.
 """
@@ -42,8 +44,8 @@ COLUMNS = HISTORY + 1  # of a page, that a look needs: up to the newest amax
 
 
 class Overflow(NamedTuple):
-    """Slot `row` of the forward's or the backward's page saw `amax` when its scale covered no more than `covered`, or far
-    more. An `amax` of infinity: one that was not finite."""
+    """Slot `row` of the forward's or the backward's page saw `amax` when its scale covered no more than
+    `covered`, or far more. An `amax` of infinity: one that was not finite."""
 
     row: int
     amax: float
@@ -57,14 +59,16 @@ class Overflow(NamedTuple):
 
 
 class Watch:
-    """Watches the pages that calls move on one thread, device and stream. Keeps no page alive. Pages keep their addresses."""
+    """Watches the pages that calls move on one thread, device and stream. Keeps no page alive. Pages keep
+    their addresses."""
 
     def __init__(self, device: torch.device):
         self.device, self.on_host = device, device.type != "cuda"
         self.thread, self.stream = threading.get_ident(), _stream(device)
         self.moved: dict[weakref.ref[Page], None] = {}  # since the last look, in the order of the calls
         self.running = 0  # forwards whose backward has not run
-        self.sent: list[tuple[weakref.ref[Page], int]] = []  # whose rows are on their way to the host, and how many
+        # whose rows are on their way to the host, and how many
+        self.sent: list[tuple[weakref.ref[Page], int]] = []
         self.gathered = self.arrived = torch.empty(0, COLUMNS)
 
     @property
@@ -78,7 +82,8 @@ class Watch:
         self._moves(page)
 
     def ended(self, page: Page) -> None:
-        """After the last update of a training call. After that of the last call of a step, start the copy to the host."""
+        """After the last update of a training call. After that of the last call of a step, start the copy to
+        the host."""
         self.running = max(0, self.running - 1)
         self._moves(page)
         if not (self.on_host or self.running or torch.cuda.is_current_stream_capturing()):
@@ -87,13 +92,17 @@ class Watch:
                 self._send(())
 
     def look(self, *called: Page) -> None:
-        """Before a call with these pages: find what moved slots say, as far as the host can know it without waiting."""
+        """Before a call with these pages: find what moved slots say, as far as the host can know it without
+        waiting."""
         if self.on_host:
             if any([page.moved for page in called]):
                 odd = [page for page in self._take(called) if page.odd()]
                 if odd:
                     with compat.autograd.unseen():
-                        self._read([(page.reference, len(page.homes)) for page in odd], torch.cat([page.rows for page in odd]))
+                        self._read(
+                            [(page.reference, len(page.homes)) for page in odd],
+                            torch.cat([page.rows for page in odd]),
+                        )
         elif not torch.cuda.is_current_stream_capturing():
             self._receive()
             if not self.sent and any([page.moved for page in called]):  # no call was known to be the last one
@@ -160,7 +169,9 @@ class Watch:
             if not_finite:
                 marked.append((page, row))
         if marked:  # the first one. Gradients follow from an activation that is not finite
-            page, row = next(((page, row) for page, row in marked if page.homes[row][1][0] != "gradient"), marked[0])
+            page, row = next(
+                ((page, row) for page, row in marked if page.homes[row][1][0] != "gradient"), marked[0]
+            )
             page.found = [*page.found, Overflow(row, math.inf, 0.0)]
         for page in dict.fromkeys(page for page, _ in marked):
             Rows(page.rows).limit.abs_()
@@ -197,12 +208,16 @@ class LastLine:
 
 def say_not_finite(overflow: Overflow, name: Callable[[Overflow], str]) -> None:
     """Warn of the first tensor of a step that was not finite, once a process."""
-    text = f"fp8: an infinity or a NaN came to {name(overflow)}, before any cast: FP8 saturates. No scale remembers such a step"
+    text = (
+        f"fp8: an infinity or a NaN came to {name(overflow)}, before any cast: FP8 saturates. No scale "
+        "remembers such a step"
+    )
     say_once(logger, logging.WARNING, f"{text}. (This is said once.)", key="not finite")
 
 
 def say(overflows: Sequence[Overflow], name: Callable[[Overflow], str]) -> None:
-    """Log a line about some overflows, at INFO. Within QUIET seconds of the last line, only count them for the next line."""
+    """Log a line about some overflows, at INFO. Within QUIET seconds of the last line, only count them for
+    the next line."""
     if not overflows:
         return
     now, last = time.monotonic(), process.of(LastLine)
@@ -211,7 +226,9 @@ def say(overflows: Sequence[Overflow], name: Callable[[Overflow], str]) -> None:
         return
     worst = sorted(overflows, key=lambda x: -x.apart)
     what = " and ".join(dict.fromkeys("overflow" if x.amax > x.covered else "underflow" for x in worst))
-    text = "; ".join(f"{name(x)}: amax {x.amax:.4g}, its scale covered {x.covered:.4g}" for x in worst[:SHOWN])
+    text = "; ".join(
+        f"{name(x)}: amax {x.amax:.4g}, its scale covered {x.covered:.4g}" for x in worst[:SHOWN]
+    )
     more = f"; and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
     missed = f" ({last.missed} overflows since the last such line)" if last.missed else ""
     logger.info("fp8: %s, next scaled by the current amax: %s%s%s", what, text, more, missed)

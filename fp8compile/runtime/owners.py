@@ -1,4 +1,5 @@
-"""The parameters that a graph was called with. One graph may serve many layers and models, and a weight may be replaced."""
+"""The parameters that a graph was called with. One graph may serve many layers and models, and a weight may
+be replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from .calls import Interface
 
 
 class Owners:
-    """`met`: ids of a call's parameters -> all weights of that call, by input. An entry goes when a parameter of it goes."""
+    """`met`: ids of a call's parameters -> all weights of that call, by input. An entry goes when a parameter
+    of it goes."""
 
     def __init__(self, interface: Interface):
         self.interface = interface

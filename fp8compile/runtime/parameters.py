@@ -1,7 +1,9 @@
-"""One record for each parameter, with all that the runtime knows of it. Found by identity, and deleted with the parameter.
+"""One record for each parameter, with all that the runtime knows of it. Found by identity, and deleted with
+the parameter.
 
-Under FSDP2 a parameter is two tensors: the module and the optimizer hold the sharded one, compiled graphs read the unsharded
-one. Both have the same record. So scaling state, reports and steps are those of the parameter that the user holds.
+Under FSDP2 a parameter is two tensors: the module and the optimizer hold the sharded one, compiled graphs
+read the unsharded one. Both have the same record. So scaling state, reports and steps are those of the
+parameter that the user holds.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class ParameterRecord:
-    """The record of a parameter, or of a buffer that is used as a weight. It does not keep the parameter alive."""
+    """The record of a parameter, or of a buffer that is used as a weight. It does not keep the parameter
+    alive."""
 
     references: list[weakref.ref] = field(default_factory=list)  # to the tensors of the parameter
     graphs: set[int] = field(default_factory=set)  # indices in the ledger of the graphs that read it
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
-    repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)  # by the records of the weights of a graph
+    # by the records of the weights of a graph
+    repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)
     loaded: str | None = None  # its name in a state that was loaded for it
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`
     casts: dict[Name, CastKind] = field(default_factory=dict)
@@ -41,7 +45,8 @@ class ParameterRecord:
     outdated: bool = False  # `casts` and `measured` come from graphs that are gone
     options: Options | None = None  # of the last training graph that was called with it
     # where it is in its training: see `optimizer_steps`
-    steps: list[Steps] = field(default_factory=list)  # of the optimizers that had it, alive or not; the latest is last
+    # of the optimizers that had it, alive or not; the latest is last
+    steps: list[Steps] = field(default_factory=list)
     leads: bool = False  # a graph finds its phase by it
     offset: int | None = None  # added to the steps that were counted; None: the offset of the process
     begins: int | None = None  # the step that `set_step` gave before any optimizer had it
@@ -56,15 +61,21 @@ class Records(dict[int, ParameterRecord]):
 
 
 def record_of(parameter: Any) -> ParameterRecord:
-    """The record of a parameter, for writing: made if there is none. Several threads may ask for it at once."""
+    """The record of a parameter, for writing: made if there is none. Several threads may ask for it at
+    once."""
     records = process.of(Records)
     if id(parameter) not in records:
         from .. import compat  # imported late, because it imports Dynamo
 
         with _LOCK:
-            pairs = (pair for pair in compat.fsdp.sharded_pairs() if any(tensor is parameter for tensor in pair))
+            pairs = (
+                pair for pair in compat.fsdp.sharded_pairs() if any(tensor is parameter for tensor in pair)
+            )
             pair = next(pairs, (parameter,))
-            record = next((records[id(tensor)] for tensor in pair if id(tensor) in records), None) or ParameterRecord()
+            record = (
+                next((records[id(tensor)] for tensor in pair if id(tensor) in records), None)
+                or ParameterRecord()
+            )
             for tensor in pair:
                 if id(tensor) not in records:
                     _add(tensor, record)
@@ -72,7 +83,8 @@ def record_of(parameter: Any) -> ParameterRecord:
 
 
 def share_records(tensors: Iterable[Any]) -> None:
-    """Give the sharded and the unsharded tensor of each of these parameters one record. `tensors`: either of the two."""
+    """Give the sharded and the unsharded tensor of each of these parameters one record. `tensors`: either of
+    the two."""
     from .. import compat  # late, as above
 
     wanted, records = set(map(id, tensors)), process.of(Records)
@@ -108,7 +120,10 @@ def ids_of(tensors: Iterable[Any]) -> frozenset[int]:
     """The ids of these tensors, and of those that have one record with them."""
     found = set()
     for tensor in tensors:
-        found |= {id(tensor), *(id(other) for reference in find(tensor).references if (other := reference()) is not None)}
+        found |= {
+            id(tensor),
+            *(id(other) for reference in find(tensor).references if (other := reference()) is not None),
+        }
     return frozenset(found)
 
 

@@ -1,12 +1,14 @@
-"""Measures what quantization does to tensors: how many elements overflow, how many vanish, how far the copies are off.
+"""Measures what quantization does to tensors: how many elements overflow, how many vanish, how far the copies
+are off.
 
-An ordinary call computes none of this. A `Measurement` asks for it. Then the next training call of each graph of the model runs
-eagerly, forward and backward, as a cold call does (`calls`), and measures every cast. Outputs, gradients and
-scaling state of that call are the ordinary ones. The results stay on the device until they are read, so that a measured call
-does not wait.
+An ordinary call computes none of this. A `Measurement` asks for it. Then the next training call of each graph
+of the model runs eagerly, forward and backward, as a cold call does (`calls`), and measures every cast.
+Outputs, gradients and scaling state of that call are the ordinary ones. The results stay on the device until
+they are read, so that a measured call does not wait.
 
-A tensor is named by its parameter, its role, the use of the parameter, and its layout if the two layouts differ. A tensor with
-one scale, or with square blocks, has the same values in both layouts. One with a scale for a row, or a block of a row, has not.
+A tensor is named by its parameter, its role, the use of the parameter, and its layout if the two layouts
+differ. A tensor with one scale, or with square blocks, has the same values in both layouts. One with a scale
+for a row, or a block of a row, has not.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ Name = tuple[str, int, str]  # role, use, layout: "" (both have the same values)
 
 
 class CastKind(NamedTuple):
-    """How a tensor is quantized. `recipe` is that of its scale: "tensorwise" where delayed scaling has `current_scaling`."""
+    """How a tensor is quantized. `recipe` is that of its scale: "tensorwise" where delayed scaling has
+    `current_scaling`."""
 
     recipe: str
     format: str  # "e4m3fn", "e5m2", ...
@@ -61,8 +64,8 @@ ENDS = "measures no more"
 
 @contextlib.contextmanager
 def ending(what: str, end: Callable[[], object]) -> Iterator[None]:
-    """For whatever measures: an error inside must not end a training. It is one warning, `what` with the error, and calls
-    `end`."""
+    """For whatever measures: an error inside must not end a training. It is one warning, `what` with the
+    error, and calls `end`."""
     try:
         yield
     except Exception as error:
@@ -82,8 +85,8 @@ class Active(list["Measurement"]):
 
 
 class Measurement:
-    """Asks that the next training call of each graph of a model is measured. `records`: {record of a weight: {Name: vector of
-    COLUMNS}}."""
+    """Asks that the next training call of each graph of a model is measured. `records`: {record of a weight:
+    {Name: vector of COLUMNS}}."""
 
     def __init__(self, model: nn.Module):
         """TypeError if `model` is no module."""
@@ -103,11 +106,13 @@ class Measurement:
             process.of(Active).remove(self)
 
     def wants(self, key: tuple[int, ...]) -> bool:
-        """For a call with these weights (by identity): are they the model's, and is no such call measured yet?"""
+        """For a call with these weights (by identity): are they the model's, and is no such call measured
+        yet?"""
         model = self.model()
         if model is None:
             self.end()
-        elif self.members.isdisjoint(key) and key not in self.others:  # another model's, or assigned since the last look
+        elif self.members.isdisjoint(key) and key not in self.others:
+            # another model's, or assigned since the last look
             self.members = ids_of(named_weights(model).values())
             self.others.add(key)
         return key not in self.done and not self.members.isdisjoint(key)
@@ -121,7 +126,8 @@ def _fail(measurements: Sequence[Measurement]) -> None:
 
 @dataclass(eq=False)
 class Look:
-    """One call that runs eagerly: to be measured or, if `measurements` is empty, because a call beside it is."""
+    """One call that runs eagerly: to be measured or, if `measurements` is empty, because a call beside it
+    is."""
 
     key: tuple[int, ...]
     owners: Mapping[int, weakref.ref]  # by input of the graph
@@ -167,19 +173,28 @@ class Looking:
 
     open: dict[tuple[int, ...], Open] = field(default_factory=dict)
 
-    def at(self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool) -> Look | None:
-        """The `Look` of a call that runs eagerly, else None. `may_begin`: the call may begin a measurement."""
+    def at(
+        self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool
+    ) -> Look | None:
+        """The `Look` of a call that runs eagerly, else None. `may_begin`: the call may begin a
+        measurement."""
         look = None
         with ending(ENDS, lambda: _fail(process.of(Active))):
             look = self._at(args, weights, in_backward, may_begin)
         return look
 
-    def _at(self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool) -> Look | None:
+    def _at(
+        self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool
+    ) -> Look | None:
         key = tuple(id(args[i]) for i in weights)
         opened = self.open.get(key)
         wanting: list[Measurement] = []
         if opened is None or not in_backward:  # else it recomputes a measured call or one beside it
-            wanting = [measurement for measurement in list(process.of(Active)) if may_begin and measurement.wants(key)]
+            wanting = [
+                measurement
+                for measurement in list(process.of(Active))
+                if may_begin and measurement.wants(key)
+            ]
             if not wanting and opened is None:
                 return None
             if wanting:
@@ -206,16 +221,16 @@ class Looking:
 
 @dataclass(eq=False)
 class Open:
-    """Forwards that ran eagerly. Until their backwards have run, further forwards with the same weights run that
-    way, too, because a recomputation cannot be attributed to one of them."""
+    """Forwards that ran eagerly. Until their backwards have run, further forwards with the same weights run
+    that way, too, because a recomputation cannot be attributed to one of them."""
 
     forwards: int = 0
     patience: int = 16  # how many more forwards may come before the backwards are given up
 
 
 def names_of(cast: Node) -> list[Name]:
-    """The names of a cast's copies, in the order of its results. Where both layouts have the same values, the first one stands
-    for both."""
+    """The names of a cast's copies, in the order of its results. Where both layouts have the same values, the
+    first one stands for both."""
     operand, copies = cast.meta[OPERAND], copies_at(cast)
     if copies[0].block[0] == copies[0].block[1]:
         return [(operand.role, operand.use, "")]
@@ -247,11 +262,14 @@ def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], Cas
             record.casts[name] = cast
 
 
-def measured(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float, transposed: bool, block: Sequence[int]) -> Tensor:
-    """COLUMNS (float64 `[10]`, on x's device) of x `[R, C]` and its FP8 copy, plain `[R, C]` or transposed `[C, R padded]`.
+def measured(
+    x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float, transposed: bool, block: Sequence[int]
+) -> Tensor:
+    """COLUMNS (float64 `[10]`, on x's device) of x `[R, C]` and its FP8 copy, plain `[R, C]` or transposed
+    `[C, R padded]`.
 
-    Overflows: |x * scale| > fp8_max. Underflows: x is not 0, but its copy is. `error`: the sum of (x - copy * scale_inv)^2,
-    `signal`: that of x^2, both over finite elements.
+    Overflows: |x * scale| > fp8_max. Underflows: x is not 0, but its copy is. `error`: the sum of (x - copy *
+    scale_inv)^2, `signal`: that of x^2, both over finite elements.
     """
     x = x.t() if transposed else x
     total = torch.zeros(4, dtype=torch.float64, device=x.device)
@@ -278,5 +296,7 @@ def measured(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float, transposed:
     inverse = inverse_of(scale).to(torch.float64)
     elements = torch.full((), float(rows * columns), dtype=torch.float64, device=x.device)
     count = torch.full((), float(scale.numel()), dtype=torch.float64, device=x.device)
-    ends = (scale.amax().to(torch.float64), inverse.amin(), inverse.amax()) if scale.numel() else [count * 0] * 3
+    ends = (
+        (scale.amax().to(torch.float64), inverse.amin(), inverse.amax()) if scale.numel() else [count * 0] * 3
+    )
     return torch.stack((elements, peak, *total, count, *ends))

@@ -1,12 +1,13 @@
 """How forwards ran, for their recomputations.
 
-A recomputation runs as its original did, with the scales of that forward: else the values that it saves are others, or a
-different number of them. With one forward at a time, the original is the last forward. In a pipeline several forwards wait for
-their backwards, some of them cold and others not. A block may also run several times within one checkpoint. There, the frame of
-the checkpoint tells which forward is repeated: the one with the same number among the calls of these weights within the frame.
+A recomputation runs as its original did, with the scales of that forward: else the values that it saves are
+others, or a different number of them. With one forward at a time, the original is the last forward. In a
+pipeline several forwards wait for their backwards, some of them cold and others not. A block may also run
+several times within one checkpoint. There, the frame of the checkpoint tells which forward is repeated: the
+one with the same number among the calls of these weights within the frame.
 
-The page holds the scales of the last forward only. Before another forward moves it, a copy is kept of what the last one used,
-if that one was checkpointed and its backward has not run.
+The page holds the scales of the last forward only. Before another forward moves it, a copy is kept of what
+the last one used, if that one was checkpointed and its backward has not run.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Ran:
-    """How a forward ran: cold; eagerly, for being cold or measured. `page`: one with its scales, once the page of
-    the graph has moved on."""
+    """How a forward ran: cold; eagerly, for being cold or measured. `page`: one with its scales, once the
+    page of the graph has moved on."""
 
     cold: bool = False
     eager: bool = False
@@ -38,15 +39,16 @@ class Ran:
 
 @dataclass(eq=False)
 class Region:
-    """The forwards of one set of weights within one checkpoint, and how far the recomputation that `hook` belongs to has
-    come."""
+    """The forwards of one set of weights within one checkpoint, and how far the recomputation that `hook`
+    belongs to has come."""
 
     forwards: list[Ran] = field(default_factory=list)
     hook: Any = None
     number: int = -1
 
 
-_regions: weakref.WeakKeyDictionary[Any, dict[Repeats, Region]] = weakref.WeakKeyDictionary()  # by the frame of the checkpoint
+# by the frame of the checkpoint
+_regions: weakref.WeakKeyDictionary[Any, dict[Repeats, Region]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -71,8 +73,8 @@ class Repeats:
         return self.last
 
     def original(self) -> Ran | None:
-        """The forward that the one that begins now repeats: the last one, unless a checkpoint tells another. None if neither is
-        known."""
+        """The forward that the one that begins now repeats: the last one, unless a checkpoint tells another.
+        None if neither is known."""
         checkpoint, self.number = compat.autograd.checkpoint(), 0
         if checkpoint is None:
             return self.last

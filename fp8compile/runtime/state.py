@@ -1,9 +1,10 @@
 """Where delayed scaling keeps its history: outside the graphs, by parameter.
 
-A *slot* is one tensor's scaling state; it belongs to a parameter object and is named by (role, use). A compiled graph
-reads and writes its slots as rows of a *page* (see `state_page`), one page a direction, handed to it as an input at every
-call. So one piece of code serves every layer that it fits, a recompiled graph finds the history that its predecessor
-left, two layers never share a slot, and a model that is deleted takes its state with it.
+A *slot* is one tensor's scaling state; it belongs to a parameter object and is named by (role, use). A
+compiled graph reads and writes its slots as rows of a *page* (see `state_page`), one page a direction, handed
+to it as an input at every call. So one piece of code serves every layer that it fits, a recompiled graph
+finds the history that its predecessor left, two layers never share a slot, and a model that is deleted takes
+its state with it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ PATIENCE = 16  # cold calls; afterwards a slot that saw only zeros is used with 
 
 @dataclass(eq=False)
 class Loading:
-    """A state that was loaded for a model, until its graphs have taken it. `quiet`: nobody has to hear what does not fit."""
+    """A state that was loaded for a model, until its graphs have taken it. `quiet`: nobody has to hear what
+    does not fit."""
 
     strict: bool
     quiet: bool = False
 
     def differs(self, differences: Sequence[str]) -> None:
-        """StateError where `strict` and there is any difference; else one warning, whichever graph meets one first."""
+        """StateError where `strict` and there is any difference; else one warning, whichever graph meets one
+        first."""
         if differences and not self.quiet:
             self.quiet = not self.strict
             refuse_or_warn(differences, self.strict)
@@ -48,7 +51,8 @@ class Loading:
 
 @dataclass(eq=False)
 class Page:
-    """`tensor` is float32 `[rows, 10 + history]`, see `state_page`; row i is the slot `homes[i]`: owner, (role, use)."""
+    """`tensor` is float32 `[rows, 10 + history]`, see `state_page`; row i is the slot `homes[i]`: owner,
+    (role, use)."""
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
@@ -63,7 +67,8 @@ class Page:
     found: Sequence[Overflow] = ()  # by the last look
 
     def __post_init__(self) -> None:
-        # .data: autograd may have saved the page for a backward; views of .data do not share its version counter
+        # .data: autograd may have saved the page for a backward; views of .data do not share its version
+        # counter
         self.rows = self.tensor.data.narrow(0, 0, len(self.homes)).narrow(1, 0, COLUMNS)
         self.signs = self.rows.t()[AGE : LIMIT + 1 : LIMIT - AGE]
         self.reference = weakref.ref(self)
@@ -78,8 +83,8 @@ class Page:
         return self.loading is not None and not self.loading.quiet
 
     def odd(self) -> bool:
-        """Is there a slot without a scale, or with one that did not fit, or that saw what is not finite? Reads the device. (On
-        a CPU, lists of a few numbers are several times cheaper than operators.)"""
+        """Is there a slot without a scale, or with one that did not fit, or that saw what is not finite?
+        Reads the device. (On a CPU, lists of a few numbers are several times cheaper than operators.)"""
         ages, limits = self.signs.tolist()
         return min(ages) < 0 or min(limits) < 0
 
@@ -116,7 +121,8 @@ class Page:
         self.moves()
         if loaded:
             self.loaded = True
-            if len(loaded) == len(self.homes):  # else a slot that was not loaded may have to be cold for longer
+            # else a slot that was not loaded may have to be cold for longer
+            if len(loaded) == len(self.homes):
                 self.patience = min(page.patience for page in loaded)
 
     def take(self, row: int, page: Page, before: int = 0) -> None:
@@ -148,8 +154,8 @@ class Slot:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model that may be weights: parameters, then buffers. Their names leave out the wrappers of
-    torch.compile, checkpointing, FSDP and DDP. A tensor with several names has its first."""
+    """The tensors of a model that may be weights: parameters, then buffers. Their names leave out the
+    wrappers of torch.compile, checkpointing, FSDP and DDP. A tensor with several names has its first."""
     model = unwrapped(model)
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -171,7 +177,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
-    """The delayed scaling state of a model: `{(parameter name, "input" | "weight" | "gradient", use): Slot}`."""
+    """The delayed scaling state of a model: `{(parameter name, "input" | "weight" | "gradient", use):
+    Slot}`."""
     return {
         (name, role, use): slot
         for name, weight in named_weights(model).items()
@@ -180,16 +187,21 @@ def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
 
 
 def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
-    """Say if a state was loaded for weights of a training graph that keep none there. `wanted`: the weights that do."""
+    """Say if a state was loaded for weights of a training graph that keep none there. `wanted`: the weights
+    that do."""
     known = set(map(id, wanted))
-    found = [slot.page for weight in weights if id(weight) not in known for slot in find(weight).slots.values()]
+    found = [
+        slot.page for weight in weights if id(weight) not in known for slot in find(weight).slots.values()
+    ]
     _tell([(page.loading, f"unexpected: {page.name}") for page in found if page.loading is not None])
 
 
 def check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
     """Say if slots of a new graph were loaded, and differ from the slots that the graph needs."""
     held = [find(owner).slots.get(name) for (owner, name), _ in wanted]
-    loading = next((slot.page.loading for slot in held if slot is not None and slot.page.loading is not None), None)
+    loading = next(
+        (slot.page.loading for slot in held if slot is not None and slot.page.loading is not None), None
+    )
     if loading is None:
         return
     differences: list[tuple[Loading, str]] = []
@@ -215,8 +227,8 @@ def _tell(differences: Sequence[tuple[Loading, str]]) -> None:
 
 
 FIX = (
-    "Compile with the policy and options that it was saved with, or load it without strict=True to load what fits, "
-    "or ScalingState(model).load_state_dict(None) to start cold."
+    "Compile with the policy and options that it was saved with, or load it without strict=True to load "
+    "what fits, or ScalingState(model).load_state_dict(None) to start cold."
 )
 SHOWN = 5  # differences in a warning
 
@@ -225,13 +237,22 @@ def refuse_or_warn(differences: Sequence[str], strict: bool, fix: str = FIX) -> 
     """What does not fit of a state that is loaded: StateError if `strict`, else a warning."""
     if strict:
         raise StateError.of(differences, fix)
-    shown = [*differences[:SHOWN], *([f"and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else [])]
-    what = "this scaling state is of another model, policy or option: what fits is loaded, and the rest starts cold"
-    logger.warning("fp8: %s:\n  %s\nScalingState(model, strict=True) makes this an error", what, "\n  ".join(shown))
+    shown = [
+        *differences[:SHOWN],
+        *([f"and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []),
+    ]
+    what = (
+        "this scaling state is of another model, policy or option: what fits is loaded, "
+        "and the rest starts cold"
+    )
+    logger.warning(
+        "fp8: %s:\n  %s\nScalingState(model, strict=True) makes this an error", what, "\n  ".join(shown)
+    )
 
 
 def differing(name: str, saved: SlotSettings, kept: int, settings: SlotSettings, history: int) -> list[str]:
-    """The differences between a slot that was saved (with `kept` amaxes) and this graph's slot (with `history` amaxes)."""
+    """The differences between a slot that was saved (with `kept` amaxes) and this graph's slot (with
+    `history` amaxes)."""
     pairs = [
         ("FP8 maximum / 2**margin", saved.reach, settings.reach),
         ("window (amax_history_len, or 1 with most_recent)", saved.window, settings.window),
@@ -248,7 +269,8 @@ def page_for(
     history: int,
     device: torch.device,
 ) -> Page:
-    """The page that holds just these slots in this order (after a recompilation), or a new one that takes them over."""
+    """The page that holds just these slots in this order (after a recompilation), or a new one that takes
+    them over."""
     rows = state_page.rows_for(len(slots))
     held = [find(owner).slots.get(name) for owner, name in slots]
     pages = {id(slot.page): slot.page for slot in held if slot is not None}

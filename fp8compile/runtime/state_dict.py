@@ -1,8 +1,9 @@
 """The scaling state of a model on this rank, as plain tensors. `ScalingState` is the public name.
 
-A slot is saved as the float32 vector "<parameter>.<role>.<use>": its row of a page (see `state_page`), followed by its
-patience, the number of calls that may still be cold because of this slot. "fp8compile.version" is an int64 vector of one
-element. All are copies on the CPU. Each has its own memory, as safetensors requires.
+A slot is saved as the float32 vector "<parameter>.<role>.<use>": its row of a page (see `state_page`),
+followed by its patience, the number of calls that may still be cold because of this slot.
+"fp8compile.version" is an int64 vector of one element. All are copies on the CPU. Each has its own memory, as
+safetensors requires.
 
 Under FSDP2 a slot has the name of the parameter, as without it.
 """
@@ -32,13 +33,14 @@ SHORTEST = state_page.HISTORY + 2  # numbers of a slot in a file: a row, and its
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """The delayed scaling state of a model: {"layers.0.up.weight.input.0": float32 vector, ...} and a version.
+    """The delayed scaling state of a model: {"layers.0.up.weight.input.0": float32 vector, ...} and a
+    version.
 
-    Names are those of the bare module, whatever torch.compile, DDP or checkpointing put around it. Other recipes keep no
-    state: their dict has the version alone.
+    Names are those of the bare module, whatever torch.compile, DDP or checkpointing put around it. Other
+    recipes keep no state: their dict has the version alone.
 
-    Each rank has its own state, of the tensors that it has seen: under DDP and FSDP2 of its batches, under tensor parallelism
-    of its shards. The names are the same on all ranks.
+    Each rank has its own state, of the tensors that it has seen: under DDP and FSDP2 of its batches, under
+    tensor parallelism of its shards. The names are the same on all ranks.
     """
     copies: dict[Page, Tensor] = {}
     state = {VERSION_KEY: torch.tensor([VERSION])}
@@ -54,8 +56,8 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
 def prepare_load(
     model: nn.Module, state: Mapping[str, Tensor] | None, strict: bool, quiet: bool = False
 ) -> Callable[[], None]:
-    """Load a state that `scaling_state` returned, in two: the check, which raises, and the change, which is returned. None and
-    {} are a cold start. `quiet`: what does not fit is not mentioned."""
+    """Load a state that `scaling_state` returned, in two: the check, which raises, and the change, which is
+    returned. None and {} are a cold start. `quiet`: what does not fit is not mentioned."""
     model = unwrapped(model)
     weights = named_weights(model)
     if state is not None and not isinstance(state, Mapping):
@@ -82,7 +84,14 @@ def prepare_load(
             record.loaded = name if given else None
         for (name, role, use), row in rows.items():
             if name in weights:
-                _take(f"{name}.{role}.{use}", weights[name], (role, use), row, live.get((name, role, use)), loading)
+                _take(
+                    f"{name}.{role}.{use}",
+                    weights[name],
+                    (role, use),
+                    row,
+                    live.get((name, role, use)),
+                    loading,
+                )
 
     return change
 
@@ -94,15 +103,25 @@ def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
     version = state.get(VERSION_KEY)
     if not isinstance(version, Tensor) or version.numel() != 1 or int(version) != VERSION:
         known = f"version {VERSION}, under {VERSION_KEY!r}"
-        raise StateError(f"this is no scaling state that can be read here: it should have {known}; it has {version!r}")
+        raise StateError(
+            f"this is no scaling state that can be read here: it should have {known}; it has {version!r}"
+        )
     rows = {}
     for key, row in state.items():
         if key == VERSION_KEY:
             continue
         name, role, use = (str(key).rsplit(".", 2) + ["", ""])[:3]
         if role not in ROLES or not use.isdecimal():
-            raise StateError(f"{key!r} is no name of a scaling state: they end in a role and a number, as in up.weight.input.0")
-        if not isinstance(row, Tensor) or row.dim() != 1 or row.numel() < SHORTEST or row.dtype != torch.float32:
+            raise StateError(
+                f"{key!r} is no name of a scaling state: they end in a role and a number, as in "
+                "up.weight.input.0"
+            )
+        if (
+            not isinstance(row, Tensor)
+            or row.dim() != 1
+            or row.numel() < SHORTEST
+            or row.dtype != torch.float32
+        ):
             wanted = f"a float32 vector of {SHORTEST} numbers or more"
             raise StateError(f"{key!r} of this scaling state should be {wanted}; it is {_kind(row)}")
         rows[name, role, int(use)] = row.detach().cpu()
@@ -116,7 +135,8 @@ def _kind(x: Any) -> str:
 def _differences(
     rows: Mapping[Key, Tensor], weights: Mapping[str, Tensor], live: Mapping[Key, Slot], waiting: Set[Key]
 ) -> list[str]:
-    """What does not fit. `live`: the slots of compiled graphs, none before the first call. `waiting`: as in the caller."""
+    """What does not fit. `live`: the slots of compiled graphs, none before the first call. `waiting`: as in
+    the caller."""
     found = []
     for key, row in rows.items():
         name, role, use = key
@@ -125,14 +145,21 @@ def _differences(
             found.append(f"unexpected: {full} (the model has no {name})")
         elif key in live:
             saved, slot = Rows(row[:-1]), live[key]
-            found += differing(full, saved.settings(), saved.length, slot.page.settings[slot.row], slot.numbers.length)
+            found += differing(
+                full, saved.settings(), saved.length, slot.page.settings[slot.row], slot.numbers.length
+            )
         elif live and key not in waiting:
             found.append(f"unexpected: {full}")
-    return found + [f"missing: {name}.{role}.{use}" for name, role, use in live if (name, role, use) not in rows]
+    return found + [
+        f"missing: {name}.{role}.{use}" for name, role, use in live if (name, role, use) not in rows
+    ]
 
 
-def _take(name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Slot | None, loading: Loading) -> None:
-    """Put a loaded row into a graph's page, or (`slot` is None) into its own page, from which the first graph takes it."""
+def _take(
+    name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Slot | None, loading: Loading
+) -> None:
+    """Put a loaded row into a graph's page, or (`slot` is None) into its own page, from which the first graph
+    takes it."""
     values, patience = row[:-1].clone(), int(row[-1])
     settings = (Rows(values).settings(),)
     page = Page(values.unsqueeze(0), [(weakref.ref(weight), key)], settings, patience=patience, loaded=True)

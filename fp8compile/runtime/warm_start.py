@@ -1,9 +1,11 @@
-"""What a later process needs of a graph whose compiled code is in AOTAutograd's cache, and under which facts it may have it.
+"""What a later process needs of a graph whose compiled code is in AOTAutograd's cache, and under which facts
+it may have it.
 
-A hit in that cache skips our passes. What they would have found (the report, the layout of the scaling state, the graph that
-cold calls run) is in the same entry (`compat.aot_cache.Saved`). The entry's key has, beside all that AOTAutograd knows of, a
-hash of the `facts` that our passes read elsewhere: names and classes of modules, the description of the device. A graph about
-which not all facts are known for certain does not use the cache.
+A hit in that cache skips our passes. What they would have found (the report, the layout of the scaling state,
+the graph that cold calls run) is in the same entry (`compat.aot_cache.Saved`). The entry's key has, beside
+all that AOTAutograd knows of, a hash of the `facts` that our passes read elsewhere: names and classes of
+modules, the description of the device. A graph about which not all facts are known for certain does not use
+the cache.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ class Unknown(Exception):
 class Half:
     """One half of a graph, without its compiled code.
 
-    `wrapped`: its calls may run eagerly; else the other fields are empty. `device`: the kind of device on which it
-    runs. `inputs`: their names. `marker`: which output of a forward marks a call (`calls.marks`), and the name of that tensor.
+    `wrapped`: its calls may run eagerly; else the other fields are empty. `device`: the kind of device on
+    which it runs. `inputs`: their names. `marker`: which output of a forward marks a call (`calls.marks`),
+    and the name of that tensor.
     """
 
     wrapped: bool = False
@@ -55,8 +58,8 @@ class Half:
 
 @dataclass(frozen=True)
 class Content:
-    """What is kept of a half. `whole`: what the passes found in the graph of both halves, and whether some matmul became FP8;
-    with the forward only."""
+    """What is kept of a half. `whole`: what the passes found in the graph of both halves, and whether some
+    matmul became FP8; with the forward only."""
 
     half: Half
     steps: tuple[NodeRecord, ...]
@@ -68,7 +71,9 @@ def packed(half: Half, graph: GraphModule | None, whole: tuple[Rewritten, bool] 
     try:
         return pickle.dumps(Content(half, freeze(graph.graph) if graph is not None else (), whole))
     except (Unfrozen, pickle.PicklingError, TypeError, AttributeError) as error:
-        logger.debug("fp8: the next process compiles this graph again, which cannot be written to a file: %s", error)
+        logger.debug(
+            "fp8: the next process compiles this graph again, which cannot be written to a file: %s", error
+        )
         return None
 
 
@@ -96,9 +101,12 @@ class Later:
         return self.run(args, how)
 
 
-def facts(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, others: Sequence[Any]) -> str | None:
-    """A hash of what our passes read of a Dynamo graph, its inputs and this process, beside the policy, but is not in
-    AOTAutograd's key for certain. `others`: more such facts. None if the graph should not use the cache."""
+def facts(
+    gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, others: Sequence[Any]
+) -> str | None:
+    """A hash of what our passes read of a Dynamo graph, its inputs and this process, beside the policy, but
+    is not in AOTAutograd's key for certain. `others`: more such facts. None if the graph should not use the
+    cache."""
     if not compat.aot_cache.cache_is_on():
         return None
     try:
@@ -110,7 +118,13 @@ def facts(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, others
             raise Unknown("compiled autograd or FSDP2 owns its inputs")
         _no_constants(gm)
         _no_symbols(gm)
-        known = [compat.aot_cache.modules_of_nodes(gm), compat.aot_cache.modes(), _tensors(example_inputs), inputs, *others]
+        known = [
+            compat.aot_cache.modules_of_nodes(gm),
+            compat.aot_cache.modes(),
+            _tensors(example_inputs),
+            inputs,
+            *others,
+        ]
         return hashlib.sha256(_spelled(known).encode()).hexdigest()
     except Unknown as reason:
         logger.debug("fp8: %s does not use AOTAutograd's cache: %s", inputs.root, reason)
@@ -130,7 +144,9 @@ def _no_symbols(gm: GraphModule) -> None:
     """Symbolic sizes have guards, which an entry would bring along."""
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or not all(type(size) is int for size in (*value.shape, *value.stride())):
+        if not isinstance(value, torch.Tensor) or not all(
+            type(size) is int for size in (*value.shape, *value.stride())
+        ):
             raise Unknown(f"the input {node.name} is no tensor, or a size of it is symbolic")
 
 
@@ -146,7 +162,18 @@ def _tensors(values: Sequence[Any]) -> list[Any]:
             raise Unknown("a size is symbolic")
         place = memory.setdefault(compat.autograd.storage_of(x), len(memory))
         hooks = compat.aot_cache.has_hooks(x)
-        found.append([sizes, x.dtype, x.device, x.requires_grad, x.is_leaf, isinstance(x, torch.nn.Parameter), place, hooks])
+        found.append(
+            [
+                sizes,
+                x.dtype,
+                x.device,
+                x.requires_grad,
+                x.is_leaf,
+                isinstance(x, torch.nn.Parameter),
+                place,
+                hooks,
+            ]
+        )
     return found
 
 

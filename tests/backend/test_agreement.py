@@ -1,13 +1,16 @@
-"""Compiled against the oracle, the eager FP8 reference: outputs, every gradient and the scaling state, over moving steps.
+"""Compiled against the oracle, the eager FP8 reference: outputs, every gradient and the scaling state, over
+moving steps.
 
-Floors: 40 dB for float32 models, 30 dB for bf16. FP8 against high precision is at 24 to 31 dB a matmul, so a model that is not
-in FP8, or that uses another scale or rounding, fails. The two sides are not equal: sums in another order differ in the last bit
-of float32 (bf16: a fused kernel rounds intermediates less often), and a value near a rounding boundary of FP8 may then be
-rounded the other way. harness.py explains the effect on the state, and on a chain of FP8 layers (`DEEP` here).
+Floors: 40 dB for float32 models, 30 dB for bf16. FP8 against high precision is at 24 to 31 dB a matmul, so a
+model that is not in FP8, or that uses another scale or rounding, fails. The two sides are not equal: sums in
+another order differ in the last bit of float32 (bf16: a fused kernel rounds intermediates less often), and a
+value near a rounding boundary of FP8 may then be rounded the other way. harness.py explains the effect on the
+state, and on a chain of FP8 layers (`DEEP` here).
 
-The backend quantizes the last tensor before a cast to bf16. So in a bf16 model the output of a GELU becomes FP8 without the
-rounding to bf16 of eager mode. One value in sixty then becomes the other FP8 neighbour: 31 to 38 dB from one such layer to the
-next. So the bf16 models with several layers have ReLUs, which round nothing; the others must reach 30 dB in the median.
+The backend quantizes the last tensor before a cast to bf16. So in a bf16 model the output of a GELU becomes
+FP8 without the rounding to bf16 of eager mode. One value in sixty then becomes the other FP8 neighbour: 31 to
+38 dB from one such layer to the next. So the bf16 models with several layers have ReLUs, which round nothing;
+the others must reach 30 dB in the median.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ def shape_for(model: nn.Module) -> tuple[int, ...]:
 
 
 def train(pair: Pair, loop: str) -> None:
-    """Steps on inputs, and with output gradients, whose magnitude moves by a factor of 40. What a step does, by its letter:
+    """Steps on inputs, and with output gradients, whose magnitude moves by a factor of 40. What a step does,
+    by its letter:
 
     s   a step    a   one whose gradients are added to those of the step before    o   one backward over two forwards
     2   two forwards before two backwards    r   the same, and the backwards run in reverse
@@ -63,7 +67,9 @@ def train(pair: Pair, loop: str) -> None:
             one_backward(pair, x, noise(*shape, seed=50 + step, scale=3 * factor, dtype=dtype))
         else:
             pair.zero_grad()
-            pair.two_calls(x, noise(*shape, seed=100 + step, scale=4 * factor, dtype=dtype), reverse=event == "r")
+            pair.two_calls(
+                x, noise(*shape, seed=100 + step, scale=4 * factor, dtype=dtype), reverse=event == "r"
+            )
         pair.sgd(0.001 * factor if event in "sa" else 0.001)
     pair.finish()
 
@@ -79,7 +85,16 @@ def one_backward(pair: Pair, a: Tensor, b: Tensor) -> None:
     pair.steps += 1
 
 
-DEEP = {"broken", "attention", "block", "gated", "spelled", "checkpointed_relus", "checkpointed_mlp", "checkpointed_blocks"}
+DEEP = {
+    "broken",
+    "attention",
+    "block",
+    "gated",
+    "spelled",
+    "checkpointed_relus",
+    "checkpointed_mlp",
+    "checkpointed_blocks",
+}
 
 
 def half_frozen(name: str) -> nn.Module:
@@ -130,7 +145,11 @@ CASES = [
 ]
 ONCE = ("frozen_up", "frozen_down", "broken")
 MORE = [
-    *((name, "delayed", FP32, {}, "ssasss2sr") for name in BUILDS if name not in (*ONCE, "mlp", "gated", "swiglu")),
+    *(
+        (name, "delayed", FP32, {}, "ssasss2sr")
+        for name in BUILDS
+        if name not in (*ONCE, "mlp", "gated", "swiglu")
+    ),
     ("frozen_up", "delayed", FP32, {}, "ss2s"),
     ("frozen_down", "rowwise_with_gw_hp", FP32, {}, "ss2s"),
     ("broken", "delayed", FP32, {}, "sssss"),
@@ -150,7 +169,9 @@ MORE = [
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype", "options", "loop"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
-    ids=lambda x: ",".join(f"{k}={v}" for k, v in x.items()).replace(" ", "") if isinstance(x, dict) else str(x),
+    ids=lambda x: (
+        ",".join(f"{k}={v}" for k, v in x.items()).replace(" ", "") if isinstance(x, dict) else str(x)
+    ),
 )
 def test_training(name: str, recipe: str, dtype: torch.dtype | str, options: dict, loop: str) -> None:
     autocast = BF16 if dtype == AUTOCAST else None
@@ -158,7 +179,8 @@ def test_training(name: str, recipe: str, dtype: torch.dtype | str, options: dic
     deep = name in DEEP or (dtype != FP32 and name != "linear")
     pair = Pair(model, recipe, deep=deep, autocast=autocast, **options)
     train(pair, loop)
-    if autocast and recipe == "delayed":  # the history holds the amax of the float32 weight; bf16 would round it
+    # the history holds the amax of the float32 weight; bf16 would round it
+    if autocast and recipe == "delayed":
         pair.step(noise(*shape_for(model), seed=99))
         state = histories(model)
         for parameter, weight in model.named_parameters():
@@ -180,8 +202,8 @@ def test_training(name: str, recipe: str, dtype: torch.dtype | str, options: dic
     ],
 )
 def test_inputs_that_are_not_contiguous(recipe: str, lies: str, dynamic: bool | None, first: bool) -> None:
-    """Autograd computes the gradient of a column-major input as a matmul with a column for each token. Their number is
-    free. `first`: the first layer of a model has no dgrad, and its weight is read by fprop only."""
+    """Autograd computes the gradient of a column-major input as a matmul with a column for each token. Their
+    number is free. `first`: the first layer of a model has no dgrad, and its weight is read by fprop only."""
     model = make(Mlp)
     pair = Pair(model, recipe, dynamic=dynamic)
     for step, tokens in enumerate((40, 41, 23) if dynamic else (40, 40)):
@@ -214,14 +236,19 @@ def test_inputs_that_are_not_contiguous(recipe: str, lies: str, dynamic: bool | 
     ids=str,
 )
 def test_blocks_that_do_not_fit(shape: tuple[int, int, int], recipe: str) -> None:
-    """Several blocks in every dimension, with smaller blocks at the ends; rows and columns of very different magnitudes."""
+    """Several blocks in every dimension, with smaller blocks at the ends; rows and columns of very different
+    magnitudes."""
     tokens, width, out = shape
     model = make(lambda: nn.Linear(width, out))
     with torch.no_grad():
         model.weight *= torch.logspace(-2, 2, out).unsqueeze(1)
     pair = Pair(model, recipe, dynamic=False)
     for step in range(2):
-        x = noise(tokens, width, seed=step) * torch.logspace(-3, 3, width) * torch.logspace(-4, 1, tokens).unsqueeze(1)
+        x = (
+            noise(tokens, width, seed=step)
+            * torch.logspace(-3, 3, width)
+            * torch.logspace(-4, 1, tokens).unsqueeze(1)
+        )
         pair.step(x, grad=noise(tokens, out, seed=9) * torch.logspace(-6, 0, tokens).unsqueeze(1))
     pair.finish()
 
@@ -254,7 +281,8 @@ def test_the_comparison_can_fail() -> None:
     other = Pair(model, "tensorwise", compile=lambda m: compiled(m, "tensorwise", fp8_format="e4m3"))
     with pytest.raises(AssertionError, match="gradients of step 0: below"):
         other.step(noise(48, 128))
-    third = Pair(make(Mlp), margin=1, compile=lambda m: compiled(m, merge_matmuls=False))  # equal values, other state
+    # equal values, other state
+    third = Pair(make(Mlp), margin=1, compile=lambda m: compiled(m, merge_matmuls=False))
     with pytest.raises(AssertionError, match="scale"):
         third.step(noise(48, 128))
 
@@ -281,7 +309,10 @@ def different_rows(pair: Pair) -> None:
     ("recipe", "dynamic"),
     [
         ("mxfp8", True),
-        *(pytest.param(x, True, marks=pytest.mark.slow) for x in ("delayed", "tensorwise", "rowwise_with_gw_hp", "blockwise")),
+        *(
+            pytest.param(x, True, marks=pytest.mark.slow)
+            for x in ("delayed", "tensorwise", "rowwise_with_gw_hp", "blockwise")
+        ),
         pytest.param("delayed", False, marks=pytest.mark.slow),
     ],
 )

@@ -1,7 +1,8 @@
-"""Each FP8 matmul that Inductor calls in its plan for a GPU is one that ATen takes there (`tests/support/aten.py`).
+"""Each FP8 matmul that Inductor calls in its plan for a GPU is one that ATen takes there
+(`tests/support/aten.py`).
 
-The plans of steps are executed on a CPU, without their kernels: shapes, strides, dtypes and addresses are those of the plan,
-values are not. After them: each rule is broken once, and the call is refused.
+The plans of steps are executed on a CPU, without their kernels: shapes, strides, dtypes and addresses are
+those of the plan, values are not. After them: each rule is broken once, and the call is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def planned(gpu: Any, gaps: bool = False, kernels: bool = False) -> Iterator[Pla
         if gpu is MI300X:
             stack.enter_context(hooks.fnuz())
         if not kernels:
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(Launched, "run", lambda self, *_, **__: None)
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(
+                Launched, "run", lambda self, *_, **__: None
+            )
         yield stack.enter_context(executed(gpu=gpu, gaps=gaps))
 
 
@@ -55,7 +58,8 @@ def expected(gpu: Any, recipe: str, whole: bool) -> int:
     """FP8 matmuls by ATen in a step of two layers. Others are ours, or in bf16."""
     if recipe == "mxfp8":
         return 6 if gpu in (B200, RTX5090) else 0
-    if recipe == "blockwise":  # a weight's gradient has two operands of 1 x 128 blocks, whose K is the number of tokens
+    # a weight's gradient has two operands of 1 x 128 blocks, whose K is the number of tokens
+    if recipe == "blockwise":
         return 4 if gpu is H100 and whole else 0
     return 4 if recipe == "rowwise_with_gw_hp" else 6
 
@@ -94,7 +98,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ("name", "recipe", "gpu"),
     [
         (name, recipe, gpu)
-        for name, recipe, gpu in itertools.product(OPTIONS, ("tensorwise", "rowwise", "blockwise", "mxfp8"), GPUS)
+        for name, recipe, gpu in itertools.product(
+            OPTIONS, ("tensorwise", "rowwise", "blockwise", "mxfp8"), GPUS
+        )
         if recipe == "tensorwise" or "fp8_format" not in OPTIONS[name]  # the others have E4M3 throughout
     ],
 )
@@ -104,7 +110,9 @@ def test_options(name: str, recipe: str, gpu: str) -> None:
     rows, dynamic = given.pop("rows", 48), given.pop("dynamic", None)
     model = make(lambda: LlamaLayer(512, 4, 2, 512), BF16)
     with planned(GPUS[gpu]) as plan:
-        call = torch.compile(model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8, **given})
+        call = torch.compile(
+            model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8, **given}
+        )
         for more in range(2 if dynamic else 1):
             call(noise(1, rows + more, 512, dtype=BF16).requires_grad_()).sum().backward()
     assert plan.scaled or not expected(GPUS[gpu], recipe, rows % 16 == 0 and not dynamic)
@@ -136,7 +144,7 @@ def test_a_plan_is_refused() -> None:
             trained(make(lambda: Mlp(), BF16), "rowwise", 64, plan, BF16)
 
 
-# -- the rules -------------------------------------------------------------------------------------------------------------
+# -- the rules -----------------------------------------------------------------------------------------------
 
 LATEST = (2, 15), (13, 0)
 OLD = (2, 11), (12, 6)
@@ -149,10 +157,15 @@ def fp8(rows: int, k: int, dtype: torch.dtype = E4M3, leading: int = 0, offset: 
     return memory[offset:].view(rows, leading)[:, :k].view(dtype)
 
 
-def product(kind: str, m: int = 64, n: int = 256, k: int = 512, dtype: torch.dtype = E4M3, **changes: Any) -> Product:
-    """A legal call, but for these arguments. `kind`: "square line" has 128 x 128 blocks of a and 1 x 128 ones of b."""
+def product(
+    kind: str, m: int = 64, n: int = 256, k: int = 512, dtype: torch.dtype = E4M3, **changes: Any
+) -> Product:
+    """A legal call, but for these arguments. `kind`: "square line" has 128 x 128 blocks of a and 1 x 128 ones
+    of b."""
     a_kind, b_kind = (kind.split() * 2)[:2]
-    call = Product(fp8(m, k, dtype), fp8(n, k, dtype).t(), scales(a_kind, m, k), scales(b_kind, n, k, mirrored=True))
+    call = Product(
+        fp8(m, k, dtype), fp8(n, k, dtype).t(), scales(a_kind, m, k), scales(b_kind, n, k, mirrored=True)
+    )
     return call._replace(**changes)
 
 
@@ -226,7 +239,10 @@ def breaking() -> dict[str, list[tuple[Any, tuple, Product | Grouped]]]:
             (H100, LATEST, product("tensor", out=torch.zeros(256, 64, dtype=BF16).t())),
             (H100, LATEST, product("tensor", out_dtype=torch.float64)),
         ],
-        "layout": [(H100, LATEST, product("tensor", b=fp8(512, 256))), (B200, LATEST, product("row", b=fp8(512, 256)))],
+        "layout": [
+            (H100, LATEST, product("tensor", b=fp8(512, 256))),
+            (B200, LATEST, product("row", b=fp8(512, 256))),
+        ],
         "leading": [
             (H100, LATEST, product("tensor", b=fp8(256, 512, leading=520).t())),
             (H100, LATEST, product("tensor", a=fp8(1, 512).expand(64, 512))),
@@ -253,8 +269,13 @@ def breaking() -> dict[str, list[tuple[Any, tuple, Product | Grouped]]]:
             (H100, LATEST, grouped(b_scale=torch.ones(256, 4).t())),
             (H100, LATEST, grouped(False, a_scale=torch.ones(128))),
         ],
-        "groups out": [(H100, LATEST, grouped(out_dtype=FP32)), (H100, LATEST, grouped(bias=torch.zeros(256, dtype=BF16)))],
-        "groups order": [(H100, LATEST, grouped(offs=ends(sizes))) for sizes in ([16, -16, 33, 40], [97, 0, 0, 0])],
+        "groups out": [
+            (H100, LATEST, grouped(out_dtype=FP32)),
+            (H100, LATEST, grouped(bias=torch.zeros(256, dtype=BF16))),
+        ],
+        "groups order": [
+            (H100, LATEST, grouped(offs=ends(sizes))) for sizes in ([16, -16, 33, 40], [97, 0, 0, 0])
+        ],
     }
     return {rule: [call] for rule, call in one.items()} | several
 

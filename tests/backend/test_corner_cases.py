@@ -1,4 +1,5 @@
-"""Plausible user code that once gave wrong results silently. Each test compares with high precision or checks the state."""
+"""Plausible user code that once gave wrong results silently. Each test compares with high precision or checks
+the state."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 def test_saved_tensor_hooks_that_copy() -> None:
-    """Activation offloading returns copies of saved tensors. The state still moves, and cold calls are still recognised."""
+    """Activation offloading returns copies of saved tensors. The state still moves, and cold calls are still
+    recognised."""
     model, plain = make(Mlp), make(Mlp)
     run, x, w = torch.compile(model, backend="fp8"), noise(32, 128), noise(32, 128, seed=1)
     for step in range(18):
@@ -39,9 +41,12 @@ def test_saved_tensor_hooks_that_copy() -> None:
 
 
 @pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize("options", [{"fp8_format": "e4m3"}, {"margin": 3}, {"fp8_format": "e4m3", "margin": 0}])
+@pytest.mark.parametrize(
+    "options", [{"fp8_format": "e4m3"}, {"margin": 3}, {"fp8_format": "e4m3", "margin": 0}]
+)
 def test_compiled_again_with_another_range(options) -> None:
-    """The second compilation has another FP8 maximum or margin, so it converts the scales of the first: 57344 is not 448."""
+    """The second compilation has another FP8 maximum or margin, so it converts the scales of the first: 57344
+    is not 448."""
     model, plain, x, w = make(Mlp), make(Mlp), noise(32, 128), noise(32, 128, seed=1)
     for step, given in enumerate([{}] * 3 + [options] * 2):
         run = torch.compile(model, backend="fp8", options=given)
@@ -77,7 +82,9 @@ def test_buffers_as_weights() -> None:
 
 
 def test_a_graph_without_inputs() -> None:
-    torch.testing.assert_close(torch.compile(lambda: torch.ones(4, 4).tril() + 1, backend="fp8")(), torch.ones(4, 4).tril() + 1)
+    torch.testing.assert_close(
+        torch.compile(lambda: torch.ones(4, 4).tril() + 1, backend="fp8")(), torch.ones(4, 4).tril() + 1
+    )
 
 
 @pytest.mark.slow
@@ -108,16 +115,23 @@ def test_one_head_of_symbolic_sizes(recipe: str) -> None:
 
 @pytest.mark.slow
 def test_features_that_are_expressions() -> None:
-    """Where the number of heads is a symbol (under FSDP2, with dynamic=True), features are `heads * (128 // heads)`: 128."""
+    """Where the number of heads is a symbol (under FSDP2, with dynamic=True), features are `heads * (128 //
+    heads)`: 128."""
     model, x = Heads(heads=2), noise(2, 48, 128).requires_grad_()
     with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
         y = torch.compile(model, backend="fp8", dynamic=True, options={"policy": {"extends": "none"}})(x)
     y.square().sum().backward()
     assert sqnr(model(x), y) > 20
     report = fp8compile.report(model)
-    found = {(record.fqn, record.gemm): record.decision for record in report.matmuls if record.gemm != "matmul"}
+    found = {
+        (record.fqn, record.gemm): record.decision for record in report.matmuls if record.gemm != "matmul"
+    }
     assert found == {(name, gemm): "fp8" for name in "qkvo" for gemm in ("fprop", "dgrad", "wgrad")}
-    assert any("n" in record.symbolic or "k" in record.symbolic for record in report.matmuls if record.gemm == "matmul")
+    assert any(
+        "n" in record.symbolic or "k" in record.symbolic
+        for record in report.matmuls
+        if record.gemm == "matmul"
+    )
 
 
 def test_rows_counted_from_data() -> None:
@@ -166,7 +180,8 @@ def test_strict_takes_an_expert_without_tokens() -> None:
 
 
 def test_a_range_that_eager_torch_does_not_have() -> None:
-    """An identity of more than 256 rows (as in DoRA) is decomposed into an arange of uint16, and a cold call must run it."""
+    """An identity of more than 256 rows (as in DoRA) is decomposed into an arange of uint16, and a cold call
+    must run it."""
 
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -183,7 +198,8 @@ def test_a_range_that_eager_torch_does_not_have() -> None:
 
 
 def test_forward_is_replaced_after_compiling_in_place() -> None:
-    """accelerate replaces `forward` for mixed precision: a call still runs compiled code, with the new forward."""
+    """accelerate replaces `forward` for mixed precision: a call still runs compiled code, with the new
+    forward."""
     model, plain = make(Mlp), make(Mlp)
     model.compile(backend="fp8")
     model.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(Mlp.forward), model)

@@ -1,7 +1,8 @@
 """The demo: its model trains to the same loss in FP8 and in bf16, and its command line works.
 
-The training is the demo's, with a smaller GPT and fewer steps, so that a run takes ten seconds on one core. The bf16
-runs are eager; the FP8 runs are interpreted: rewritten and lowered as usual, but without Inductor's time to compile.
+The training is the demo's, with a smaller GPT and fewer steps, so that a run takes ten seconds on one core.
+The bf16 runs are eager; the FP8 runs are interpreted: rewritten and lowered as usual, but without Inductor's
+time to compile.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def test_fp8_trains_to_the_same_loss_as_bf16(text: Tensor, recipe: str, experts:
     assert run.train_losses != bf16.train_losses  # the run was not bf16
 
 
-def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_the_demo_runs_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     for name in train_gpt.CONFIGS:
         monkeypatch.setitem(train_gpt.CONFIGS, name, TINY)
     precision = torch.get_float32_matmul_precision()
@@ -78,7 +81,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
     printed = capsys.readouterr().out
     last = 0
     for expected in (
-        "tokens/s", "gap of the validation losses", "blocks.0-1.attn.qkv (x2) ", "strict=True", "FP8 on a CPU is an emulation",
+        "tokens/s", ("gap of the validation losses"), "blocks.0-1.attn.qkv (x2) ", "strict=True", "FP8 on a CPU is an emulation",
         "small, 512 tokens: 1.00x on NVIDIA H200", "0 of 27 matmuls", "gpt2-124m, 512 tokens: 1.00x",
     ):  # fmt: skip
         assert expected in printed[last:]
@@ -86,7 +89,9 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
     weights = torch.load(tmp_path / "gpt_fp8.pt", weights_only=True)
     vanilla = train_gpt.build_model(TINY).state_dict()
-    assert {k: (v.shape, v.dtype) for k, v in weights.items()} == {k: (v.shape, v.dtype) for k, v in vanilla.items()}
+    assert {k: (v.shape, v.dtype) for k, v in weights.items()} == {
+        k: (v.shape, v.dtype) for k, v in vanilla.items()
+    }
 
 
 def test_the_demo_takes_every_recipe(capsys: pytest.CaptureFixture) -> None:
@@ -98,7 +103,8 @@ def test_the_demo_takes_every_recipe(capsys: pytest.CaptureFixture) -> None:
 # --- several processes ----------------------------------------------------------------------------
 
 ROOT = Path(train_gpt.__file__).parents[1]
-# Nats. Sums have another order, and with tp amaxes are of parts. Where processes see other data, losses differ by 0.04 to 0.25
+# Nats. Sums have another order, and with tp amaxes are of parts. Where processes see other data, losses
+# differ by 0.04 to 0.25
 CLOSE = {"bf16": 1e-3, "fp8": 1e-2}
 
 
@@ -107,8 +113,19 @@ def run_demo(folder: Path, name: str, *flags: str, processes: int = 1) -> tuple[
     start = [sys.executable]
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [*start, str(ROOT / "tests/support/demo.py"), str(folder / name), "--out", str(folder / f"{name}-out"), *flags]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
+    command = [
+        *start,
+        str(ROOT / "tests/support/demo.py"),
+        str(folder / name),
+        "--out",
+        str(folder / f"{name}-out"),
+        *flags,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout, [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(processes)]
@@ -134,17 +151,30 @@ def test_two_processes_train_as_one(kind: str, alone: tuple[str, dict[str, Any]]
         assert [step for step, _ in validation] == [step for step, _ in at_end]
         assert max(abs(a - b) for (_, a), (_, b) in zip(validation, at_end, strict=True)) < most
     assert found[0]["fp8"] != found[0]["bf16"]
-    heads = [line[:22].strip() for line in reference.splitlines() if line[:5] in ("final", "token", "compi", "train", "total")]
+    heads = [
+        line[:22].strip()
+        for line in reference.splitlines()
+        if line[:5] in ("final", "token", "compi", "train", "total")
+    ]
     assert len(heads) == 6 and f"{kind} on 2 processes (gloo)" in printed
-    for line in (*heads, "gap of the validation losses", "loss curves", "estimate of small", "everything took"):
-        assert sum(text.startswith(line) for text in printed.splitlines()) == 1, line  # by the first process, once
+    for line in (
+        *heads,
+        "gap of the validation losses",
+        "loss curves",
+        "estimate of small",
+        "everything took",
+    ):
+        # by the first process, once
+        assert sum(text.startswith(line) for text in printed.splitlines()) == 1, line
     assert printed.count("blocks.") + printed.count("attn.qkv") > 0
     weights = torch.load(tmp_path / f"{kind}-out" / "gpt_fp8.pt", weights_only=True)
     model = train_gpt.build_model(SMALL)
     model.load_state_dict(weights, strict=True)
     _, text = train_gpt.split_text(train_gpt.load_text(), SMALL.context)
     compiled = found[0]["fp8"][1][-1][1]
-    assert train_gpt.evaluate(model, text, SMALL, SMALL.batch_size, "cpu") == pytest.approx(compiled, abs=5e-4)
+    assert train_gpt.evaluate(model, text, SMALL, SMALL.batch_size, "cpu") == pytest.approx(
+        compiled, abs=5e-4
+    )
 
 
 DDP = ["--parallel", "ddp"]
@@ -167,9 +197,14 @@ DDP = ["--parallel", "ddp"]
     ],
 )
 def test_wrong_use_gets_one_line(
-    flags: list[str], count: int | None, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    flags: list[str],
+    count: int | None,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    """`count`: of the processes that torchrun has started. One says it, the others wait until torchrun ends them."""
+    """`count`: of the processes that torchrun has started. One says it, the others wait until torchrun ends
+    them."""
     monkeypatch.setattr(train_gpt, "train", lambda *args, **kwargs: pytest.fail(f"{flags} were taken"))
     waits: list[float] = []
     monkeypatch.setattr(parallel.time, "sleep", waits.append)
@@ -189,7 +224,8 @@ def test_wrong_use_gets_one_line(
 def test_load_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"spam " * 100)
     (tmp_path / "picture.bin").write_bytes(b"\xff\xfe\x00" * 100)
-    assert bytes(train_gpt.load_text(tmp_path)) == b"spam " * 100  # in a folder, files that are not text are skipped
+    # in a folder, files that are not text are skipped
+    assert bytes(train_gpt.load_text(tmp_path)) == b"spam " * 100
     with pytest.raises(ValueError, match="too few"):
         train_gpt.split_text(train_gpt.load_text(tmp_path), context=128)
 

@@ -1,7 +1,9 @@
-"""Inductor's plan for a described H200, executed on a CPU, against the eager FP8 reference: outputs, gradients, state.
+"""Inductor's plan for a described H200, executed on a CPU, against the eager FP8 reference: outputs,
+gradients, state.
 
-test_agreement.py interprets graphs. The tests here also cover the steps after the graph: the schedule, reused buffers, the
-strides that Inductor chooses, Inductor's kernels around ours, the order of the state's update and its readers.
+test_agreement.py interprets graphs. The tests here also cover the steps after the graph: the schedule, reused
+buffers, the strides that Inductor chooses, Inductor's kernels around ours, the order of the state's update
+and its readers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class PostNorm(nn.Module):
-    """Two consecutive norms, as at the end of OLMo 2: in their gradient, sums over rows depend on other sums over rows."""
+    """Two consecutive norms, as at the end of OLMo 2: in their gradient, sums over rows depend on other sums
+    over rows."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -35,7 +38,8 @@ class PostNorm(nn.Module):
 
 
 class Turned(nn.Module):
-    """Mixes tokens: the operand is a transposed view, and Inductor would choose its memory order for the copy, too."""
+    """Mixes tokens: the operand is a transposed view, and Inductor would choose its memory order for the
+    copy, too."""
 
     def __init__(self, tokens: int = 128) -> None:
         super().__init__()
@@ -75,7 +79,8 @@ DEEP = {"post_norm", "rotary", "block", "gated", "spelled", "stack", "checkpoint
 
 
 def pair_of(model: nn.Module, recipe: str = "delayed", **options: object) -> Pair:
-    """All matmuls in FP8, although so small a model gains nothing on an H200; gated inputs scaled as by the default policy."""
+    """All matmuls in FP8, although so small a model gains nothing on an H200; gated inputs scaled as by the
+    default policy."""
     gated = [name.removesuffix(".weight") for name in gated_inputs(model)] if recipe == "delayed" else []
     rules = [{"module": name, "current_scaling": [True, False, False], "fp8": "on"} for name in gated]
     return Pair(model, recipe, policy={"rules": [*rules, *ALL_FP8["rules"]]}, **options)
@@ -136,7 +141,8 @@ def test_one_launch_collects_what_inductor_reduces() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_computed_weights(recipe: str) -> None:
-    """The kernel that casts a computed weight also computes it, norms over rows included. FP8 holds the operands exactly."""
+    """The kernel that casts a computed weight also computes it, norms over rows included. FP8 holds the
+    operands exactly."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -188,7 +194,8 @@ def test_float32_weights_under_autocast() -> None:
 
 @pytest.mark.slow
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that is not run is seen, and a pointer that was declared a multiple of 16 bytes, but is not, is an error."""
+    """A kernel that is not run is seen, and a pointer that was declared a multiple of 16 bytes, but is not,
+    is an error."""
     ran: list[str] = []
     run = Launched.run
 
@@ -212,8 +219,8 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_graph_without_an_fp8_matmul() -> None:
-    """On the CPU itself. It has inputs for its state and reads none; the Inductor of 2.11 compares their shapes with those that
-    were traced."""
+    """On the CPU itself. It has inputs for its state and reads none; the Inductor of 2.11 compares their
+    shapes with those that were traced."""
     run = torch.compile(Mlp(), backend="fp8", options={"policy": {"rules": [{"fp8": "off"}]}})
     for _ in range(2):
         run(noise(16, 128)).sum().backward()

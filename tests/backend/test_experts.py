@@ -1,4 +1,5 @@
-"""Grouped matmuls: experts against the oracle, and against high precision where the oracle does not follow."""
+"""Grouped matmuls: experts against the oracle, and against high precision where the oracle does not
+follow."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def train(pair: Pair, number: int, sizes: list[int], tokens: int = TOKENS) -> No
     x, dy = batch(number, tokens)
     pair.step(x, ends(sizes), grad=dy)
     for group, size in enumerate(sizes):
-        assert pair.model.down_proj.grad[group].any() == pair.model.gate_up_proj.grad[group].any() == (size > 0)
+        assert (
+            pair.model.down_proj.grad[group].any() == pair.model.gate_up_proj.grad[group].any() == (size > 0)
+        )
 
 
 @pytest.mark.cases(slow=1)
@@ -73,7 +76,9 @@ def test_what_stands_in_rows_of_no_expert_does_not_matter(recipe: str) -> None:
     results = []
     for filled in (0.0, float("nan"), 1e30):
         model = made(recipe == "tensorwise")
-        call = torch.compile(model, backend="fp8", options={"recipe": recipe, "merge_matmuls": False, "policy": ALL_FP8})
+        call = torch.compile(
+            model, backend="fp8", options={"recipe": recipe, "merge_matmuls": False, "policy": ALL_FP8}
+        )
         for number in range(2):
             x, dy = batch(number)
             x[306:], dy[306:] = filled, 0.0
@@ -92,7 +97,9 @@ def run(model, call, x: Tensor, offs: Tensor, dy: Tensor, trained: tuple[str, ..
     y = call(x, offs)
     y.backward(dy)
     inside = slice(0, int(offs[-1]))
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if not trained or name in trained}
+    gradients = {
+        name: p.grad.clone() for name, p in model.named_parameters() if not trained or name in trained
+    }
     return {"y": y.detach()[inside], "dx": x.grad[inside], **gradients}  # type: ignore[index]
 
 
@@ -119,7 +126,9 @@ def test_frozen_experts_have_no_wgrad() -> None:
 
 
 @pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize("bad", [[100, 50, 60, 70, 80, 120], [0, 0, 0, 100, 200, TOKENS + 1]], ids=["decreasing", "too many"])
+@pytest.mark.parametrize(
+    "bad", [[100, 50, 60, 70, 80, 120], [0, 0, 0, 100, 200, TOKENS + 1]], ids=["decreasing", "too many"]
+)
 def test_ends_that_make_no_sense_are_an_error(bad: list[int]) -> None:
     call = torch.compile(made(), backend="fp8", options={"merge_matmuls": False, "policy": ALL_FP8})
     with pytest.raises(Exception, match="have to rise"):
@@ -130,10 +139,14 @@ def test_a_slice_of_a_stack_is_a_weight() -> None:
     class Sliced(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(4, 256, 128, generator=torch.Generator().manual_seed(0)).to(BF16))
+            self.weight = torch.nn.Parameter(
+                torch.randn(4, 256, 128, generator=torch.Generator().manual_seed(0)).to(BF16)
+            )
 
         def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-            gate, up = (torch._grouped_mm(x, half.transpose(-2, -1), offs) for half in self.weight.chunk(2, 1))
+            gate, up = (
+                torch._grouped_mm(x, half.transpose(-2, -1), offs) for half in self.weight.chunk(2, 1)
+            )
             return gate * up
 
     model, exact = Sliced(), Sliced()
@@ -146,7 +159,7 @@ def test_a_slice_of_a_stack_is_a_weight() -> None:
         assert sqnr(high[name], got[name]) > 20, name
 
 
-# -- the plan for a GPU, executed on a CPU, whose memory is NaN until it is written ----------------------------------------
+# -- the plan for a GPU, executed on a CPU, whose memory is NaN until it is written --------------------------
 
 B200 = Gpu("NVIDIA B200", 10, 0, 148, 180 << 30)
 STEPS = ([30, 0, 17, 40], [0, 64, 16, 1])
@@ -166,9 +179,11 @@ class Counted(torch.nn.Module):
         return self.experts(x.narrow(0, 0, rows), offs).sum(0, keepdim=True)
 
 
-def planned(recipe: str, model: torch.nn.Module | None = None, dynamic: bool = False, **settings: bool) -> None:
-    """Two steps of the code that is compiled for a described GPU, against the oracle. `dynamic`: as many tokens as there are
-    in the groups of a step, else some belong to no expert."""
+def planned(
+    recipe: str, model: torch.nn.Module | None = None, dynamic: bool = False, **settings: bool
+) -> None:
+    """Two steps of the code that is compiled for a described GPU, against the oracle. `dynamic`: as many
+    tokens as there are in the groups of a step, else some belong to no expert."""
     model = model or made(count=4)
     plain = copy.deepcopy(model)
     options = {"recipe": recipe, "policy": ALL_FP8, **settings}
@@ -177,7 +192,10 @@ def planned(recipe: str, model: torch.nn.Module | None = None, dynamic: bool = F
     for number, sizes in enumerate(STEPS):
         x, dy = batch(number, sum(sizes) if dynamic else 96)
         dy = dy[:1] if isinstance(model, Counted) else dy
-        got, expected = run(model, call, x, ends(sizes), dy), run(reference.model, reference, x, ends(sizes), dy)
+        got, expected = (
+            run(model, call, x, ends(sizes), dy),
+            run(reference.model, reference, x, ends(sizes), dy),
+        )
         for name in expected:
             assert sqnr(expected[name], got[name]) > 30, f"step {number}: {name}"
     assert [record.decision for record in fp8compile.report(model).matmuls] == ["fp8"] * 6
@@ -219,17 +237,23 @@ def test_the_plan_where_the_library_refuses() -> None:
         planned("rowwise")
         notes = fp8compile.report().notes
     assert plan.scaled == 0 and plan.launches("fp8_grouped") == 2 * 6
-    assert any("no grouped FP8 matmul of 96 x 256 x 128" in note and "a generated kernel" in note for note in notes), notes
+    assert any(
+        "no grouped FP8 matmul of 96 x 256 x 128" in note and "a generated kernel" in note for note in notes
+    ), notes
 
 
 @pytest.mark.cases(slow=1)
 @planning
 @pytest.mark.parametrize(
     ("recipe", "gpu"),
-    [("tensorwise", "h200"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("blockwise", "b200"), ("rowwise", "h200")))],
+    [
+        ("tensorwise", "h200"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("blockwise", "b200"), ("rowwise", "h200"))),
+    ],
 )
 def test_the_plan_for_rows_that_are_data(recipe: str, gpu: str) -> None:
-    """As in one graph with an all-to-all (torchtitan): Inductor keeps no strides there, so all casts are our kernels."""
+    """As in one graph with an all-to-all (torchtitan): Inductor keeps no strides there, so all casts are our
+    kernels."""
     given = (B200,) if gpu == "b200" else ()
     with mock.patch.object(torch._dynamo.config, "capture_scalar_outputs", True), executed(0, *given) as plan:
         planned(recipe, Counted())

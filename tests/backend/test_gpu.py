@@ -1,7 +1,9 @@
-"""On a CUDA device: the agreement of test_agreement.py through Inductor, and the numerics of the tensor cores.
+"""On a CUDA device: the agreement of test_agreement.py through Inductor, and the numerics of the tensor
+cores.
 
-The reference runs on the same device in eager mode with exact float64 sums. Hopper's FP8 tensor cores keep about 14 bits of a
-float32 sum (fast accumulation, in fprop) before they round, so a float32 model is held to the floor of bf16 models here.
+The reference runs on the same device in eager mode with exact float64 sums. Hopper's FP8 tensor cores keep
+about 14 bits of a float32 sum (fast accumulation, in fprop) before they round, so a float32 model is held to
+the floor of bf16 models here.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def device(request: pytest.FixtureRequest) -> str:
     ids=str,
 )
 def test_ten_steps(name: str, dtype: torch.dtype, recipe: str, device: str) -> None:
-    """The second and the ninth have two forwards before two backwards. Nothing jumps there: the host would hear of it after the
-    second forward, the reference before it."""
+    """The second and the ninth have two forwards before two backwards. Nothing jumps there: the host would
+    hear of it after the second forward, the reference before it."""
     floor = CHAIN_DB if name == "checkpointed" else FLOOR_DB
     pair = Pair(make(BUILDS[name], dtype, device), recipe, floor_db=floor, deep=True, policy=ALL_FP8)
     for step, factor in enumerate(MOVING):
@@ -74,7 +76,9 @@ def test_shapes(recipe: str, device: str) -> None:
 def test_modes(mode: str, device: str) -> None:
     """CUDA graphs replay the update of the state as well."""
     run = hooks.backend_with(policy=ALL_FP8, merge_matmuls=False)  # torch takes no options beside a mode
-    pair = Pair(make(Mlp, torch.bfloat16, device), compile=lambda model: torch.compile(model, backend=run, mode=mode))
+    pair = Pair(
+        make(Mlp, torch.bfloat16, device), compile=lambda model: torch.compile(model, backend=run, mode=mode)
+    )
     for step, factor in enumerate(MOVING):
         torch.compiler.cudagraph_mark_step_begin()
         pair.step(noise(32, 128, seed=step, scale=factor, dtype=torch.bfloat16, device=device))
@@ -90,7 +94,12 @@ def test_weights_that_are_kept_in_fp8_only(cuda_graphs: bool, device: str) -> No
         model = MODELS["lora"]().to(device)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=1e-2)
-        options = {"policy": ALL_FP8, "recipe": "tensorwise", "frozen": frozen, "triton.cudagraphs": cuda_graphs}
+        options = {
+            "policy": ALL_FP8,
+            "recipe": "tensorwise",
+            "frozen": frozen,
+            "triton.cudagraphs": cuda_graphs,
+        }
         call = torch.compile(model, backend="fp8", options=options)
         outputs = []
         for step in range(4):
@@ -108,8 +117,8 @@ def test_weights_that_are_kept_in_fp8_only(cuda_graphs: bool, device: str) -> No
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(1000, 272), (17, 1000), (4096, 768)], ids=str)
 def test_generated_kernels(name: str, shape: tuple[int, int], device: str) -> None:
-    """The checks of test_kernels.py, with Triton's compiler and the device instead of Triton's interpreter. Without Inductor,
-    nothing but Triton's default says whether kernels are contracted."""
+    """The checks of test_kernels.py, with Triton's compiler and the device instead of Triton's interpreter.
+    Without Inductor, nothing but Triton's default says whether kernels are contracted."""
     case = CASES[name]
     inputs = case.inputs(Source(*shape, torch.bfloat16))
     inputs = tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs)

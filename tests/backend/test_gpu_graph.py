@@ -1,4 +1,5 @@
-"""The kernels of a training step on an H200, read from the code that Inductor generates for it (`dryrun.fake_gpu`)."""
+"""The kernels of a training step on an H200, read from the code that Inductor generates for it
+(`dryrun.fake_gpu`)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def sizes(matmuls: list[MatmulLaunch]) -> Counter[tuple[int, int, int]]:
 
 
 def check_matmuls(step: Step) -> None:
-    """Every matmul is FP8, with the layout and padding that Hopper's tensor cores need; none of our operators is left."""
+    """Every matmul is FP8, with the layout and padding that Hopper's tensor cores need; none of our operators
+    is left."""
     assert step.matmuls and {m.op for m in step.matmuls} == {"_scaled_mm"}
     for m in step.matmuls:
         assert m.a.stride[-1] == m.b.stride[-2] == 1, m
@@ -51,7 +53,9 @@ def layer_step(**how) -> Step:
 @functools.cache
 def llama(recipe: str = "") -> Step:
     """By bf16 Inductor, or in FP8."""
-    return layer_step(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}) if recipe else layer_step()
+    return (
+        layer_step(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}) if recipe else layer_step()
+    )
 
 
 @functools.cache
@@ -78,8 +82,8 @@ def test_all_21_matmuls_of_a_llama_layer_are_fp8(recipe):
 @pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_matmuls_of_a_llama_layer_share_their_operands(recipe):
-    """Not merged, q, k and v read one FP8 copy of their input, gate and up another. Their wgrads share copies in the same
-    way."""
+    """Not merged, q, k and v read one FP8 copy of their input, gate and up another. Their wgrads share copies
+    in the same way."""
     step = layer_step(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8, "merge_matmuls": False})
     forward, backward = ([k.matmul for k in g.kernels if k.matmul] for g in step.graphs)
     assert len(forward) == 7 and len({m.a.buffer for m in forward}) == 4
@@ -98,13 +102,14 @@ def test_bytes_outside_matmuls_of_a_llama_layer(recipe):
 @pytest.mark.slow
 @RECIPES
 def test_bytes_kept_for_backward(recipe):
-    """FP8 copies replace the bf16 activations. If both were kept, the bytes would be 1.29 times those of bf16."""
+    """FP8 copies replace the bf16 activations. If both were kept, the bytes would be 1.29 times those of
+    bf16."""
     assert llama(recipe).kept_for_backward <= 0.75 * llama().kept_for_backward
 
 
 def test_scales_are_read_from_where_they_are():
-    """Four tensors, four slots: each matmul of the forward reads the inverses of its own slots. (In torch 2.11, `as_strided`
-    without an offset becomes the first number of the snapshot: pytorch#175325.)"""
+    """Four tensors, four slots: each matmul of the forward reads the inverses of its own slots. (In torch
+    2.11, `as_strided` without an offset becomes the first number of the snapshot: pytorch#175325.)"""
     calls = [line for line in mlp_step().graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line]
     offsets = [int(offset) for line in calls for offset in re.findall(r"\(1, 1\), \(1, 1\), (\d+)\)", line)]
     assert len(calls) == 2 and len(set(offsets)) == len(offsets) == 4
@@ -126,16 +131,25 @@ def four_linears(recipe: str) -> Step:
 def test_a_weight_is_cast_where_it_is_read(recipe):
     """Casting all weights at the beginning would keep all FP8 copies of a model in memory at once."""
     forward = four_linears(recipe).graphs[0]
-    lines = [line for line in forward.code.splitlines() if re.search(r"fp8_(cast|gemm)\w*\.run\(|_scaled_mm\(", line)]
-    what = "".join("w" if "fp8_cast" in line and "primals" in line else "x" if "fp8_cast" in line else "m" for line in lines)
-    assert what.count("m") == 4 and what.count("w") == 5, what  # casts of the weights and, at first, the input
+    lines = [
+        line
+        for line in forward.code.splitlines()
+        if re.search(r"fp8_(cast|gemm)\w*\.run\(|_scaled_mm\(", line)
+    ]
+    what = "".join(
+        "w" if "fp8_cast" in line and "primals" in line else "x" if "fp8_cast" in line else "m"
+        for line in lines
+    )
+    # casts of the weights and, at first, the input
+    assert what.count("m") == 4 and what.count("w") == 5, what
     assert "ww" not in what[1:], what
 
 
 @pytest.mark.slow
 def test_copies_that_inductor_writes_have_no_gaps():
-    """Inductor would pad rows of 1040 bytes to 1152, and ATen's row-wise kernel for sm_89 ignores strides. Inductor writes the
-    copies in graphs whose nodes it reorders to bucket collectives: such graphs get no generated kernels."""
+    """Inductor would pad rows of 1040 bytes to 1152, and ATen's row-wise kernel for sm_89 ignores strides.
+    Inductor writes the copies in graphs whose nodes it reorders to bucket collectives: such graphs get no
+    generated kernels."""
     model = unallocated(lambda: nn.Linear(1040, 1168, bias=False), BF16)
     compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": "rowwise"})
     x = torch.randn(2000, 1040, dtype=BF16, requires_grad=True)
@@ -153,11 +167,14 @@ def test_rows_that_are_no_multiple_of_16(rows):
     step = compile_mlp(rows)
     check_matmuls(step)
     padded = -(-rows // 16) * 16
-    assert sizes(step.matmuls) == Counter([(rows, 512, 256), (rows, 256, 512)] * 2 + [(512, 256, padded), (256, 512, padded)])
+    assert sizes(step.matmuls) == Counter(
+        [(rows, 512, 256), (rows, 256, 512)] * 2 + [(512, 256, padded), (256, 512, padded)]
+    )
 
 
 def test_a_gpu_without_fp8_gets_high_precision(monkeypatch):
-    """On an A100 nothing becomes FP8. (The inputs are on the CPU here; the test tells the backend that they are on the GPU.)"""
+    """On an A100 nothing becomes FP8. (The inputs are on the CPU here; the test tells the backend that they
+    are on the GPU.)"""
 
     def capture(*args):
         return dataclasses.replace(inputs_of(*args), devices=frozenset({torch.device("cuda", 0)}))

@@ -1,4 +1,5 @@
-"""Random models and protocols on numbers for which FP8 is exact; planted errors show that the comparison finds errors.
+"""Random models and protocols on numbers for which FP8 is exact; planted errors show that the comparison
+finds errors.
 
 `FUZZ_CASES=500 make weekly` runs more cases, the same ones each time.
 """

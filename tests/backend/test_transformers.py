@@ -1,4 +1,5 @@
-"""Small random models from transformers: they train, the report lists every matmul, and their checkpoints are unchanged."""
+"""Small random models from transformers: they train, the report lists every matmul, and their checkpoints are
+unchanged."""
 
 from __future__ import annotations
 
@@ -28,30 +29,52 @@ def tokens(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def gpt2(attention: str, layers: int = 1) -> nn.Module:
-    sizes = dict(vocab_size=WORDS, n_positions=64, n_embd=128, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0)
+    sizes = dict(
+        vocab_size=WORDS, n_positions=64, n_embd=128, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0
+    )
     off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     config = transformers.GPT2Config(**sizes, **off, use_cache=False, attn_implementation=attention)
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama(attention: str, layers: int = 1) -> nn.Module:
-    sizes = dict(vocab_size=WORDS, hidden_size=256, intermediate_size=512, num_hidden_layers=layers, max_position_embeddings=64)
+    sizes = dict(
+        vocab_size=WORDS,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        max_position_embeddings=64,
+    )
     heads = dict(num_attention_heads=4, num_key_value_heads=2)
     config = transformers.LlamaConfig(**sizes, **heads, use_cache=False, attn_implementation=attention)
     return transformers.LlamaForCausalLM(config)
 
 
 def bert(attention: str, layers: int = 1) -> nn.Module:
-    sizes = dict(vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, max_position_embeddings=64)
+    sizes = dict(
+        vocab_size=WORDS,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        max_position_embeddings=64,
+    )
     off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     config = transformers.BertConfig(**sizes, **off, num_attention_heads=4, attn_implementation=attention)
     return transformers.BertForMaskedLM(config)
 
 
 def vit(attention: str, layers: int = 1) -> nn.Module:
-    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=layers, image_size=32, patch_size=8, num_labels=16)
+    sizes = dict(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        image_size=32,
+        patch_size=8,
+        num_labels=16,
+    )
     off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    off |= dict(problem_type="single_label_classification")  # else the model finds and sets it in the first call
+    # else the model finds and sets it in the first call
+    off |= dict(problem_type="single_label_classification")
     config = transformers.ViTConfig(**sizes, **off, num_attention_heads=4, attn_implementation=attention)
     return transformers.ViTForImageClassification(config)
 
@@ -59,11 +82,14 @@ def vit(attention: str, layers: int = 1) -> nn.Module:
 def linears(model: nn.Module, *skip: str) -> list[str]:
     """The names of a model's linears (and GPT-2's Conv1D), except names that contain one of `skip`."""
     kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
-    return [name for name, m in model.named_modules() if isinstance(m, kinds) and not any(s in name for s in skip)]
+    return [
+        name for name, m in model.named_modules() if isinstance(m, kinds) and not any(s in name for s in skip)
+    ]
 
 
 def key(batch: int, *sizes: int) -> tuple[int, ...]:
-    """The key of a matmul in counts: its sizes in ascending order, since m, n and k depend on how it is written."""
+    """The key of a matmul in counts: its sizes in ascending order, since m, n and k depend on how it is
+    written."""
     return batch, *sorted(sizes)
 
 
@@ -120,22 +146,28 @@ def train(name: str, attention: str, layers: int = 1, *, evaluate: bool) -> None
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0] and all(b < a + 0.02 * losses[0] for a, b in zip(losses, losses[1:], strict=False)), (
-        losses
-    )
+    assert losses[-1] < 0.9 * losses[0] and all(
+        b < a + 0.02 * losses[0] for a, b in zip(losses, losses[1:], strict=False)
+    ), losses
 
     report = fp8compile.report(model)
-    assert reported(report) == matmuls, f"{(reported(report) - matmuls, matmuls - reported(report))}\n{report}"
+    assert reported(report) == matmuls, (
+        f"{(reported(report) - matmuls, matmuls - reported(report))}\n{report}"
+    )
     assert all(r.reason for r in report.matmuls if r.decision != "fp8")
     in_fp8 = Counter((r.fqn, r.gemm) for r in report.matmuls if r.decision == "fp8")
-    assert in_fp8 == Counter((fqn, gemm) for fqn in linears(model, head) for gemm in ("fprop", "dgrad", "wgrad")), str(report)
+    assert in_fp8 == Counter(
+        (fqn, gemm) for fqn in linears(model, head) for gemm in ("fprop", "dgrad", "wgrad")
+    ), str(report)
     kept = {r.fqn: r.reason for r in report.matmuls if r.gemm == "fprop" and r.decision != "fp8"}
     assert len(kept) == 1 and next(iter(kept.values())).startswith("output head"), kept
     assert any("attention" in r.op for r in report.opaque) == (attention == "sdpa")
     assert any("conv" in r.op for r in report.opaque) == (name == "vit")
 
     state, expected = model.state_dict(), vanilla.state_dict()
-    assert [(k, v.shape, v.dtype) for k, v in state.items()] == [(k, v.shape, v.dtype) for k, v in expected.items()]
+    assert [(k, v.shape, v.dtype) for k, v in state.items()] == [
+        (k, v.shape, v.dtype) for k, v in expected.items()
+    ]
     vanilla.load_state_dict(state, strict=True)
     model.eval()
     vanilla.eval()
@@ -143,7 +175,8 @@ def train(name: str, attention: str, layers: int = 1, *, evaluate: bool) -> None
         loss = vanilla(**batch).loss
         assert loss < losses[0]
         if evaluate:
-            torch.testing.assert_close(compiled(**batch).loss, loss, rtol=1e-4, atol=1e-5)  # in high precision
+            # in high precision
+            torch.testing.assert_close(compiled(**batch).loss, loss, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.cases(slow=1)

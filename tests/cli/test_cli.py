@@ -1,4 +1,5 @@
-"""The command line: targets and their errors, exit statuses, the output on stdout and on stderr, and each command."""
+"""The command line: targets and their errors, exit statuses, the output on stdout and on stderr, and each
+command."""
 
 from __future__ import annotations
 
@@ -135,7 +136,9 @@ def model(tmp_path, monkeypatch) -> Path:
 
 
 def shapes(loaded: target.Target) -> tuple:
-    return tuple(tuple(x.shape) for x in loaded.args), {k: getattr(v, "shape", v) for k, v in loaded.kwargs.items()}
+    return tuple(tuple(x.shape) for x in loaded.args), {
+        k: getattr(v, "shape", v) for k, v in loaded.kwargs.items()
+    }
 
 
 # --- targets --------------------------------------------------------------------------------------
@@ -160,7 +163,9 @@ def test_what_a_target_may_be_and_return(model, spec, args, kwargs):
 def test_modules_and_dotted_names(model):
     """A file that is called as a library is loaded, and the library stays unchanged."""
     Path("some_package").mkdir()
-    Path("some_package/nets.py").write_text("class Zoo:\n    def small():\n        return __import__('my_model').build()\n")
+    Path("some_package/nets.py").write_text(
+        "class Zoo:\n    def small():\n        return __import__('my_model').build()\n"
+    )
     assert type(target.load("some_package.nets:Zoo.small").model).__name__ == "Net"
     Path("json.py").write_text("from torch import nn\ndef build():\n    return nn.Identity(), (1,)\n")
     target.load("json.py:build")
@@ -206,8 +211,14 @@ def test_bad_inputs(text, says):
         ("my_model.py:needs", "takes width, heads: give them defaults"),
         ("my_model.py:number", "number() returned (int); wanted is a torch.nn.Module, (model, args)"),
         ("my_model.py:pair", "pair() returned (Net, Net, Net, Net)"),
-        ("my_model.py:unknown_key", "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted is"),
-        ("my_model.py:alone", "a Net without inputs, and its forward takes x: return (model, args), or give --input"),
+        (
+            "my_model.py:unknown_key",
+            "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted is",
+        ),
+        (
+            "my_model.py:alone",
+            "a Net without inputs, and its forward takes x: return (model, args), or give --input",
+        ),
         ("my_model.py:leaves", "ended the program with status 3"),
     ],
 )
@@ -222,7 +233,10 @@ def test_a_target_that_raises_shows_its_own_traceback(model):
     with pytest.raises(TargetError, match=r"fails\(\) of my_model.py raised ZeroDivisionError: ") as caught:
         target.load("my_model.py:fails")
     files = re.findall(r'File "([^"]*)", line \d+, in (\w+)', caught.value.details)
-    assert [(Path(file).name, function) for file, function in files] == [("my_model.py", "fails"), ("my_model.py", "helper")]
+    assert [(Path(file).name, function) for file, function in files] == [
+        ("my_model.py", "fails"),
+        ("my_model.py", "helper"),
+    ]
     with pytest.raises(TargetError, match="raised ValueError: no width") as caught:
         target.load("my_model.py:chained")
     assert "ZeroDivisionError" in caught.value.details and "direct cause" in caught.value.details
@@ -231,7 +245,9 @@ def test_a_target_that_raises_shows_its_own_traceback(model):
 def test_a_module_that_cannot_be_loaded(model):
     """An import that fails names the missing module, not the user's module, which exists."""
     model.write_text("import no_such_library\n")
-    with pytest.raises(TargetError, match="loading my_model raised ModuleNotFoundError: No module named 'no_such_library'"):
+    with pytest.raises(
+        TargetError, match="loading my_model raised ModuleNotFoundError: No module named 'no_such_library'"
+    ):
         target.load("my_model:build")
     model.write_text("def build(:\n")
     with pytest.raises(TargetError, match="loading my_model.py raised SyntaxError") as caught:
@@ -353,7 +369,9 @@ def test_env(machine, monkeypatch, capsys):
     rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert rows["fp8compile"] == fp8compile.__version__ and rows["torch"] == torch.__version__
     assert rows["policy"] == "default" and rows["GPU"].startswith("none that torch sees")
-    assert rows["FP8COMPILE_DUMP"] == "~/dumps" and rows["TORCHINDUCTOR_CACHE_DIR"] == f"{machine}-other/cache"
+    assert (
+        rows["FP8COMPILE_DUMP"] == "~/dumps" and rows["TORCHINDUCTOR_CACHE_DIR"] == f"{machine}-other/cache"
+    )
     assert "Did you mean 'FP8COMPILE_POLICY'" in rows["FP8COMPILE_POLCY"] and "SECRET" not in rows
 
 
@@ -368,21 +386,27 @@ def test_env_as_json_and_of_what_fails(machine, monkeypatch, capsys):
     assert cli.main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["policy"] == "~/fp8.toml, for the device 'h100'" and found["gpus"] == []
-    assert found["environment"] == {"FP8COMPILE_POLICY": "~/fp8.toml"} and found["versions"]["torch"] == torch.__version__
+    assert (
+        found["environment"] == {"FP8COMPILE_POLICY": "~/fp8.toml"}
+        and found["versions"]["torch"] == torch.__version__
+    )
     (machine / "fp8.toml").unlink()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
     assert cli.main(["env"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^policy +not valid: .*~/fp8.toml.* does not exist", out, re.MULTILINE) and str(machine) not in out
+    assert (
+        re.search(r"^policy +not valid: .*~/fp8.toml.* does not exist", out, re.MULTILINE)
+        and str(machine) not in out
+    )
     assert re.search(r"^GPU 0 +RuntimeError: CUDA error: no device$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "key, says",
     [
-        ("h200", ["NVIDIA H200, compute capability 9.0, 141 GiB", "blockwise; mxfp8 is emulated in bf16", "'h200', shipped"]),
-        ("b200", ["compute capability 10.0", "FP8: delayed, tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8\n"]),
+        ("h200", [("NVIDIA H200, compute capability 9.0, 141 GiB"), "blockwise; mxfp8 is emulated in bf16", "'h200', shipped"]),
+        ("b200", ["compute capability 10.0", ("FP8: delayed, tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8\n")]),
         ("a100", ["compute capability 8.0", "no FP8: models are compiled in high precision"]),
         ("mi300x", ["architecture gfx942", "FP8: delayed", "mxfp8 is emulated in bf16\n"]),
     ],
@@ -398,7 +422,11 @@ def test_env_of_gpus(machine, monkeypatch, capsys, key, says):
 
 def test_every_variable_is_in_the_list_and_in_the_documentation():
     sources = [*ROOT.glob("fp8compile/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
-    named = {name for file in sources for name in re.findall(r"\bFP8COMPILE_[A-Z]+\b", file.read_text(encoding="utf-8"))}
+    named = {
+        name
+        for file in sources
+        for name in re.findall(r"\bFP8COMPILE_[A-Z]+\b", file.read_text(encoding="utf-8"))
+    }
     assert named == set(VARIABLES)
     documented = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in documented for name in VARIABLES)
@@ -414,12 +442,19 @@ def test_compare(model, capsys):
     assert cli.main(["compare", "my_model.py:tiny", *arguments]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert {row["name"] for row in found["rows"] if row["kind"] == "layer"} >= {"blocks.0.up.weight", "blocks.0.down.weight"}
+    assert {row["name"] for row in found["rows"] if row["kind"] == "layer"} >= {
+        "blocks.0.up.weight",
+        "blocks.0.down.weight",
+    }
     assert "wrote compare.png" in err and Path("compare.png").read_bytes()[:4] == b"\x89PNG"
     sys.modules.pop("my_model")
     assert cli.main(["compare", "my_model.py:tiny", "--loss", "half"]) == 0
     out, err = capsys.readouterr()
-    assert f"loss {found['loss'] / 2:.6g} in high precision" in out and "blocks.0.up.weight" in out and NOTE in err
+    assert (
+        f"loss {found['loss'] / 2:.6g} in high precision" in out
+        and "blocks.0.up.weight" in out
+        and NOTE in err
+    )
 
 
 def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
@@ -460,7 +495,11 @@ def test_explain(model, capsys):
     assert re.search(r"^blocks\.0-1\.down \(x2\) +fprop, dgrad, wgrad +64 +256 +1024 ", out, re.MULTILINE)
     written = Path("report.html").read_text(encoding="utf-8")
     assert written.startswith("<!DOCTYPE html>") and 'data-name="blocks.0-1.down"' in written
-    options = ["--input=128x256", "--option=recipe=tensorwise", "--option=override_linear_precision=[false,false,true]"]
+    options = [
+        "--input=128x256",
+        "--option=recipe=tensorwise",
+        "--option=override_linear_precision=[false,false,true]",
+    ]
     assert cli.main(["explain", "my_model.py:alone", "--json", *options]) == 0
     matmuls = json.loads(capsys.readouterr().out)["graphs"][0]["matmuls"]
     up = {r["gemm"]: (r["m"], r["decision"], r["recipe"]) for r in matmuls if r["fqn"] == "blocks.1.up"}
@@ -468,7 +507,8 @@ def test_explain(model, capsys):
 
 
 def test_explain_for_a_device(model, capsys):
-    """With 64 tokens, FP8 is slower for all layers of this size on an H100; the default policy lets the description decide."""
+    """With 64 tokens, FP8 is slower for all layers of this size on an H100; the default policy lets the
+    description decide."""
     assert cli.main(["explain", "my_model.py:build", "--device", "h100", "--full", "--strict"]) == 1
     out, err = capsys.readouterr()
     assert out.startswith("fp8: 0 of 14 matmuls") and "slower in FP8" in out and "blocks.1.down" in out
@@ -479,7 +519,11 @@ def test_a_model_that_cannot_be_traced(model, capsys):
     assert cli.main(["explain", "my_model.py:misshapen"]) == 1
     out, err = capsys.readouterr()
     said = err.splitlines()
-    assert out == "" and "error: Net of my_model.py:misshapen could not be traced: RuntimeError: a and b must have" in said[-1]
+    assert (
+        out == ""
+        and "error: Net of my_model.py:misshapen could not be traced: RuntimeError: a and b must have"
+        in said[-1]
+    )
     frames = re.findall(r'File "([^"]*)", line \d+, in (\w+)', err)
     assert [(Path(file).name, function) for file, function in frames] == [("my_model.py", "forward")] * 2
     with pytest.raises(RuntimeError, match="reduction dim"):
@@ -496,7 +540,11 @@ def test_estimate(model, capsys):
     assert cli.main(["estimate", "my_model.py:tiny", *arguments]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert found["device"].startswith("NVIDIA H100") and found["bf16"]["seconds"] > 0 and found["fp8"]["kernels"] > 0
+    assert (
+        found["device"].startswith("NVIDIA H100")
+        and found["bf16"]["seconds"] > 0
+        and found["fp8"]["kernels"] > 0
+    )
     assert "said while loading" in err and "H100" in Path("estimate.html").read_text(encoding="utf-8")
 
 
@@ -536,7 +584,8 @@ def test_policy_check(model, capsys):
     assert "fp8.toml: 'rule 2' matches no matmul of my_model.py:build" in capsys.readouterr().err
     assert cli.main(["explain", "my_model.py:build", "--policy", "fp8.toml", "--strict"]) == 1
     assert "strict: 'rule 2' matches no matmul" in capsys.readouterr().err
-    assert cli.main(["policy", "check", "llama", "--model", "my_model.py:build"]) == 0  # may have rules for other models
+    # may have rules for other models
+    assert cli.main(["policy", "check", "llama", "--model", "my_model.py:build"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^down projection +0 +0 +0 ", out, re.MULTILINE)
     assert re.search(r"^output head +3 +1 +0 ", out, re.MULTILINE)

@@ -1,6 +1,8 @@
-"""Matmuls of operands with several scales: the choice between ATen and our kernel, and our kernel against `ops.block_product`.
+"""Matmuls of operands with several scales: the choice between ATen and our kernel, and our kernel against
+`ops.block_product`.
 
-The kernel runs in Triton's interpreter, and is compiled to machine code for each GPU. test_scaled_mm.py tests the ATen calls.
+The kernel runs in Triton's interpreter, and is compiled to machine code for each GPU. test_scaled_mm.py tests
+the ATen calls.
 """
 
 from __future__ import annotations
@@ -61,11 +63,12 @@ def magnitudes(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, a_block: Any,
     return ops.block_product(*absolute, a_inv, b_inv, None, F32, False, a_block, b_block).to(torch.float64)
 
 
-# -- the choice ---------------------------------------------------------------------------------------------------------
+# -- the choice ----------------------------------------------------------------------------------------------
 
 
 BIG = (4096, 4096, 4096)
-CHOICES: list[tuple[str, list[Any], Any, dict[str, Any]]] = [  # the way, GPUs, pairs of blocks, and what is not (64, 64, 64)
+# the way, GPUs, pairs of blocks, and what is not (64, 64, 64)
+CHOICES: list[tuple[str, list[Any], Any, dict[str, Any]]] = [
     (ROWWISE, [H100, B200, MI300X], [(ROW, ROW), (ROW, WHOLE), (WHOLE, ROW)], {}),
     (ROWWISE, [H100], [(ROW, ROW)], {"out_dtype": F32}),  # cuBLASLt
     (AFTER, [MI300X], [(ROW, ROW)], {"out_dtype": F32}),
@@ -109,7 +112,11 @@ def test_sizes_that_only_a_run_knows_are_no_promise() -> None:
     """A dynamic size that was a multiple of 512 during tracing may be 16 in a later call."""
     dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
     x = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(4096, 512), symbolic_context=dynamic)
-    assert how(H100, LINE, LINE, 4096, 4096, x.shape[0]) == how(H100, LINE, SQUARE, x.shape[0], 4096, 4096) == TRITON
+    assert (
+        how(H100, LINE, LINE, 4096, 4096, x.shape[0])
+        == how(H100, LINE, SQUARE, x.shape[0], 4096, 4096)
+        == TRITON
+    )
 
 
 # -- our kernel ---------------------------------------------------------------------------------------------
@@ -149,7 +156,12 @@ def constants(sizes: Sequence[int | None], blocks: Sequence[Sequence[int]]) -> d
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
 @pytest.mark.parametrize(
     ("sizes", "tile"),
-    [((33, 48, 272), (64, 32)), ((1, 16, 16), (64, 32)), ((70, 48, 128), (16, 64)), ((130, 80, 400), (128, 128))],
+    [
+        ((33, 48, 272), (64, 32)),
+        ((1, 16, 16), (64, 32)),
+        ((70, 48, 128), (16, 64)),
+        ((130, 80, 400), (128, 128)),
+    ],
     ids=str,
 )
 def test_kernel(blocks: tuple, sizes: tuple[int, int, int], tile: tuple[int, int]) -> None:
@@ -160,11 +172,14 @@ def test_kernel(blocks: tuple, sizes: tuple[int, int, int], tile: tuple[int, int
     got = run(a, b, a_inv, b_inv, None, F32, *blocks, tile=tile)
     assert_close(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks), "a product")
     # a wrong scale would show: the product of no block is negligible
-    assert not torch.allclose(expected, ops.block_product(a, b, a_inv.flip(0) * 2, b_inv, None, F32, False, *blocks))
+    assert not torch.allclose(
+        expected, ops.block_product(a, b, a_inv.flip(0) * 2, b_inv, None, F32, False, *blocks)
+    )
 
 
 @pytest.mark.parametrize(
-    ("fp8", "out", "bias"), [(E4M3, BF16, BF16), (E4M3, BF16, F32), (E4M3, F16, BF16), (E4M3, F32, F32), (FNUZ, BF16, BF16)]
+    ("fp8", "out", "bias"),
+    [(E4M3, BF16, BF16), (E4M3, BF16, F32), (E4M3, F16, BF16), (E4M3, F32, F32), (FNUZ, BF16, BF16)],
 )
 def test_kernel_with_bias_and_other_dtypes(fp8: torch.dtype, out: torch.dtype, bias: torch.dtype) -> None:
     if fp8 == FNUZ and OLD_INTERPRETER:
@@ -195,12 +210,16 @@ def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_launch(blocks: tuple, dynamic: bool) -> None:
-    """Traced for one size and run with others, also a K of one block; scales are a permuted view, the bias is strided."""
+    """Traced for one size and run with others, also a K of one block; scales are a permuted view, the bias is
+    strided."""
     if dynamic and OLD_INTERPRETER:
         pytest.skip("Triton's interpreter takes no argument as the end of a range before 3.7")
 
     def call(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor) -> Tensor:
-        return ops.block_mm(a, b, a_inv, b_inv.t(), bias[:, 0], BF16, False, list(blocks[0]), list(blocks[1])) * 2
+        return (
+            ops.block_mm(a, b, a_inv, b_inv.t(), bias[:, 0], BF16, False, list(blocks[0]), list(blocks[1]))
+            * 2
+        )
 
     def inputs(m: int, k: int) -> tuple[Tensor, ...]:
         (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(144, k, blocks[1], seed=1)
@@ -215,7 +234,7 @@ def test_launch(blocks: tuple, dynamic: bool) -> None:
         assert_close(call(*given), graph(*given), 2 * sizes, f"{m} rows")
 
 
-# -- machine code ------------------------------------------------------------------------------------------------------
+# -- machine code --------------------------------------------------------------------------------------------
 
 INSTRUCTION = {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma", "gfx950": "v_mfma"}
 
@@ -228,7 +247,8 @@ def gpu(target: str) -> Gpu:
 
 @functools.cache
 def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
-    """The kernel with a bias and a bf16 result, compiled as by Inductor: pointers are declared multiples of 16."""
+    """The kernel with a bias and a bf16 result, compiled as by Inductor: pointers are declared multiples of
+    16."""
     dtype = FNUZ if target == "gfx942" else E4M3
     fp8 = "*fp8e4b8" if dtype == FNUZ else "*fp8e4nv"
     types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "bias": "*bf16", "y": "*bf16"}
@@ -239,14 +259,21 @@ def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
             types[name] = "i32"
         else:
             fixed[name] = None
-    return compile_function(triton_kernels.fp8_gemm, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages)
+    return compile_function(
+        triton_kernels.fp8_gemm, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages
+    )
 
 
-CASES = [((8192, 4096, 4096), (LINE, SQUARE)), ((None, 4096, None), (LINE, LINE)), ((None, 4096, 1040), (SQUARE, LINE))]
+CASES = [
+    ((8192, 4096, 4096), (LINE, SQUARE)),
+    ((None, 4096, None), (LINE, LINE)),
+    ((None, 4096, 1040), (SQUARE, LINE)),
+]
 
 
 def assert_machine_code(made: Any, target: str, where: object, mx: bool = False) -> None:
-    """FP8 tensor cores (for MX those that there are), 16-byte loads, shared memory that fits, and no spills."""
+    """FP8 tensor cores (for MX those that there are), 16-byte loads, shared memory that fits, and no
+    spills."""
     took, amd = resources(made), target.startswith("gfx")
     assert took.shared <= SHARED[target] and took.spills == 0, (target, where, took)
     text = made.asm["amdgcn" if amd else "ptx"]

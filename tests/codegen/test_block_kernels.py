@@ -1,7 +1,7 @@
 """Kernels of the finer recipes against the reference operators, on a CPU by Triton's interpreter.
 
-A kernel also returns the value of its producer. The reference operators run on that value, so copies, scales and inverses are
-equal bit by bit, even if an exponential comes from another library.
+A kernel also returns the value of its producer. The reference operators run on that value, so copies, scales
+and inverses are equal bit by bit, even if an exponential comes from another library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ SHAPES = ((1, 128), (15, 17), (150, 170), (33, 300), (257, 40), (128, 128), (17,
 every_recipe = pytest.mark.parametrize("recipe", BLOCKS)
 
 
-def scales(x: Tensor, transposed: bool, block: Sequence[int], power_of_2: bool | None = None, margin: int = 0) -> tuple:
+def scales(
+    x: Tensor, transposed: bool, block: Sequence[int], power_of_2: bool | None = None, margin: int = 0
+) -> tuple:
     """(scale, inverse) of a copy, from its own amaxes."""
     power_of_2 = block[1] > 0 if power_of_2 is None else power_of_2
     scale = ops.current_scale(ops.amax_blocks(x, transposed, block), 448.0, margin, power_of_2)
@@ -62,7 +64,9 @@ def check(made: Made, inputs: tuple, expected: Sequence[Tensor] | None = None) -
     return got
 
 
-def made_of(function: Callable, inputs: tuple, mode: str = "fake", config: tuple[int, int, int] | None = None) -> Made:
+def made_of(
+    function: Callable, inputs: tuple, mode: str = "fake", config: tuple[int, int, int] | None = None
+) -> Made:
     return fused(trace(lambda *x: function(*x), inputs, mode), config)
 
 
@@ -79,7 +83,7 @@ def assert_kernels(made: Made, *kernels: str) -> None:
     assert Counter(made.kinds) == Counter(tuple(sorted(x.split())) for x in kernels)
 
 
-# -- plain tensors -----------------------------------------------------------------------------------------------------
+# -- plain tensors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cases(test=18)
@@ -98,7 +102,8 @@ def test_a_tensor_in_memory(recipe: str, shape: tuple[int, int]) -> None:
 @pytest.mark.cases(test=1, slow=2)
 @every_recipe
 def test_blocks_of_one_number(recipe: str) -> None:
-    """Zeros, denormals, values whose scale would overflow, infinities and NaN: alone in a block, and beside other numbers."""
+    """Zeros, denormals, values whose scale would overflow, infinities and NaN: alone in a block, and beside
+    other numbers."""
     made = None
     for value in (0.0, 1e-40, 2.0**-126, 3e38, math.inf, math.nan):
         x = torch.full((130, 140), value)
@@ -110,16 +115,26 @@ def test_blocks_of_one_number(recipe: str) -> None:
 
 @pytest.mark.parametrize(
     ("fp8_max", "margin", "power_of_2"),
-    [(448.0, 0, False), (448.0, 0, True), (240.0, 3, True), (57344.0, 0, False), (448.0, 64, False), (448.0, 64, True)],
+    [
+        (448.0, 0, False),
+        (448.0, 0, True),
+        (240.0, 3, True),
+        (57344.0, 0, False),
+        (448.0, 64, False),
+        (448.0, 64, True),
+    ],
 )
 def test_a_scale_is_that_of_the_state_for_every_amax(fp8_max: float, margin: int, power_of_2: bool) -> None:
-    """One division in float32 equals the rounded float64 division, also for denormals and overflows. One number a block."""
+    """One division in float32 equals the rounded float64 division, also for denormals and overflows. One
+    number a block."""
 
     def call(x: Tensor) -> tuple:
         scale = ops.current_scale(ops.amax_blocks(x, False, [1, 32]), fp8_max, margin, power_of_2)
         return scale, ops.inverse(scale), ops.quantize(x, scale, torch.float8_e4m3fn, 448.0, False, [1, 32])
 
-    bits = torch.randint(-(1 << 31), 1 << 31, (20_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    bits = torch.randint(-(1 << 31), 1 << 31, (20_000,), generator=torch.Generator().manual_seed(0)).to(
+        torch.int32
+    )
     edges = torch.arange(-1, 2)[:, None] + (torch.arange(0, 256) << 23)[None, :]  # around each power of two
     x = torch.cat([bits, edges.flatten().clamp(0).to(torch.int32)]).view(torch.float32)[:, None]
     made = made_of(call, (x,), config=(4096, 32, 4))
@@ -155,7 +170,7 @@ def test_sizes_as_arguments(recipe: str) -> None:
         check(made, (Source(*shape, torch.bfloat16, "extreme").full(),))
 
 
-# -- producers ---------------------------------------------------------------------------------------------------------
+# -- producers -----------------------------------------------------------------------------------------------
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -185,7 +200,8 @@ PRODUCERS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Source],
 
 
 def apart(recipe: str, name: str) -> bool:
-    """Whether the sums over rows are in their own kernel: a program cannot hold as many whole rows as a block has."""
+    """Whether the sums over rows are in their own kernel: a program cannot hold as many whole rows as a block
+    has."""
     return BLOCKS[recipe][1] == 128 and name.endswith("norm")
 
 
@@ -217,13 +233,15 @@ def test_behind_a_producer(recipe: str, name: str) -> None:
         assert_close(a, b, 32.0 * max(shape), f"result {i}")
 
 
-# -- scales in memory --------------------------------------------------------------------------------------------------
+# -- scales in memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.cases(test=8, slow=4)
 @every_recipe
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("shape", "mode"), [((150, 170), "fake"), ((40, 300), "symbolic"), ((33, 17), "fake")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "mode"), [((150, 170), "fake"), ((40, 300), "symbolic"), ((33, 17), "fake")], ids=str
+)
 def test_a_scale_from_memory(recipe: str, transposed: bool, shape: tuple[int, int], mode: str) -> None:
     """The backward casts a tensor that the forward has not kept, with a scale that the forward has saved."""
     block = BLOCKS[recipe]
@@ -252,7 +270,8 @@ def scales_alone(recipe: str) -> Callable[[Tensor], tuple]:
 
 
 def of_rows_and_whole(w: Tensor) -> tuple:
-    """rowwise_with_gw_hp: fprop reads a copy with one scale a row, dgrad the transposed copy with one scale for all."""
+    """rowwise_with_gw_hp: fprop reads a copy with one scale a row, dgrad the transposed copy with one scale
+    for all."""
     scale, inverse = scales(w, False, [1, 0])
     whole = ops.current_scale(ops.amax(w), 448.0, 0)
     plain, turned = ops.quantize(w, scale, *E4M3, False, [1, 0]), ops.quantize(w, whole, *E4M3, True)
@@ -266,7 +285,8 @@ def two_recipes(x: Tensor) -> tuple:
 
 
 def both_gradients(x: Tensor) -> tuple:
-    """Of a gated activation: two matrices in one walk, and a bias gradient of each. Sums of small numbers are exact."""
+    """Of a gated activation: two matrices in one walk, and a bias gradient of each. Sums of small numbers are
+    exact."""
     dy = x.float().nan_to_num(0, 0, 0).clamp(-2, 2).round().to(x.dtype)
     return *both(dy * 2, "mxfp8"), *both(dy * dy, "mxfp8"), (dy * 2).sum(0), (dy * dy).sum(0)
 
@@ -278,7 +298,10 @@ MIXED: dict[str, tuple[Callable[[Tensor], tuple], list[str]]] = {
     "only scales of blocks": (lambda x: scales(x, False, [1, 32]), ["blocks blocks"]),
     "of rows and whole": (of_rows_and_whole, ["copy row amax", "transposed number"]),
     "two recipes": (two_recipes, ["copy transposed blocks blocks copy transposed transposed amax"]),
-    "both gradients": (both_gradients, ["copy transposed blocks blocks copy transposed blocks blocks sum sum"]),
+    "both gradients": (
+        both_gradients,
+        ["copy transposed blocks blocks copy transposed blocks blocks sum sum"],
+    ),
 }
 
 
@@ -291,7 +314,7 @@ def test_scales_and_copies_that_differ(name: str) -> None:
     check(made, (x,))
 
 
-# -- choices -----------------------------------------------------------------------------------------------------------
+# -- choices -------------------------------------------------------------------------------------------------
 
 
 def test_more_bytes_than_inductor_would_move_stay_with_it() -> None:
@@ -299,7 +322,8 @@ def test_more_bytes_than_inductor_would_move_stay_with_it() -> None:
     with hooks.traffic() as noted:
         assert made_of(lambda x: both(x, "mxfp8"), (x,)).kinds
     ((ours, inductors),) = noted
-    assert 4 * x.numel() < ours < inductors < 8 * x.numel()  # it reads a second time for the blocks of columns
+    # it reads a second time for the blocks of columns
+    assert 4 * x.numel() < ours < inductors < 8 * x.numel()
     with hooks.traffic((2, 1)):
         made = made_of(lambda x: both(x, "mxfp8"), (x,))
     assert not made.kinds
@@ -319,6 +343,10 @@ def test_tiles_hold_whole_blocks(recipe: str, name: str) -> None:
     for group in (kernel.group for kernel in kernels):
         with torch._inductor.config.patch(max_autotune=True):
             configs = launch.configurations(group)
-        assert configs and all(rows % group.block[0] == 0 and columns % group.block[1] == 0 for rows, columns, _ in configs)
-        assert all(text.MOST_ROWS % rows == 0 and text.MOST_COLUMNS % columns == 0 for rows, columns, _ in configs)
+        assert configs and all(
+            rows % group.block[0] == 0 and columns % group.block[1] == 0 for rows, columns, _ in configs
+        )
+        assert all(
+            text.MOST_ROWS % rows == 0 and text.MOST_COLUMNS % columns == 0 for rows, columns, _ in configs
+        )
         assert not group.sums or len({rows for rows, _, _ in configs}) == 1

@@ -1,5 +1,5 @@
-"""Contraction of products and sums into one instruction is chosen, not inherited: of Triton's kernels that are ours, none but
-matmuls are contracted. Read in the code that Inductor writes, and in PTX.
+"""Contraction of products and sums into one instruction is chosen, not inherited: of Triton's kernels that
+are ours, none but matmuls are contracted. Read in the code that Inductor writes, and in PTX.
 """
 
 from __future__ import annotations
@@ -72,11 +72,16 @@ def operations(ptx: str) -> Counter[str]:
 
 # kernels, and whether a compiler finds something else to contract in them
 @pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize(("name", "more"), [("swiglu_backward", True), ("gelu", False), ("weight_both_layouts", False)])
+@pytest.mark.parametrize(
+    ("name", "more"), [("swiglu_backward", True), ("gelu", False), ("weight_both_layouts", False)]
+)
 def test_it_acts(name: str, more: bool) -> None:
-    """An element has the contractions of the source, and no other; by Triton's default (up to 3.9) it has more."""
+    """An element has the contractions of the source, and no other; by Triton's default (up to 3.9) it has
+    more."""
     source = (EXPECTED / f"{name}.py").read_text()
-    ptx, contracted = (compile_source(source, (32, 128, 4), TARGETS["sm_90"], **x).asm["ptx"] for x in ({}, BY_DEFAULT))
+    ptx, contracted = (
+        compile_source(source, (32, 128, 4), TARGETS["sm_90"], **x).asm["ptx"] for x in ({}, BY_DEFAULT)
+    )
     elements, casts = 32 * 128 // 128, source.count(".to(tl.float8")
     asked = (len(re.findall(r"\btl\.fma\(", source)) - casts) * elements
     asked += 2 * ptx.count("cvt.rn.satfinite")  # one a cast; Triton 3.6 casts once for each layout

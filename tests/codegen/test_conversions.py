@@ -1,9 +1,10 @@
-"""Casts on sm_89 and sm_90, where Triton 3.6 converts float32 to FP8 through float16, or its ptxas miscompiles what it writes:
-our kernels convert by PTX there, in one step.
+"""Casts on sm_89 and sm_90, where Triton 3.6 converts float32 to FP8 through float16, or its ptxas
+miscompiles what it writes: our kernels convert by PTX there, in one step.
 
-No GPU executes the PTX here. So the bytes that a kernel stores are followed through it, and compared with Triton's own
-conversion for sm_90. And our kernels store no byte that nothing has written: ptxas 12.8, which Triton 3.6 brings, compiles such
-stores for sm_90 from pairs of FP8 numbers that Triton's conversion makes: an H200 gave wrong gradients.
+No GPU executes the PTX here. So the bytes that a kernel stores are followed through it, and compared with
+Triton's own conversion for sm_90. And our kernels store no byte that nothing has written: ptxas 12.8, which
+Triton 3.6 brings, compiles such stores for sm_90 from pairs of FP8 numbers that Triton's conversion makes: an
+H200 gave wrong gradients.
 """
 
 from __future__ import annotations
@@ -36,14 +37,20 @@ OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 def ptx(name: str, target: str, by_ptx: bool) -> str:
     dtype, pointer = FORMATS[name]
     cast = converted("tl.load(x + i)", dtype, by_ptx)
-    source = "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef casts(x, y, BLOCK: tl.constexpr):\n"
+    source = (
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef casts(x, y, BLOCK: "
+        "tl.constexpr):\n"
+    )
     source += f"    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n    tl.store(y + i, {cast})\n"
     function = compat.triton.load_kernel("casts", source)
-    return compile_function(function, {"x": "*fp32", "y": pointer}, {"BLOCK": 1024}, TARGETS[target], num_warps=4).asm["ptx"]
+    return compile_function(
+        function, {"x": "*fp32", "y": pointer}, {"BLOCK": 1024}, TARGETS[target], num_warps=4
+    ).asm["ptx"]
 
 
 def stored(text: str) -> list[str]:
-    """What a thread stores, byte by byte: the numbers that it has loaded, in their order, and how each was converted."""
+    """What a thread stores, byte by byte: the numbers that it has loaded, in their order, and how each was
+    converted."""
     made: dict[str, Any] = {}
     loaded: list[str] = []
     found: list[str] = []
@@ -60,7 +67,9 @@ def stored(text: str) -> list[str]:
         elif name == "shl.b32":  # by 16
             made[registers[0]] = ["", "", *made[registers[1]][:2]]
         elif name == "or.b32":
-            made[registers[0]] = [x or y for x, y in zip(*(made[register] for register in registers[1:]), strict=True)]
+            made[registers[0]] = [
+                x or y for x, y in zip(*(made[register] for register in registers[1:]), strict=True)
+            ]
         elif name.startswith("cvt"):  # the first source becomes the upper byte
             (to, high, low), kind = registers, name.removeprefix("cvt.")
             made[to] = [f"{made[low][0]} {kind}", f"{made[high][0]} {kind}"]
@@ -81,10 +90,16 @@ def test_the_bytes_are_those_of_a_gpu_that_triton_converts_for(name: str) -> Non
     assert compat.triton.converts_wrongly((9, 0)) == OLD and not compat.triton.converts_wrongly((10, 0))
 
 
-@pytest.mark.parametrize(("gpu", "wrongly"), [(RTX4090, True), (H100, True), (RTX4090, False)], ids=["sm_89", "sm_90", "newer"])
-def test_kernels_convert_by_ptx_where_triton_does_it_wrongly(gpu: Gpu, wrongly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "wrongly"), [(RTX4090, True), (H100, True), (RTX4090, False)], ids=["sm_89", "sm_90", "newer"]
+)
+def test_kernels_convert_by_ptx_where_triton_does_it_wrongly(
+    gpu: Gpu, wrongly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps of the plan for this GPU, against the reference."""
-    monkeypatch.setattr(compat.triton, "converts_wrongly", lambda capability: wrongly and capability == gpu.capability)
+    monkeypatch.setattr(
+        compat.triton, "converts_wrongly", lambda capability: wrongly and capability == gpu.capability
+    )
     with executed(gpu=gpu) as plan:
         pair = Pair(make(Mlp), "tensorwise", policy=ALL_FP8, dynamic=False)
         for step in range(2):
@@ -95,7 +110,7 @@ def test_kernels_convert_by_ptx_where_triton_does_it_wrongly(gpu: Gpu, wrongly: 
         assert ("inline_asm_elementwise" in kernel.jitted.src) == wrongly
 
 
-# -- undefined bytes -----------------------------------------------------------------------------------------------------
+# -- undefined bytes -----------------------------------------------------------------------------------------
 
 Block = tuple[int, int, int]
 BLOCKS: list[Block] = [(64, 64, 4), (64, 128, 8)]
@@ -115,14 +130,19 @@ def undefined(source: str, block: Block) -> list[tuple[str, int]]:
 
 # float32 and float16 in both layouts; one number; a weight
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.parametrize("shape", [(17, 1000), (1000, 272), pytest.param((4096, 768), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("name", ["casts", "gradient_of_a_sum", pytest.param("weight", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shape", [(17, 1000), (1000, 272), pytest.param((4096, 768), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize(
+    "name", ["casts", "gradient_of_a_sum", pytest.param("weight", marks=pytest.mark.slow)]
+)
 def test_none_is_stored(name: str, shape: tuple[int, int], block: Block) -> None:
     assert not undefined(source_of(name, *shape), block)
 
 
 @pytest.mark.parametrize("name", ["casts", "gradient_of_a_sum"])
 def test_those_of_the_conversion_of_triton_are_found(name: str) -> None:
-    """Where they are: kernels convert by themselves where, and only where, Triton's conversion stores such bytes."""
+    """Where they are: kernels convert by themselves where, and only where, Triton's conversion stores such
+    bytes."""
     stored = bool(undefined(source_of(name, 1000, 272, wrongly=False), BLOCKS[0]))
     assert stored == ("inline_asm_elementwise" in source_of(name, 1000, 272))

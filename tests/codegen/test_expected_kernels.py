@@ -1,4 +1,5 @@
-"""The generated source of representative groups equals the files of `expected/`: a changed generator shows as a diff."""
+"""The generated source of representative groups equals the files of `expected/`: a changed generator shows as
+a diff."""
 
 from __future__ import annotations
 
@@ -15,9 +16,14 @@ def test_the_generated_source_is_the_expected_one(function):
     expected = path.read_text() if path.exists() else ""
     made = generate(function)
     diff = difflib.unified_diff(
-        expected.splitlines(keepends=True), made.splitlines(keepends=True), f"expected/{path.name}", "generated"
+        expected.splitlines(keepends=True),
+        made.splitlines(keepends=True),
+        f"expected/{path.name}",
+        "generated",
     )
-    assert made == expected, f"the generator writes something else (if that is meant: `{COMMAND}`):\n" + "".join(diff)
+    assert made == expected, (
+        f"the generator writes something else (if that is meant: `{COMMAND}`):\n" + "".join(diff)
+    )
 
 
 def test_expected_files_are_of_groups_that_there_are():
@@ -26,6 +32,7 @@ def test_expected_files_are_of_groups_that_there_are():
 
 @pytest.mark.slow
 def test_a_source_does_not_depend_on_the_run():
-    """Names of values, kernels and symbols depend only on the group: here the groups come in the opposite order."""
+    """Names of values, kernels and symbols depend only on the group: here the groups come in the opposite
+    order."""
     for function in reversed(GROUPS):
         assert generate(function) == (EXPECTED / f"{function.__name__}.py").read_text()

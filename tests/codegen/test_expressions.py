@@ -1,8 +1,8 @@
 """The table of operators: each entry against torch, in its own generated kernel, run by Triton's interpreter.
 
-A kernel computes one operator, returns the value and casts it to FP8. Its inputs are all pairs of special numbers (zeros,
-denormals, ties, the largest, infinities, NaN) and ordinary ones, in each dtype. The value must have torch's bits, except for
-functions that libraries approximate: `ULPS` lists the allowed differences.
+A kernel computes one operator, returns the value and casts it to FP8. Its inputs are all pairs of special
+numbers (zeros, denormals, ties, the largest, infinities, NaN) and ordinary ones, in each dtype. The value
+must have torch's bits, except for functions that libraries approximate: `ULPS` lists the allowed differences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.support.groups import DTYPES, Cast, fused, numbers, specials, trace
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# allowed differences, in units in the last place of float32, where torch's CPU library and Triton's differ or round differently
+# allowed differences, in units in the last place of float32, where torch's CPU library and Triton's differ or
+# round differently
 ULPS: dict[Any, int] = {
     aten.exp.default: 2,
     aten.exp2.default: 2,
@@ -45,14 +46,18 @@ ANY_ZERO = {aten.relu.default}
 UNARY = """neg abs exp exp2 log log2 sin cos erf tanh sigmoid sqrt rsqrt reciprocal relu square sign logical_not isnan isinf"""
 BINARY = ["maximum.default", "minimum.default", "logical_and.default", "logical_or.default"]
 BINARY += [f"{name}.Tensor" for name in "mul div add sub eq ne lt le gt ge".split()]
-SCALAR = [f"{name}.Scalar" for name in "mul div add sub eq ne lt le gt ge".split()] + ["clamp_min.default", "clamp_max.default"]
+SCALAR = [f"{name}.Scalar" for name in "mul div add sub eq ne lt le gt ge".split()] + [
+    "clamp_min.default",
+    "clamp_max.default",
+]
 MASKS = ["bitwise_and.Tensor", "bitwise_or.Tensor", "logical_and.default", "logical_or.default"]
 NUMBERS = (0.1, -3)  # a number that no dtype represents exactly, and an integer, as in graphs
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operator, `call`, on four matrices: two of floating-point numbers, one of booleans, one of integers."""
+    """One operator, `call`, on four matrices: two of floating-point numbers, one of booleans, one of
+    integers."""
 
     name: str
     op: Any  # its key in the table
@@ -72,13 +77,19 @@ def _cases() -> Iterator[Case]:
     for name, number in itertools.product(SCALAR, NUMBERS):
         yield Case(f"{name} {number}", op := _op(name), lambda x, y, mask, whole, op=op, n=number: op(x, n))
     for name in MASKS:
-        yield Case(f"{name} of masks", op := _op(name), lambda x, y, mask, whole, op=op: op(mask, op(y > 0, mask)))
+        yield Case(
+            f"{name} of masks", op := _op(name), lambda x, y, mask, whole, op=op: op(mask, op(y > 0, mask))
+        )
     for name in ("add", "sub"):
-        yield Case(f"{name} alpha", op := _op(f"{name}.Tensor"), lambda x, y, mask, whole, op=op: op(x, y, alpha=2))
+        yield Case(
+            f"{name} alpha", op := _op(f"{name}.Tensor"), lambda x, y, mask, whole, op=op: op(x, y, alpha=2)
+        )
     for n in POWERS:
         yield Case(f"pow {n}", n, lambda x, y, mask, whole, n=n: aten.pow.Tensor_Scalar(x, n))
     yield Case("where", aten.where.self, lambda x, y, mask, whole: aten.where.self(mask, x, y))
-    yield Case("not of a mask", aten.logical_not.default, lambda x, y, mask, whole: aten.logical_not.default(mask))
+    yield Case(
+        "not of a mask", aten.logical_not.default, lambda x, y, mask, whole: aten.logical_not.default(mask)
+    )
     yield Case("mul by a mask", aten.mul.Tensor, lambda x, y, mask, whole: aten.mul.Tensor(x, mask))
     convert, copy = prims.convert_element_type.default, aten._to_copy.default
     for dtype in [*FLOATS, torch.bool]:
@@ -148,7 +159,8 @@ def test_operator(case: Case, dtype: str) -> None:
     assert made.kinds == (("amax", "copy", "value"),)
     value, copy, amax = made.fused(*given, scale)
     allowed: int | Tensor = ULPS.get(case.op, 0)
-    # the kernel computes half precision in float32 and rounds once, as torch on a GPU; a CPU may round a number first, or twice
+    # the kernel computes half precision in float32 and rounds once, as torch on a GPU; a CPU may round a
+    # number first, or twice
     wide = [x.to(torch.float32) if x.dtype in FLOATS else x for x in given]
     expected = case.call(*wide) if value.dtype in (given[0].dtype, torch.bool) else case.call(*given)
     expected, fits = expected.to(value.dtype), torch.tensor(True)
@@ -158,7 +170,9 @@ def test_operator(case: Case, dtype: str) -> None:
         allowed = allowed + wide[0].abs().clamp(max=128).nan_to_num().to(torch.int64)
     if "alpha" in case.name:  # one fused operation or two: the results differ if alpha * y overflows
         fits = (wide[1] * 2).isfinite() | ~wide[1].isfinite()
-    assert_equal(expected.masked_fill(~fits, 0), value.masked_fill(~fits, 0), allowed, case.op in ANY_ZERO, given)
+    assert_equal(
+        expected.masked_fill(~fits, 0), value.masked_fill(~fits, 0), allowed, case.op in ANY_ZERO, given
+    )
     # the cast and the amax must be exactly those of the returned value
     number = value.to(torch.float32)
     assert_equal(ops.amax(number), amax, 0, False, (amax,))

@@ -1,4 +1,5 @@
-"""Our matmul of groups of rows against `ir.grouped.grouped_mm`: in Triton's interpreter, and as machine code for each GPU."""
+"""Our matmul of groups of rows against `ir.grouped.grouped_mm`: in Triton's interpreter, and as machine code
+for each GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile.codegen import grouped_gemm, scaled_grouped, triton_grouped
 from fp8compile.codegen.inline import Inliner
-from fp8compile.codegen.scaled_mm_kind import EMULATED, GROUPED, LINE, MX_BLOCK, MX_TILE, REFERENCE, SQUARE, TRITON, how_grouped
+from fp8compile.codegen.scaled_mm_kind import (
+    EMULATED,
+    GROUPED,
+    LINE,
+    MX_BLOCK,
+    MX_TILE,
+    REFERENCE,
+    SQUARE,
+    TRITON,
+    how_grouped,
+)
 from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.ir import grouped
 from tests.codegen.test_block_gemm import assert_machine_code, gpu
@@ -52,7 +63,7 @@ def test_the_choice() -> None:
     assert how_grouped(H100, ROW, ROW, launches=False) == GROUPED
 
 
-# -- operands -----------------------------------------------------------------------------------------------------------
+# -- operands ------------------------------------------------------------------------------------------------
 
 
 def numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -76,16 +87,28 @@ def operands(
         a.view(torch.uint8)[-beyond:] = 0x80 if dtype == FNUZ else 0x7F
     blocks = -(-k // max(1, a_block.columns))
     a_inv = inverses([1] if a_block == WHOLE else [m, 1] if a_block == ROW else [m, blocks], g)
-    wide = {WHOLE: [1], ROW: [count, n, 1], SQUARE: [count, -(-n // 128), blocks], MX_BLOCK: [count, n, blocks]}
+    wide = {
+        WHOLE: [1],
+        ROW: [count, n, 1],
+        SQUARE: [count, -(-n // 128), blocks],
+        MX_BLOCK: [count, n, blocks],
+    }
     wide[MX_TILE] = [count, n // 32, blocks]
     b_inv = inverses([count, 1, 1] if matrices else wide[b_block], g)
     return a, b, a_inv, b_inv, ends(sizes), F32, False, list(a_block), list(b_block)
 
 
 def columns(
-    sizes: Sequence[int], r: int, c: int, a_block: Block, b_block: Block, dtype: torch.dtype = E4M3, seed: int = 0
+    sizes: Sequence[int],
+    r: int,
+    c: int,
+    a_block: Block,
+    b_block: Block,
+    dtype: torch.dtype = E4M3,
+    seed: int = 0,
 ) -> tuple[Any, ...]:
-    """Arguments for a wgrad: groups are padded to multiples of 16 columns, or of a block's; the rest belongs to no group."""
+    """Arguments for a wgrad: groups are padded to multiples of 16 columns, or of a block's; the rest belongs
+    to no group."""
     g = torch.Generator().manual_seed(seed)
     align = max(16, a_block.columns, b_block.columns)
     padded = [-(-size // align) * align for size in sizes]
@@ -93,20 +116,28 @@ def columns(
     copies = [numbers([rows, length], dtype, g) for rows in (r, c)]
     for copy in copies:
         copy.view(torch.uint8)[:, sum(padded) :] = 0x80 if dtype == FNUZ else 0x7F
-        for size, start, room in zip(sizes, [0, *torch.tensor(padded).cumsum(0).tolist()], padded, strict=False):
+        for size, start, room in zip(
+            sizes, [0, *torch.tensor(padded).cumsum(0).tolist()], padded, strict=False
+        ):
             copy.view(torch.uint8)[:, start + size : start + room] = 0
     made = []
     for rows, block in ((r, a_block), (c, b_block)):
-        shape = [1] if block == WHOLE else [len(sizes), rows] if block == ROW else [rows, length // block.columns]
+        shape = (
+            [1] if block == WHOLE else [len(sizes), rows] if block == ROW else [rows, length // block.columns]
+        )
         made.append(inverses(shape, g))
     return *copies, *made, ends(padded), F32, False, list(a_block), list(b_block)
 
 
-# -- the interpreter ----------------------------------------------------------------------------------------------------
+# -- the interpreter -----------------------------------------------------------------------------------------
 
 
 def launched(
-    call: Any, given: Sequence[Tensor], gpu: Any = RTX4090, tile: tuple = (64, 32, 4, 1), dynamic: bool = False
+    call: Any,
+    given: Sequence[Tensor],
+    gpu: Any = RTX4090,
+    tile: tuple = (64, 32, 4, 1),
+    dynamic: bool = False,
 ) -> GraphModule:
     """A graph with one `grouped_mm`, lowered to a launch that the interpreter runs on the CPU."""
     with hooks.matmuls_for(gpu, tile):
@@ -146,7 +177,9 @@ def test_columns(kinds: tuple, rc: tuple[int, int], tile: tuple) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter has neither `dot_scaled` nor fnuz dtypes before 3.7")
+@pytest.mark.skipif(
+    OLD_INTERPRETER, reason="Triton's interpreter has neither `dot_scaled` nor fnuz dtypes before 3.7"
+)
 @pytest.mark.parametrize(
     ("gpu", "dtype", "kinds"),
     [
@@ -188,11 +221,16 @@ def test_dtypes_and_fast_accumulation(out: torch.dtype, fast: bool) -> None:
 
 
 @pytest.mark.cases(test=1, slow=2)
-@pytest.mark.skipif(OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7")
+@pytest.mark.skipif(
+    OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7"
+)
 @pytest.mark.parametrize(
     ("make", "blocks"),
     [
-        *((operands, blocks) for blocks in ((WHOLE, WHOLE), (ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK))),
+        *(
+            (operands, blocks)
+            for blocks in ((WHOLE, WHOLE), (ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK))
+        ),
         *((columns, blocks) for blocks in ((ROW, ROW), (LINE, LINE))),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
@@ -241,11 +279,13 @@ def test_scales_for_atens_matmul_are_spread_over_rows_and_columns() -> None:
     (output,) = graph.graph.find_nodes(op="output")
     output.args = (scales,)
     graph.recompile()
-    for got, shape, inverse in zip(graph(*tensors), ((sum(SIZES),), (len(SIZES), 48)), tensors[2:4], strict=True):
+    for got, shape, inverse in zip(
+        graph(*tensors), ((sum(SIZES),), (len(SIZES), 48)), tensors[2:4], strict=True
+    ):
         assert torch.equal(got, inverse.expand(shape))
 
 
-# -- the padded order ---------------------------------------------------------------------------------------------------
+# -- the padded order ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
@@ -257,27 +297,41 @@ def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
     offs, m = ends(sizes), sum(sizes) + beyond
     expected = grouped.order_of_groups(offs, m, align)
     made = interpreter.launched(
-        lambda offs: grouped.group_order(offs, m, align), (offs,), grouped.group_order, scaled_grouped.lower_order, False
+        lambda offs: grouped.group_order(offs, m, align),
+        (offs,),
+        grouped.group_order,
+        scaled_grouped.lower_order,
+        False,
     )
     for one, other in zip(expected, made(offs), strict=True):
         assert torch.equal(one, other)
     rows, last, groups = expected
-    assert sorted([x for x in rows.tolist() if x >= 0] + [-2 - x for x in rows.tolist() if x < -1]) == list(range(m))
+    assert sorted([x for x in rows.tolist() if x >= 0] + [-2 - x for x in rows.tolist() if x < -1]) == list(
+        range(m)
+    )
     assert all(x % align == 0 for x in last.tolist()) and len(groups) * align == len(rows)
-    assert (last.diff(prepend=torch.zeros(1, dtype=torch.int32)) >= align).all()  # a wgrad of each group has what to contract
+    # a wgrad of each group has what to contract
+    assert (last.diff(prepend=torch.zeros(1, dtype=torch.int32)) >= align).all()
 
 
-# -- machine code -------------------------------------------------------------------------------------------------------
+# -- machine code --------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tuple) -> Any:
-    """The kernel with a bf16 result for a Qwen3-30B-A3B layer, compiled as by Inductor: pointers are multiples of 16."""
+    """The kernel with a bf16 result for a Qwen3-30B-A3B layer, compiled as by Inductor: pointers are
+    multiples of 16."""
     fp8 = "*fp8e4b8" if target == "gfx942" else "*fp8e4nv"
     types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "offs": "*i32", "y": "*bf16"}
     rows, wide, warps, stages = tile
     codes = {WHOLE: 0, ROW: 2, LINE: 3, SQUARE: 4, MX_BLOCK: 5, MX_TILE: 7}
-    fixed: dict[str, Any] = {"N": 1536, "E": 128, "LANES": 128, "OF_ROWS": of_rows, "B_MATRIX": 1536 * 2048 if of_rows else 0}
+    fixed: dict[str, Any] = {
+        "N": 1536,
+        "E": 128,
+        "LANES": 128,
+        "OF_ROWS": of_rows,
+        "B_MATRIX": 1536 * 2048 if of_rows else 0,
+    }
     fixed |= {"B_ROW": 2048 if of_rows else 0, "B_COLUMN": 1}
     fixed |= {"A_KIND": codes[kinds[0]], "B_KIND": codes[kinds[1]], "FAST": kinds[0] == WHOLE}
     fixed |= {"NATIVE_MX": target in ("sm_100", "sm_120"), "EVEN": of_rows or kinds[0] == LINE}
@@ -287,7 +341,9 @@ def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tupl
             types[name] = "i32"
         else:
             fixed[name] = None
-    return compile_function(triton_grouped.fp8_grouped, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages)
+    return compile_function(
+        triton_grouped.fp8_grouped, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages
+    )
 
 
 CASES = [

@@ -1,5 +1,5 @@
-"""Kernels that walk the rows of groups, against the reference operators bit by bit: any sizes of groups, by Triton's
-interpreter. And stacks of matrices, where each matrix has scales of its own for its columns."""
+"""Kernels that walk the rows of groups, against the reference operators bit by bit: any sizes of groups, by
+Triton's interpreter. And stacks of matrices, where each matrix has scales of its own for its columns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ KERNELS = {
 
 
 def copies(x: Tensor, offs: Tensor, scale: Tensor, recipe: str) -> tuple[Tensor, ...]:
-    """Both copies of a tensor with groups of rows, its amaxes or the inverses of its scales, as in the joint graph."""
+    """Both copies of a tensor with groups of rows, its amaxes or the inverses of its scales, as in the joint
+    graph."""
     rows, _, groups = grouped.group_order(offs, x.shape[0], ALIGN[recipe])
     if recipe == "delayed":
         return *ops.quantize_both(x, scale, *E4M3, None, [0, 0], rows), ops.amax(x, rows)
@@ -42,7 +43,9 @@ def copies(x: Tensor, offs: Tensor, scale: Tensor, recipe: str) -> tuple[Tensor,
         turned = ops.quantize(x, grouped.of_groups(column, groups), *E4M3, True, [1, 16], rows)
         return plain, turned, ops.inverse(own), ops.inverse(column)
     block = [1, ALIGN[recipe]]
-    made = [ops.current_scale(ops.amax_blocks(x, turned, block, rows), 448.0, 0, True) for turned in (False, True)]
+    made = [
+        ops.current_scale(ops.amax_blocks(x, turned, block, rows), 448.0, 0, True) for turned in (False, True)
+    ]
     return *ops.quantize_both(x, made[0], *E4M3, made[1], block, rows), *map(ops.inverse, made)
 
 
@@ -60,7 +63,9 @@ def kernel(recipe: str, producer: str, config: tuple[int, int, int] | None = Non
 
 
 def inputs(sizes: list[int], seed: int = 0) -> tuple[Tensor, ...]:
-    x, gate = (Source(ROWS, COLUMNS, torch.bfloat16, "extreme" if seed % 2 else "normal").full() for _ in range(2))
+    x, gate = (
+        Source(ROWS, COLUMNS, torch.bfloat16, "extreme" if seed % 2 else "normal").full() for _ in range(2)
+    )
     token = torch.randint(ROWS, (ROWS,), generator=torch.Generator().manual_seed(seed))
     return x, gate, token, ends(sizes), torch.tensor([3.0])
 
@@ -120,7 +125,9 @@ def test_nan_and_infinity_stay_in_their_group() -> None:
 
 
 @pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize(("rows", "dtype"), [(48, torch.bfloat16), (144, torch.float32), (256, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(48, torch.bfloat16), (144, torch.float32), (256, torch.bfloat16)]
+)
 def test_stacks(rows: int, dtype: torch.dtype) -> None:
     """[E * R, C]: scales of rows, and of the columns of each matrix."""
 

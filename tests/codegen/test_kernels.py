@@ -1,8 +1,8 @@
 """Every generated kernel against the reference operators, on a CPU by Triton's interpreter.
 
-A fused kernel gives the bits of the unfused operators. Where that is impossible (an exponential of another library, a sum in
-another order), FP8 values differ by at most one. A transposed copy is exactly the transpose of the row-major copy, and an amax
-is exactly the amax of the written values.
+A fused kernel gives the bits of the unfused operators. Where that is impossible (an exponential of another
+library, a sum in another order), FP8 values differ by at most one. A transposed copy is exactly the transpose
+of the row-major copy, and an amax is exactly the amax of the written values.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def assert_kinds(case: Case, made: Made, shape: tuple[int, int]) -> None:
-    """The graph has the expected kernels, each with the expected outputs. A matrix of one row or column looks like a vector:
-    outputs of it that are not FP8 may be left to Inductor."""
+    """The graph has the expected kernels, each with the expected outputs. A matrix of one row or column looks
+    like a vector: outputs of it that are not FP8 may be left to Inductor."""
 
     def shown(kinds: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(x for x in kinds if 1 not in shape or x in ("copy", "transposed", "amax"))
@@ -69,7 +69,11 @@ def test_against_the_reference(name: str, shape: tuple[int, int]) -> None:
 
 
 EVERY_FORMAT = [("weight", dtype, cast) for dtype in DTYPES for cast in (*FP8, *FNUZ)]
-EVERY_FORMAT += [("residual", "bf16", "e4m3fnuz"), ("residual", "fp32", "e5m2fnuz"), ("swiglu", "fp16", "e4m3fnuz")]
+EVERY_FORMAT += [
+    ("residual", "bf16", "e4m3fnuz"),
+    ("residual", "fp32", "e5m2fnuz"),
+    ("swiglu", "fp16", "e4m3fnuz"),
+]
 
 
 @pytest.mark.parametrize(("name", "dtype", "cast"), EVERY_FORMAT)
@@ -100,8 +104,8 @@ def test_without_kernels(case: Case) -> None:
 @pytest.mark.cases(test=28, slow=2)
 @every_case
 def test_other_tiles(case: Case) -> None:
-    """No result depends on the tiles, so autotuning changes only the time. Every offset that is added to a pointer is 64-bit,
-    except for single numbers."""
+    """No result depends on the tiles, so autotuning changes only the time. Every offset that is added to a
+    pointer is 64-bit, except for single numbers."""
     config = [(16, 32, 4), (128, 16, 4)][list(CASES).index(case.name) % 2]
     data = "moderate" if "moderate" in case.data else "extreme"
     graph, inputs = made(case, Source(37, 70, torch.float32, data), "e5m2", config)
@@ -146,7 +150,9 @@ def test_equal_sizes_as_arguments() -> None:
 
 
 @pytest.mark.parametrize(("hip", "most"), [(None, 32), ("7.0", 16)])
-def test_a_program_has_1024_threads_at_most(hip: str | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_has_1024_threads_at_most(
+    hip: str | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An AMD warp has 64 threads, so fewer warps are allowed."""
     monkeypatch.setattr(torch.version, "hip", hip)
     source = f"import triton\n\n\n@triton.jit\ndef probe(x, BLOCK_R, BLOCK_C):  # {most}\n    pass\n"

@@ -1,7 +1,8 @@
-"""Every generated kernel of the test models compiles to machine code for each GPU with FP8, with no GPU at hand.
+"""Every generated kernel of the test models compiles to machine code for each GPU with FP8, with no GPU at
+hand.
 
-The models are traced at their real sizes for a described H200; Triton and its assemblers do the rest. For sm_90, kernels are
-compiled in all sizes; for the others, one kernel of each title (what it computes).
+The models are traced at their real sizes for a described H200; Triton and its assemblers do the rest. For
+sm_90, kernels are compiled in all sizes; for the others, one kernel of each title (what it computes).
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ import pytest
 
 from fp8compile.dryrun.fake_gpu import unavailable
 from tests.support import hooks
-from tests.support.machine_code import MODELS, RECIPES, SHARED, TARGETS, Generated, compile_kernel, resources, traced, with_fnuz
+from tests.support.machine_code import (
+    MODELS,
+    RECIPES,
+    SHARED,
+    TARGETS,
+    Generated,
+    compile_kernel,
+    resources,
+    traced,
+    with_fnuz,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")]
 
@@ -24,7 +35,8 @@ REGISTERS = {"cuda": 255, "hip": 512}
 
 @functools.cache
 def kernels(key: str, amd: bool = False) -> tuple[Generated, ...]:
-    """The kernels of all models under both recipes, one of each `key`, an attribute. For AMD, those of one model."""
+    """The kernels of all models under both recipes, one of each `key`, an attribute. For AMD, those of one
+    model."""
     found: dict[str, Generated] = {}
     for name in ("llama",) if amd else MODELS:
         for recipe in RECIPES:
@@ -55,7 +67,11 @@ def compile_for(kernel: Generated, target: str) -> Any:
 
 def assert_no_spills(kernels: Iterable[tuple[Generated, Any]]) -> None:
     took = [(kernel, resources(made)) for kernel, made in kernels]
-    spilled = [f"{kernel.model}: {kernel.name} at {kernel.configs[0]}: {found}" for kernel, found in took if found.spills]
+    spilled = [
+        f"{kernel.model}: {kernel.name} at {kernel.configs[0]}: {found}"
+        for kernel, found in took
+        if found.spills
+    ]
     assert not spilled, f"{len(spilled)} of {len(took)} kernels spill:\n" + "\n".join(spilled)
 
 
@@ -68,11 +84,13 @@ def test_every_kernel_compiles_to_machine_code(target):
         assert binary[:4] == b"\x7fELF", kernel.name
         if "cast" in kernel.name and "transpose" in kernel.name:
             rows, columns, _ = kernel.configs[0]
-            assert resources(made).shared >= rows * columns // 4, kernel.name  # the transposition goes through shared memory
+            # the transposition goes through shared memory
+            assert resources(made).shared >= rows * columns // 4, kernel.name
 
 
 @pytest.mark.parametrize(  # for sm_89 and sm_90, kernels are compiled in other tests, too
-    "target", ["sm_89", "sm_90", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("sm_100", "sm_120"))]
+    "target",
+    ["sm_89", "sm_90", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("sm_100", "sm_120"))],
 )
 def test_conversions_saturate(target):
     """Casts rely on it: on NVIDIA a kernel does not compare with the largest value."""
@@ -142,7 +160,9 @@ def test_fnuz_sources_are_those_of_a_gpu_that_wants_them():
         expected = [kernel.source.replace(kernel.name, "kernel") for kernel in traced("ffn", "delayed")]
     made = [with_fnuz(kernel) for kernel in _traced("ffn", "delayed", amd=True)]
     assert [kernel.source.replace(kernel.name, "kernel") for kernel in made] == expected
-    assert any("tl.float8e4b8" in source for source in expected) and any("tl.float8e5b16" in source for source in expected)
+    assert any("tl.float8e4b8" in source for source in expected) and any(
+        "tl.float8e5b16" in source for source in expected
+    )
     assert not any("e4nv" in source or "float8e5)" in source or "448" in source for source in expected)
 
 

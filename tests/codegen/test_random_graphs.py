@@ -1,17 +1,18 @@
 """Random graphs, fused against unfused: generated kernels write the same bits as the operators one by one.
 
-A case is a random program over a handful of tensors: pointwise chains, broadcasts, views, permutations, sums over
-rows and columns, operators that kernels do not support, and FP8 casts and amaxes in the middle and at the end. It runs
-once to make its inputs, and once to be traced; the graph runs eagerly, and with kernels in Triton's
-interpreter.
+A case is a random program over a handful of tensors: pointwise chains, broadcasts, views, permutations, sums
+over rows and columns, operators that kernels do not support, and FP8 casts and amaxes in the middle and at
+the end. It runs once to make its inputs, and once to be traced; the graph runs eagerly, and with kernels in
+Triton's interpreter.
 
-All results are compared bit by bit (every NaN equals every NaN). The last bit of some operators is not specified (an
-exponential, the larger of two zeros): both sides compute these as a kernel does, see `OPEN`. Sums are of signs, which
-are exact in any order. (test_expressions.py and test_kernels.py compare these with ATen's.) Kernels may touch only
-their own tensors (`support/interpreter.py`), and memory that is not written shows.
+All results are compared bit by bit (every NaN equals every NaN). The last bit of some operators is not
+specified (an exponential, the larger of two zeros): both sides compute these as a kernel does, see `OPEN`.
+Sums are of signs, which are exact in any order. (test_expressions.py and test_kernels.py compare these with
+ATen's.) Kernels may touch only their own tensors (`support/interpreter.py`), and memory that is not written
+shows.
 
-Case n is the same in each run. `FUZZ_CASES=2000 make weekly` runs more of them. A case that fails is made shorter before it
-is shown.
+Case n is the same in each run. `FUZZ_CASES=2000 make weekly` runs more of them. A case that fails is made
+shorter before it is shown.
 """
 
 from __future__ import annotations
@@ -49,18 +50,26 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.float8_e4m3fn, 224.0))
 NUMBERS = (0.5, -1.5, 2, 3.0, -1, 0.25, 0.0)
 EXTREMES = (0.0, -0.0, 3e38, -7e4, 1e-40, float("inf"), -float("inf"), float("nan"))
-UNARY: tuple[Any, ...] = (torch.neg, torch.abs, torch.relu, torch.square, torch.sign, torch.reciprocal, torch.exp)
+UNARY: tuple[Any, ...] = (
+    torch.neg,
+    torch.abs,
+    torch.relu,
+    torch.square,
+    torch.sign,
+    torch.reciprocal,
+    torch.exp,
+)
 UNARY += (torch.sigmoid, torch.clone, *(functools.partial(torch.pow, exponent=n) for n in (2, 1, -1)))
 BINARY = (torch.add, torch.mul, torch.sub, torch.div, torch.maximum, torch.minimum)
 COMPARISONS = (torch.gt, torch.le, torch.eq, torch.ne, torch.ge, torch.lt)
 
 
-# -- cases -------------------------------------------------------------------------------------------------------------
+# -- cases ---------------------------------------------------------------------------------------------------
 
 
 class Program:
-    """Tensors that grow in number by instructions. The numbers of an instruction choose among existing tensors: all
-    are valid. `given`: the inputs; without them they are made."""
+    """Tensors that grow in number by instructions. The numbers of an instruction choose among existing
+    tensors: all are valid. `given`: the inputs; without them they are made."""
 
     def __init__(self, split: tuple[int, ...], seed: int, side: int, given: tuple[Tensor, ...] = ()):
         b, t, h, d = split
@@ -132,7 +141,8 @@ class Program:
 
     @staticmethod
     def whole(x: Tensor, dims: list[int]) -> bool:
-        """Whether a sum over `dims` sums the whole tensor, or sums nothing: then it is neither a row sum nor a column sum."""
+        """Whether a sum over `dims` sums the whole tensor, or sums nothing: then it is neither a row sum nor
+        a column sum."""
         return not x.dim() or prod(x.shape[d] for d in dims) in (1, x.numel())
 
     # instructions
@@ -295,7 +305,8 @@ class Program:
             self.results.append(ops.quantize(x, scale, dtype, largest, c % 3 == 2))
 
     def blocks(self, a: int, b: int, c: int) -> None:
-        """Casts with a scale a row or a block: different ones for each layout, except square blocks; one may be an input."""
+        """Casts with a scale a row or a block: different ones for each layout, except square blocks; one may
+        be an input."""
         x, (dtype, largest) = self.matrix(a, b), FP8[c % 3]
         block = [[1, self.side], [1, 0], [self.side, self.side], [1, self.side]][b % 4]
         scales = []
@@ -343,7 +354,9 @@ PAIRS = [(a, b) for a in range(1, 41) for b in range(1, 41) if a * b <= 40]
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+    return len(shape) <= len(to) and all(
+        a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,28 +372,43 @@ class Case:
 
     @classmethod
     def of(cls, number: int, scaled: bool = False) -> Case:
-        """The case with this number. `scaled`: casts with scales of blocks follow chains and norms, half in wide tiles."""
+        """The case with this number. `scaled`: casts with scales of blocks follow chains and norms, half in
+        wide tiles."""
         draw = random.Random(2 * number + scaled)
 
         def numbers() -> tuple[int, int, int]:
             return draw.randrange(64), draw.randrange(64), draw.randrange(64)
 
         if scaled:
-            code = [(draw.choice(MAKING), *numbers()), (draw.choice(MAKING), *numbers()), ("blocks", *numbers())]
+            code = [
+                (draw.choice(MAKING), *numbers()),
+                (draw.choice(MAKING), *numbers()),
+                ("blocks", *numbers()),
+            ]
         else:
             code = [(draw.choice(INSTRUCTIONS), *numbers()) for _ in range(draw.randint(1, 8))]
         block = draw.randint(0, 2 * len(BLOCKS) if scaled else len(BLOCKS))
         sides = draw.choice(PAIRS), draw.choice(PAIRS)
-        return cls(*sides, draw.randrange(3), draw.randrange(16), draw.randrange(2**20), tuple(code), numbers(), block)
+        return cls(
+            *sides,
+            draw.randrange(3),
+            draw.randrange(16),
+            draw.randrange(2**20),
+            tuple(code),
+            numbers(),
+            block,
+        )
 
     @property
     def wide(self) -> bool:
-        """Whether the blocks that share a scale are as large as in training; tiles and tensors are then larger, too."""
+        """Whether the blocks that share a scale are as large as in training; tiles and tensors are then
+        larger, too."""
         return self.block >= len(BLOCKS)
 
     @property
     def blocks(self) -> tuple[int, int, int]:
-        """The block sizes that were drawn, or the next ones with which few enough programs cover the tensors."""
+        """The block sizes that were drawn, or the next ones with which few enough programs cover the
+        tensors."""
         if self.wide:
             return WIDE
         sides = (self.rows[0] * self.rows[1], self.columns[0] * self.columns[1])
@@ -404,7 +432,7 @@ class Case:
         return program
 
 
-# -- running -----------------------------------------------------------------------------------------------------------
+# -- running -------------------------------------------------------------------------------------------------
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -460,7 +488,9 @@ def check(case: Case, seen: Counter) -> None:
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):
         if difference := unequal(a, b):
             shown = "\n\n".join([str(module.graph), str(fused.graph), *(kernel.source for kernel in made)])
-            raise AssertionError(f"output {i}, unfused and fused: {difference}\nblocks {case.blocks}\n{shown}")
+            raise AssertionError(
+                f"output {i}, unfused and fused: {difference}\nblocks {case.blocks}\n{shown}"
+            )
 
 
 def tiles(case: Case) -> dict[str, Any]:
@@ -503,7 +533,8 @@ def explore(numbers: range, scaled: bool = False) -> Counter:
 
 
 def shortest(case: Case, error: Exception) -> str:
-    """The shortest program that fails, as far as leaving out one instruction after the other finds it, and its error."""
+    """The shortest program that fails, as far as leaving out one instruction after the other finds it, and
+    its error."""
     for i in range(len(case.code)):
         other = dataclasses.replace(case, code=case.code[:i] + case.code[i + 1 :])
         try:
@@ -530,7 +561,9 @@ def test_fused_and_unfused_agree(numbers: range) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("numbers", [range(20), pytest.param(range(20, CASES // 4), marks=pytest.mark.weekly)], ids=str)
+@pytest.mark.parametrize(
+    "numbers", [range(20), pytest.param(range(20, CASES // 4), marks=pytest.mark.weekly)], ids=str
+)
 def test_scales_of_rows_and_blocks_agree(numbers: range) -> None:
     """Casts follow chains and norms; in half of the cases blocks are as large as in training."""
     seen = explore(numbers, scaled=True)

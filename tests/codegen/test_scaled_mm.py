@@ -25,7 +25,21 @@ from fp8compile.devices.formats import fnuz
 from fp8compile.devices.gpu import Gpu, gpu_of
 from fp8compile.ir import ops
 from tests.support import hooks
-from tests.support.operands import B200, BF16, E4M3, F16, F32, FNUZ, H100, LINE, MI300X, MX_BLOCK, MX_TILE, SQUARE, operand
+from tests.support.operands import (
+    B200,
+    BF16,
+    E4M3,
+    F16,
+    F32,
+    FNUZ,
+    H100,
+    LINE,
+    MI300X,
+    MX_BLOCK,
+    MX_TILE,
+    SQUARE,
+    operand,
+)
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (200, 9), (384, 16), (1000, 40)], ids=str)
@@ -46,7 +60,8 @@ def test_swizzle(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(128, 128), (16, 32), (208, 288), (384, 512), (1000, 1280)], ids=str)
 @pytest.mark.parametrize("flipped", [False, True])
 def test_swizzle_of_tiles(shape: tuple[int, int], flipped: bool) -> None:
-    """The scale of 32 x 32 elements is that of 1 x 32 in each of its rows, also where the scales are a permuted view."""
+    """The scale of 32 x 32 elements is that of 1 x 32 in each of its rows, also where the scales are a
+    permuted view."""
     copy, inverse = operand(*shape, MX_TILE)
     given = inverse.t().contiguous().t() if flipped else inverse
     every_row = inverse.repeat_interleave(32, 0)[: shape[0]]
@@ -58,7 +73,8 @@ def test_swizzle_of_tiles(shape: tuple[int, int], flipped: bool) -> None:
 
 @pytest.mark.parametrize("k", [64, 48])
 def test_emulation_is_exact(k: int) -> None:
-    """Every E4M3 number times any power of two is exact in bf16, so bf16 matmuls give the results of the reference."""
+    """Every E4M3 number times any power of two is exact in bf16, so bf16 matmuls give the results of the
+    reference."""
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3).to(F32).nan_to_num(0.0).repeat(k // 16)
     a = codes.view(16 * k // 16, -1)[:, :16].repeat(1, k // 16).to(E4M3)
     inverse = 2.0 ** torch.arange(-100, 100).to(F32)[: a.shape[0] * ops.blocks(k, 32)].view(a.shape[0], -1)
@@ -89,7 +105,9 @@ def graph_of(
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
     def call(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, *more: Tensor) -> Tensor:
-        return ops.block_mm(a, b, a_inv, b_inv, more[0] if more else None, out_dtype, False, list(blocks[0]), list(blocks[1]))
+        return ops.block_mm(
+            a, b, a_inv, b_inv, more[0] if more else None, out_dtype, False, list(blocks[0]), list(blocks[1])
+        )
 
     with mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None, create=True):
         traced = make_fx(call)(*map(moved, given))
@@ -106,7 +124,8 @@ def graph_of(
 
 
 def test_other_threads_may_call_compiled_functions_meanwhile() -> None:
-    """A lowering is traced by fx. Up to torch 2.13, one flag of the process says so, and compiled functions ask it."""
+    """A lowering is traced by fx. Up to torch 2.13, one flag of the process says so, and compiled functions
+    ask it."""
     compiled = torch.compile(torch.sin, backend="eager")
     x, found = torch.ones(3), []
     compiled(x)
@@ -117,7 +136,9 @@ def test_other_threads_may_call_compiled_functions_meanwhile() -> None:
         return t.cos()
 
     graph = make_fx(torch.exp, tracing_mode="fake")(x).graph
-    Inliner()(next(iter(graph.find_nodes(op="output"))), function, next(iter(graph.find_nodes(op="placeholder"))))
+    Inliner()(
+        next(iter(graph.find_nodes(op="output"))), function, next(iter(graph.find_nodes(op="placeholder")))
+    )
     assert torch.equal(found[0], x.sin())
 
 
@@ -131,25 +152,37 @@ def layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
-    """`as_strided` counts from the beginning of the storage, so a view of one of many scales is copied first."""
+    """`as_strided` counts from the beginning of the storage, so a view of one of many scales is copied
+    first."""
     inverses = torch.tensor([8.0, 0.5, 2.0])
     with hooks.scales_of_products() as scales:
         zeros = torch.zeros(1, 32)
-        scaled_mm.rowwise(scaled_mm.ScaledProduct(zeros, zeros, inverses[1:2], inverses[2:3], None, BF16, False))
+        scaled_mm.rowwise(
+            scaled_mm.ScaledProduct(zeros, zeros, inverses[1:2], inverses[2:3], None, BF16, False)
+        )
     assert [x.item() for x in scales] == [0.5, 2.0]
 
 
 ROWS = [((40, 1), (1, 1)), ((1, 64), (64, 1))]
 BLOCKS = {"sizes": (256, 192, 512), "bias": None}
-GRAPHS: dict[str, tuple[tuple[Any, Any], dict[str, Any], list[Any]]] = {  # operands, what else is given, layouts of the scales
+# operands, what else is given, layouts of the scales
+GRAPHS: dict[str, tuple[tuple[Any, Any], dict[str, Any], list[Any]]] = {
     "rows": ((ROW, ROW), {}, ROWS),
     "rows and one": ((ROW, WHOLE), {}, ROWS),
     "one and rows": ((WHOLE, ROW), {}, ROWS),
-    "rows, scaled after": ((ROW, WHOLE), {"bias": None, "out": F16, "gpu": MI300X, "dtype": FNUZ}, [((1, 1), (1, 1))] * 2),
+    "rows, scaled after": (
+        (ROW, WHOLE),
+        {"bias": None, "out": F16, "gpu": MI300X, "dtype": FNUZ},
+        [((1, 1), (1, 1))] * 2,
+    ),
     # scales of 1 x 128 blocks are contiguous along the rows, scales of 128 x 128 blocks along K
     "lines and squares": ((LINE, SQUARE), BLOCKS, [((256, 4), (1, 256)), ((4, 2), (1, 4))]),
     "squares and lines": ((SQUARE, LINE), BLOCKS, [((2, 4), (4, 1)), ((4, 192), (192, 1))]),
-    "lines": ((LINE, LINE), {"sizes": (256, 192, 384), "bias": None, "out": F32}, [((256, 3), (1, 256)), ((3, 192), (192, 1))]),
+    "lines": (
+        (LINE, LINE),
+        {"sizes": (256, 192, 384), "bias": None, "out": F32},
+        [((256, 3), (1, 256)), ((3, 192), (192, 1))],
+    ),
     # tensor cores take a tile as 32 blocks with one scale
     **{
         f"mx {k} {i}": (pair, {"sizes": (200, 144, k), "gpu": B200}, [((2 * 128 * 4,), (1,))] * 2)
@@ -183,7 +216,9 @@ def test_a_bias_of_another_dtype_is_added_after() -> None:
 def test_emulated_graph(bias: torch.dtype | None, out: torch.dtype, overload: str) -> None:
     graph = graph_of((40, 64, 48), (MX_BLOCK, MX_BLOCK), bias, out, H100).graph
     (mm,) = graph.find_nodes(op="call_function", target=getattr(torch.ops.aten.mm, overload))
-    assert {x.meta["val"].dtype for x in mm.args[:2]} == {BF16} and mm.meta["val"].dtype == (F32 if bias else BF16)
+    assert {x.meta["val"].dtype for x in mm.args[:2]} == {BF16} and mm.meta["val"].dtype == (
+        F32 if bias else BF16
+    )
 
 
 FORMS = {
@@ -196,10 +231,17 @@ FORMS = {
 
 @pytest.mark.parametrize(
     ("form", "flipped"),
-    [("swizzled", True), ("swizzled tiles", False), ("swizzled tiles", True), ("columns first", True), ("rows first", False)],
+    [
+        ("swizzled", True),
+        ("swizzled tiles", False),
+        ("swizzled tiles", True),
+        ("columns first", True),
+        ("rows first", False),
+    ],
 )
 def test_scales_of_sizes_that_are_symbols(form: str, flipped: bool) -> None:
-    """Traced with a K of one block, the graph is right for any number of blocks: tracing does not specialise on one."""
+    """Traced with a K of one block, the graph is right for any number of blocks: tracing does not specialise
+    on one."""
 
     def call(x: Tensor) -> Tensor:
         amax = ops.amax_blocks(x, False, list(LINE))
@@ -213,9 +255,17 @@ def test_scales_of_sizes_that_are_symbols(form: str, flipped: bool) -> None:
         assert torch.equal(expected.to(F32), got.to(F32))
 
 
-# -- on a device -------------------------------------------------------------------------------------------------------
+# -- on a device ---------------------------------------------------------------------------------------------
 
-PAIRS = [(ROW, ROW), (ROW, WHOLE), (LINE, SQUARE), (SQUARE, LINE), (LINE, LINE), (SQUARE, SQUARE), (MX_BLOCK, MX_BLOCK)]
+PAIRS = [
+    (ROW, ROW),
+    (ROW, WHOLE),
+    (LINE, SQUARE),
+    (SQUARE, LINE),
+    (LINE, LINE),
+    (SQUARE, SQUARE),
+    (MX_BLOCK, MX_BLOCK),
+]
 PAIRS += [(MX_BLOCK, MX_TILE)]
 OTHER_WAYS = {ROW: [AFTER], WHOLE: [AFTER], LINE: [TRITON], SQUARE: [TRITON], MX_BLOCK: [EMULATED]}
 
@@ -223,10 +273,14 @@ OTHER_WAYS = {ROW: [AFTER], WHOLE: [AFTER], LINE: [TRITON], SQUARE: [TRITON], MX
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("sizes", [(512, 384, 1024), (37, 144, 272), (1, 256, 16)], ids=str)
-@pytest.mark.parametrize(("out_dtype", "bias"), [(BF16, BF16), (BF16, None), (F32, None), (F16, F32)], ids=str)
-def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.dtype, bias: torch.dtype | None) -> None:
-    """The device's own implementation, and those of other devices, against the reference on the device. Tensor cores keep about
-    14 bits of a sum of FP8 products."""
+@pytest.mark.parametrize(
+    ("out_dtype", "bias"), [(BF16, BF16), (BF16, None), (F32, None), (F16, F32)], ids=str
+)
+def test_on_a_device(
+    pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.dtype, bias: torch.dtype | None
+) -> None:
+    """The device's own implementation, and those of other devices, against the reference on the device.
+    Tensor cores keep about 14 bits of a sum of FP8 products."""
     m, n, k = sizes
     dtype = FNUZ if fnuz() else E4M3
     given = [x.cuda() for x in (*operand(m, k, pair[0], dtype), *operand(n, k, pair[1], dtype, seed=1))]
@@ -234,13 +288,17 @@ def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.
     given += [torch.randn(n, dtype=bias, device="cuda")] if bias is not None else []
 
     def call(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, *more: Tensor) -> Tensor:
-        return ops.block_mm(a, b, a_inv, b_inv, more[0] if more else None, out_dtype, False, list(pair[0]), list(pair[1]))
+        return ops.block_mm(
+            a, b, a_inv, b_inv, more[0] if more else None, out_dtype, False, list(pair[0]), list(pair[1])
+        )
 
     expected = call(*given)
     assert expected.isfinite().all()
     absolute = [x.to(F32).abs().to(dtype) for x in given[:4:2]]
     terms = ops.block_product(absolute[0], absolute[1], given[1], given[3], None, F32, False, *pair)
-    first = scaled_mm_kind.how(gpu_of(torch.device("cuda", 0)), *pair, m, n, k, F32 if bias == F32 else out_dtype)
+    first = scaled_mm_kind.how(
+        gpu_of(torch.device("cuda", 0)), *pair, m, n, k, F32 if bias == F32 else out_dtype
+    )
     for way in dict.fromkeys((first, *OTHER_WAYS[pair[0]])):
         graph = make_fx(call, tracing_mode="fake")(*given)
         (node,) = graph.graph.find_nodes(op="call_function", target=ops.block_mm)
@@ -250,4 +308,6 @@ def test_on_a_device(pair: tuple, sizes: tuple[int, int, int], out_dtype: torch.
         graph.recompile()
         got = graph(*given)
         error = (got.to(F32) - expected.to(F32)).abs()
-        assert (error <= 2.0**-10 * terms + 2 * torch.finfo(out_dtype).eps * expected.to(F32).abs()).all(), way
+        assert (error <= 2.0**-10 * terms + 2 * torch.finfo(out_dtype).eps * expected.to(F32).abs()).all(), (
+            way
+        )

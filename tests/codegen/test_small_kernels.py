@@ -1,4 +1,5 @@
-"""The kernels that serve a whole direction, or reduce partial results, in Triton's interpreter; and their machine code."""
+"""The kernels that serve a whole direction, or reduce partial results, in Triton's interpreter; and their
+machine code."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_the_begin_kernel_is_a_snapshot_and_zeros(slots, history, count):
     kernel = Interpreted(triton_kernels.fp8_begin, (block, 1, 4))
     grid = programs(max(scales.numel(), count), block)
     kernel[grid](page=page, scales=scales, amaxes=amaxes, SLOTS=slots, WIDTH=page.shape[1], COUNT=count)
-    assert torch.equal(*map(state_page.numbers_of, (scales, state_page.snapshot_of(before)))) and torch.equal(page, before)
+    assert torch.equal(*map(state_page.numbers_of, (scales, state_page.snapshot_of(before)))) and torch.equal(
+        page, before
+    )
     assert not amaxes[:count].any() and amaxes[count] == -1
 
 
@@ -62,9 +65,13 @@ def test_raised_amaxes(tensors, count, known):
     vector = torch.zeros(launch.AMAX_STRIDE * tensors, dtype=torch.int32)
     (config,) = launch.RAISED
     given = {f"rows{i}": rows[i] if i < tensors else None for i in range(launch.Launcher.MOST_RAISED)}
-    places = {f"amax{i}": vector[4 * i :] if i < tensors else None for i in range(launch.Launcher.MOST_RAISED)}
+    places = {
+        f"amax{i}": vector[4 * i :] if i < tensors else None for i in range(launch.Launcher.MOST_RAISED)
+    }
     kernel = Interpreted(triton_kernels.fp8_raise, config)
-    kernel[programs(count, config[0])](**given, **places, n=None if known else count, COUNT=count if known else None)
+    kernel[programs(count, config[0])](
+        **given, **places, n=None if known else count, COUNT=count if known else None
+    )
     expected = torch.stack([x.amax() for x in rows])
     found = vector.view(torch.float32)[:: launch.AMAX_STRIDE]
     assert torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
@@ -77,8 +84,16 @@ def test_they_compile_to_machine_code(target):
     """Nothing spills."""
     rows = {f"rows{i}": "*fp32" for i in range(3)} | {f"amax{i}": "*i32" for i in range(3)} | {"n": "i32"}
     functions = {
-        "fp8_begin": ({"page": "*fp32", "scales": "*fp32", "amaxes": "*i32"}, {"SLOTS": 48, "WIDTH": 26, "COUNT": 80}, None),
-        "fp8_column_sums": ({"partial": "*fp32", "total": "*bf16"}, {"ROWS": 256, "COLUMNS": 4096}, launch.PARTIAL_SUMS),
+        "fp8_begin": (
+            {"page": "*fp32", "scales": "*fp32", "amaxes": "*i32"},
+            {"SLOTS": 48, "WIDTH": 26, "COUNT": 80},
+            None,
+        ),
+        "fp8_column_sums": (
+            {"partial": "*fp32", "total": "*bf16"},
+            {"ROWS": 256, "COLUMNS": 4096},
+            launch.PARTIAL_SUMS,
+        ),
         "fp8_raise": (rows, {"COUNT": None, "rows3": None, "amax3": None}, launch.RAISED),
     }
     for name, (types, constants, configs) in functions.items():

@@ -1,6 +1,8 @@
-"""Each private name of torch and Triton that the package reads is there. A version without one fails by that name.
+"""Each private name of torch and Triton that the package reads is there. A version without one fails by that
+name.
 
-What is read within a `try`, or after a look for it, is left out: other code stands in for it in some versions.
+What is read within a `try`, or after a look for it, is left out: other code stands in for it in some
+versions.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.compat
 def read_by(tree: ast.AST) -> Iterator[str]:
     """The dotted names that a module imports or reads."""
     for node in ast.iter_child_nodes(tree):
-        looks = isinstance(node, (ast.If, ast.IfExp)) and any(word in ast.unparse(node.test) for word in ("version", "hasattr"))
+        looks = isinstance(node, (ast.If, ast.IfExp)) and any(
+            word in ast.unparse(node.test) for word in ("version", "hasattr")
+        )
         if isinstance(node, ast.Try) or looks:
             continue
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -19,8 +19,11 @@ pytestmark = pytest.mark.compat
     ("is_backward", "device", "recorded", "made"),
     [(True, 0, True, [0]), (True, None, True, []), (False, 0, True, []), (True, 0, False, [])],
 )
-def test_the_manager_of_cuda_graphs(is_backward: bool, device: int | None, recorded: bool, made: list[int]) -> None:
-    """A backward that is not recorded asserts that there is one, which the forward's first warm call would make."""
+def test_the_manager_of_cuda_graphs(
+    is_backward: bool, device: int | None, recorded: bool, made: list[int]
+) -> None:
+    """A backward that is not recorded asserts that there is one, which the forward's first warm call would
+    make."""
     found: list[Any] = []
     gm = GraphModule(torch.nn.Module(), Graph())
     box = BoxedDeviceIndex(device)

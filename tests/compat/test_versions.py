@@ -11,7 +11,9 @@ import torch
 from fp8compile.compat.versions import NEWEST, OLDEST, check
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.1+cu130", "2.15.0a0+git1234", torch.__version__])
+@pytest.mark.parametrize(
+    "version", ["2.11.0", "2.13.0+cpu", "2.15.1+cu130", "2.15.0a0+git1234", torch.__version__]
+)
 def test_known_versions(version: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -20,9 +22,13 @@ def test_known_versions(version: str) -> None:
 
 def test_others_say_what_to_install() -> None:
     """One that is too old is an error, a newer one a warning."""
-    with pytest.raises(ImportError, match=r"needs torch 2\.11 or later, and this is 2\.10\.1\+cu117: pip install"):
+    with pytest.raises(
+        ImportError, match=r"needs torch 2\.11 or later, and this is 2\.10\.1\+cu117: pip install"
+    ):
         check("2.10.1+cu117")
-    with pytest.warns(RuntimeWarning, match=r"tested with torch 2\.11 to 2\.15, and this is 2\.16\.0\.dev.* pip install"):
+    with pytest.warns(
+        RuntimeWarning, match=r"tested with torch 2\.11 to 2\.15, and this is 2\.16\.0\.dev.* pip install"
+    ):
         check("2.16.0.dev20270101")
 
 

@@ -77,20 +77,32 @@ def test_every_option_reaches_its_field():
     }
     parsed = parse(given)
     beside = ("policy", "exclude", "device", "eval", "save", "strict")
-    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name not in beside}
+    settings = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if name not in beside
+    }
     assert dataclasses.asdict(parsed.recipe) == {"name": settings.pop("recipe"), **settings}
     assert (parsed.policy.device, parsed.policy.eval, parsed.policy.save) == ("h100", "fp8", "fp8")
     assert parsed.policy.rules[2:] == load("conservative").rules
     first, second = parsed.policy.rules[:2]
-    assert (first.module, second.module) == (("lm_head", "*.lm_head", "lm_head.*", "*.lm_head.*"), ("re:.*router",))
-    assert first.fp8 == second.fp8 == "off" and parsed.policy.labels[:2] == ("exclude lm_head", "exclude re:.*router")
+    assert (first.module, second.module) == (
+        ("lm_head", "*.lm_head", "lm_head.*", "*.lm_head.*"),
+        ("re:.*router",),
+    )
+    assert first.fp8 == second.fp8 == "off" and parsed.policy.labels[:2] == (
+        "exclude lm_head",
+        "exclude re:.*router",
+    )
     assert parsed.strict and parsed.inductor == {}
     assert set(given) == set(options.OURS)
 
 
 def test_a_recipe_made_in_python():
     made = Recipe("tensorwise", margin=2, use_fast_accum=(False, False, False))
-    assert parse({"recipe": made, "fp8_format": "e4m3"}).recipe == dataclasses.replace(made, fp8_format="e4m3")
+    assert parse({"recipe": made, "fp8_format": "e4m3"}).recipe == dataclasses.replace(
+        made, fp8_format="e4m3"
+    )
     assert "'margin' is given twice" in error_of({"recipe": made, "margin": 2})
 
 
@@ -140,7 +152,12 @@ def test_dashes_are_underscores_and_a_format_has_any_case():
 )
 def test_bad_value(key, value, allowed):
     message = error_of({key: value})
-    assert repr(key) in message and repr(value) in message and allowed in message and type(value).__name__ in message
+    assert (
+        repr(key) in message
+        and repr(value) in message
+        and allowed in message
+        and type(value).__name__ in message
+    )
 
 
 def test_error_carries_key_and_value_and_pickles():
@@ -171,7 +188,8 @@ def test_unknown_key_lists_near_matches(key, meant):
     suggestions = message.partition("Did you mean ")[2].partition("?")[0]
     assert repr(key) in message and "'it'" in message
     assert suggestions.startswith(repr(meant)), message
-    assert "torch._inductor.config" not in message and len(message) < 200  # a near miss, and not the list of all
+    # a near miss, and not the list of all
+    assert "torch._inductor.config" not in message and len(message) < 200
 
 
 @pytest.mark.parametrize("key", ["skip", "enable", "formats", "exclud"])
@@ -222,7 +240,11 @@ def test_options_by_the_names_of_other_libraries():
     """What a hint names exists: an option, or a function of the package."""
     for theirs in peers._OPTIONS:
         message = error_of({theirs: True})
-        assert f"unknown fp8 option {theirs!r}" in message and "Here it is" in message and "Did you mean" not in message
+        assert (
+            f"unknown fp8 option {theirs!r}" in message
+            and "Here it is" in message
+            and "Did you mean" not in message
+        )
         names = re.findall(r"Here it is '(\w+)'", message)
         assert set(names) <= set(options.OURS), message
     assert "fp8compile.distributed.fp8_all_gather(model)" in error_of({"enable_fsdp_float8_all_gather": True})
@@ -242,7 +264,9 @@ def test_keys_are_strings_and_options_a_mapping():
 def test_inductor_options_pass_through_and_their_type_is_checked():
     given = {"max_autotune": True, "triton.cudagraphs": False, "epilogue_fusion": False, "margin": 1}
     parsed = parse(given)
-    assert parsed.inductor == {key: given[key] for key in given if key != "margin"} and parsed.recipe.margin == 1
+    assert (
+        parsed.inductor == {key: given[key] for key in given if key != "margin"} and parsed.recipe.margin == 1
+    )
     message = error_of({"max_autotune": "True"})
     assert "'max_autotune'" in message and "'True'" in message and "bool" in message
 
@@ -254,10 +278,13 @@ def test_the_passes_that_we_live_in_cannot_be_switched_off(key):
 
 
 def test_options_override_the_mode():
-    assert parse(None, "reduce-overhead").inductor == torch._inductor.list_mode_options("reduce-overhead") != {}
+    assert (
+        parse(None, "reduce-overhead").inductor == torch._inductor.list_mode_options("reduce-overhead") != {}
+    )
     patches = parse({"triton.cudagraphs": False}, "max-autotune").inductor
     assert patches["triton.cudagraphs"] is False and patches["max_autotune"] is True
-    assert torch._inductor.list_mode_options("max-autotune")["triton.cudagraphs"] is True  # not changed in place
+    # not changed in place
+    assert torch._inductor.list_mode_options("max-autotune")["triton.cudagraphs"] is True
 
 
 def test_bad_modes():
@@ -271,11 +298,29 @@ def test_bad_modes():
     [
         ({"recipe": "tensorwise", "interval": 2, "amax_history_len": 4}, "'interval', 'amax_history_len'"),
         ({"recipe": "blockwise", "current_scaling": (True, True, False)}, "'current_scaling'"),
-        ({"recipe": "rowwise", "merge_matmuls": True, "fp8_all_to_all": True}, "'merge_matmuls', 'fp8_all_to_all'"),
+        (
+            {"recipe": "rowwise", "merge_matmuls": True, "fp8_all_to_all": True},
+            "'merge_matmuls', 'fp8_all_to_all'",
+        ),
         ({"recipe": "delayed", "current_scaling": (True, True, True), "interval": 2}, "'interval'"),
-        ({"interval": 2, "on_overflow": "saturate", "current_scaling": (True, False, False), "merge_matmuls": True}, ""),
+        (
+            {
+                "interval": 2,
+                "on_overflow": "saturate",
+                "current_scaling": (True, False, False),
+                "merge_matmuls": True,
+            },
+            "",
+        ),
         ({"recipe": "rowwise", "merge_matmuls": "auto", "fp8_all_to_all": False, "weight_tiles": False}, ""),
-        ({"recipe": "rowwise", "interval": 2, "policy": {"rules": [{"module": "up", "recipe": "delayed"}]}}, ""),
+        (
+            {
+                "recipe": "rowwise",
+                "interval": 2,
+                "policy": {"rules": [{"module": "up", "recipe": "delayed"}]},
+            },
+            "",
+        ),
     ],
 )
 def test_options_without_effect_are_said_once(options: dict[str, Any], unused: str, caplog) -> None:
@@ -293,7 +338,9 @@ def test_options_without_effect_are_said_once(options: dict[str, Any], unused: s
 def test_what_a_recipe_fixes():
     assert Recipe().fp8_format == "hybrid" and Recipe("tensorwise").fp8_format == "hybrid"
     for name in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"):
-        assert Recipe(name).fp8_format == "e4m3" and Recipe(name).power_of_2_scale is (name in ("blockwise", "mxfp8"))
+        assert Recipe(name).fp8_format == "e4m3" and Recipe(name).power_of_2_scale is (
+            name in ("blockwise", "mxfp8")
+        )
         with pytest.raises(OptionError, match=f"fp8_format.*'e4m3' with recipe '{name}'"):
             Recipe(name, fp8_format="hybrid")
     assert Recipe("rowwise_with_gw_hp").override_linear_precision == (False, False, True)
@@ -301,7 +348,9 @@ def test_what_a_recipe_fixes():
     with pytest.raises(OptionError, match="power_of_2_scale.*powers of two"):
         Recipe("mxfp8", power_of_2_scale=False)
     assert Recipe(margin=[2, 2, 2]).margin == 2 and Recipe(margin=[1, 0, 2]).margin == (1, 0, 2)
-    assert [Recipe(margin=(1, 0, 2)).scaling(role, "fprop").margin for role in ("input", "weight", "gradient")] == [1, 0, 2]
+    assert [
+        Recipe(margin=(1, 0, 2)).scaling(role, "fprop").margin for role in ("input", "weight", "gradient")
+    ] == [1, 0, 2]
 
 
 def margins(recipe: Recipe) -> list[int]:
@@ -309,20 +358,29 @@ def margins(recipe: Recipe) -> list[int]:
 
 
 def test_default_margins():
-    """Gradients with delayed scaling outgrow their history, so they have headroom; less in E4M3. Other tensors have none."""
+    """Gradients with delayed scaling outgrow their history, so they have headroom; less in E4M3. Other
+    tensors have none."""
     assert margins(Recipe()) == margins(Recipe(fp8_encoding="fnuz")) == [0, 0, 11]
     assert margins(Recipe(fp8_format="e4m3")) == [0, 0, 3]
     assert margins(Recipe(current_scaling=(True, False, False))) == [0, 0, 11]
     assert margins(Recipe(current_scaling=(False, False, True))) == [0, 0, 0]
     for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"):
         assert margins(Recipe(name)) == [0, 0, 0]
-        assert margins(dataclasses.replace(Recipe(), name=name, fp8_format=None, power_of_2_scale=None)) == [0, 0, 0]
+        assert margins(dataclasses.replace(Recipe(), name=name, fp8_format=None, power_of_2_scale=None)) == [
+            0,
+            0,
+            0,
+        ]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_a_margin_that_is_given_stays(recipe):
     for given, expected in ((0, [0, 0, 0]), (1, [1, 1, 1]), ((2, 1, 6), [2, 1, 6])):
-        assert margins(Recipe(recipe, margin=given)) == margins(parse({"recipe": recipe, "margin": given}).recipe) == expected
+        assert (
+            margins(Recipe(recipe, margin=given))
+            == margins(parse({"recipe": recipe, "margin": given}).recipe)
+            == expected
+        )
     assert parse({"recipe": recipe, "margin": None}).recipe == Recipe(recipe)
 
 
@@ -343,7 +401,8 @@ def test_current_scaling_that_is_asked_for_comes_on_top_of_that_of_down_projecti
     assert of_down(current_scaling=(True, True, True)) == (True, True, True)
     own = {"rules": [{"kind": "down projection", "current_scaling": [False, False, False]}]}
     asked = parse({"policy": own, "current_scaling": (False, False, True)}).policy
-    assert asked._effective[0].current_scaling == (False, False, False)  # a rule of the user's own overrides the default rule
+    # a rule of the user's own overrides the default rule
+    assert asked._effective[0].current_scaling == (False, False, False)
     assert parse().policy.key != parse({"current_scaling": (False, False, True)}).policy.key
 
 
@@ -366,7 +425,10 @@ def test_scaling_of_roles():
         assert {scaling.recipe for scaling in found} == {same}
     assert Recipe("rowwise_with_gw_hp").scaling("weight", "dgrad").recipe == "tensorwise"
     down = Recipe(current_scaling=(True, False, False))
-    assert down.delayed and [down.scaling(role, "fprop").recipe for role in ("input", "weight")] == ["tensorwise", "delayed"]
+    assert down.delayed and [down.scaling(role, "fprop").recipe for role in ("input", "weight")] == [
+        "tensorwise",
+        "delayed",
+    ]
     assert not Recipe(current_scaling=(True, True, True)).delayed
 
 

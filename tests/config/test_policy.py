@@ -1,4 +1,5 @@
-"""Policies: conditions and order of rules, resolution of recipes, sources of policies, and texts of errors."""
+"""Policies: conditions and order of rules, resolution of recipes, sources of policies, and texts of
+errors."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from fp8compile.config.recipe import Recipe
 from fp8compile.errors import OptionError
 from tests.support.policies import UP, fp8, refusal, site
 
-# --- conditions -------------------------------------------------------------------------------------------------------
+# --- conditions
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -27,11 +29,13 @@ from tests.support.policies import UP, fp8, refusal, site
         ({"module": "model.*.up_proj"}, {}, {"module": "up_proj"}),  # "*" also matches dots
         ({"module": "model.layers.[0-1].mlp.up_pro?"}, {}, {"module": "model.layers.2.mlp.up_proj"}),
         ({"module": r"re:model\.layers\.(1|3)\..*"}, {}, {"module": "model.layers.2.mlp.up_proj"}),
-        ({"module": "re:layers"}, {"module": "layers"}, {"module": "model.layers"}),  # it must match the whole name
+        # it must match the whole name
+        ({"module": "re:layers"}, {"module": "layers"}, {"module": "model.layers"}),
         ({"module": "*.UP_proj"}, {"module": "x.UP_proj"}, {}),  # case matters
         ({"parameter": "*.up_proj.weight"}, {}, {"parameter": "x"}),
         ({"module_class": "Linear"}, {}, {"classes": ("Conv1D", "GPT2MLP")}),
-        ({"module_class": ["*MLP"]}, {}, {"classes": ("Linear", "LlamaAttention")}),  # classes of the surrounding modules
+        # classes of the surrounding modules
+        ({"module_class": ["*MLP"]}, {}, {"classes": ("Linear", "LlamaAttention")}),
         ({"op": "mm"}, {}, {"op": "bmm"}),
         ({"gemm": ["fprop", "dgrad"]}, {"gemm": "dgrad"}, {"gemm": "wgrad"}),
         ({"where": "m < 512"}, {"m": 511}, {"m": 512}),
@@ -64,19 +68,27 @@ def test_the_first_rule_that_matches_decides():
     choice = policy.choose(site())
     assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("on", 1, "rule 2", Recipe("tensorwise"))
     choice = policy.choose(site("lm_head", kind="output head: by its name"))
-    assert (choice.fp8, choice.rule, choice.label) == ("auto", 2, "rule 3")  # before the rules of the default policy
+    # before the rules of the default policy
+    assert (choice.fp8, choice.rule, choice.label) == ("auto", 2, "rule 3")
     assert policy.own == 3 and len(policy.rules) == 3 + len(load("default").rules)
     choice = load({"extends": "none", "defaults": {"margin": 3}}).choose(site())
     assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("auto", None, "", Recipe(margin=3))
 
 
-# --- recipes ----------------------------------------------------------------------------------------------------------
+# --- recipes
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_setting_is_looked_up_in_the_rule_the_recipe_the_options_the_defaults():
     data = {
         "extends": "none",
-        "defaults": {"recipe": "tensorwise", "margin": 1, "interval": 2, "fp8_format": "E4M3", "amax_history_len": 7},
+        "defaults": {
+            "recipe": "tensorwise",
+            "margin": 1,
+            "interval": 2,
+            "fp8_format": "E4M3",
+            "amax_history_len": 7,
+        },
         "recipes": {
             "outer": {"base": "inner", "margin": 3, "interval": 5},
             "inner": {"base": "delayed", "margin": 4, "amax_compute_algo": "most_recent"},
@@ -124,7 +136,13 @@ def test_every_field_of_a_recipe_is_a_key():
         if isinstance(value, tuple):
             new = [not part for part in value]
         else:
-            new = other[field.name] if field.name in other else not value if isinstance(value, bool) else value + 1
+            new = (
+                other[field.name]
+                if field.name in other
+                else not value
+                if isinstance(value, bool)
+                else value + 1
+            )
         expected = dataclasses.replace(recipe, **{field.name: new})
         assert load({"defaults": {field.name: new}}).recipe == expected
         assert load({"rules": [{"module": UP, field.name: new}]}).choose(site()).recipe == expected
@@ -133,7 +151,13 @@ def test_every_field_of_a_recipe_is_a_key():
 
 
 def test_extending():
-    policy = load({"extends": "conservative", "defaults": {"amax_history_len": 4}, "rules": [{"module": "a", "name": "mine"}]})
+    policy = load(
+        {
+            "extends": "conservative",
+            "defaults": {"amax_history_len": 4},
+            "rules": [{"module": "a", "name": "mine"}],
+        }
+    )
     assert policy.recipe == Recipe(margin=(1, 1, 11), amax_history_len=4)
     assert policy.labels[:2] == ("mine", "first and last block") and policy.own == 1
     assert policy.labels[-1] == load("default").labels[-1]
@@ -144,25 +168,40 @@ def test_extending_files(write, tmp_path):
     rule = '[[rules]]\nmodule = "b"\nfp8 = "off"\nrecipe = "x"\n'
     write(f"{rule}[recipes.x]\nmargin = 1\n[schedule]\nwarmup_steps = 3\n", "base.toml")
     (tmp_path / "sub").mkdir()
-    mine = write('extends = "../base.toml"\neval = "fp8"\n[[rules]]\nmodule = "a"\nrecipe = "x"\n', "sub/mine.toml")
+    mine = write(
+        'extends = "../base.toml"\neval = "fp8"\n[[rules]]\nmodule = "a"\nrecipe = "x"\n', "sub/mine.toml"
+    )
     policy = load(mine)
-    assert policy.labels[:2] == ("rule 1", f"rule 1 of {tmp_path / 'sub' / '../base.toml'}") and policy.own == 1
+    assert (
+        policy.labels[:2] == ("rule 1", f"rule 1 of {tmp_path / 'sub' / '../base.toml'}") and policy.own == 1
+    )
     assert policy.schedule == Schedule(warmup_steps=3)
-    assert policy.eval == "fp8" and policy.choose(site("a")).recipe == policy.choose(site("b")).recipe == Recipe(margin=1)
-    mine.write_text(mine.read_text() + "[recipes.x]\nmargin = 2\n")  # the nearer of two recipes wins; the file is read again
+    assert policy.eval == "fp8" and policy.choose(site("a")).recipe == policy.choose(
+        site("b")
+    ).recipe == Recipe(margin=1)
+    # the nearer of two recipes wins; the file is read again
+    mine.write_text(mine.read_text() + "[recipes.x]\nmargin = 2\n")
     assert load(mine).choose(site("b")).recipe == Recipe(margin=2)
 
 
 def test_plain_keys(write):
     path = write('device = "h100"\neval = "fp8"\n[schedule]\nwarmup_steps = 10\ncooldown_at = 90\n')
     policy = load(path)
-    assert (policy.device, policy.eval, policy.schedule) == ("h100", "fp8", Schedule(warmup_steps=10, cooldown_at=90))
+    assert (policy.device, policy.eval, policy.schedule) == (
+        "h100",
+        "fp8",
+        Schedule(warmup_steps=10, cooldown_at=90),
+    )
     assert policy.source == str(path) and str(path) not in policy.key
     changed = dataclasses.replace(policy, eval="high_precision", device=None)
     assert changed.eval == "high_precision" and changed.labels == policy.labels and changed != policy
     with pytest.raises(OptionError, match="'eval' must be"):
         dataclasses.replace(policy, eval="fp16")
-    assert load({}).schedule is None and load({}).eval == "high_precision" and load({"schedule": {}}).schedule == Schedule()
+    assert (
+        load({}).schedule is None
+        and load({}).eval == "high_precision"
+        and load({"schedule": {}}).schedule == Schedule()
+    )
 
 
 def test_equal_hashed_and_picklable_by_what_they_decide():
@@ -175,20 +214,31 @@ def test_equal_hashed_and_picklable_by_what_they_decide():
 
 def test_in_python():
     policy = Policy(
-        rules=(Rule(module="*.mlp.*", fp8=False), Rule(where="n < 3", recipe="mine")), recipes={"mine": NamedRecipe(margin=2)}
+        rules=(Rule(module="*.mlp.*", fp8=False), Rule(where="n < 3", recipe="mine")),
+        recipes={"mine": NamedRecipe(margin=2)},
     )
-    assert fp8(policy) == "off" and policy.choose(site("a", n=2)).recipe.margin == 2 and load(policy) is policy
+    assert (
+        fp8(policy) == "off" and policy.choose(site("a", n=2)).recipe.margin == 2 and load(policy) is policy
+    )
     with pytest.raises(OptionError, match="rule 1: 'recipe' must be .*Did you mean 'delayed'"):
         Policy(rules=(Rule(recipe="delayd"),))
-    assert Policy(rules=[{"module": "a"}]) == Policy(rules=(Rule(module=["a"]),)) == Policy((Rule(module="a"),))
+    assert (
+        Policy(rules=[{"module": "a"}]) == Policy(rules=(Rule(module=["a"]),)) == Policy((Rule(module="a"),))
+    )
     with pytest.raises(OptionError, match="'rules' must be a list of tables"):
         Policy(rules=Rule(module="a"))
     with pytest.raises(OptionError, match="'margin' must be") as caught:
         Rule(margin="3")
-    assert (caught.value.key, caught.value.value) == ("margin", "3") and str(pickle.loads(pickle.dumps(caught.value)))
-    with pytest.raises(OptionError, match="2 errors:\n  'fp8' must be .*\n  unknown key 'modul'.*Did you mean 'module'"):
+    assert (caught.value.key, caught.value.value) == ("margin", "3") and str(
+        pickle.loads(pickle.dumps(caught.value))
+    )
+    with pytest.raises(
+        OptionError, match="2 errors:\n  'fp8' must be .*\n  unknown key 'modul'.*Did you mean 'module'"
+    ):
         Rule(fp8=1, modul="a")
-    with pytest.raises(OptionError, match="2 errors:\n  rule 2: 'fp8' must be .*\n  rule 2: unknown key 'self'"):
+    with pytest.raises(
+        OptionError, match="2 errors:\n  rule 2: 'fp8' must be .*\n  rule 2: unknown key 'self'"
+    ):
         Policy(rules=[{}, {"fp8": 1, "self": "a"}])
     for wrong in (lambda: Rule("a"), lambda: Policy((), rules=())):
         with pytest.raises(TypeError):
@@ -197,11 +247,14 @@ def test_in_python():
         policy.with_defaults(margn=1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.rules[0].fp8 = "on"
-    assert load({"rules": [Rule(module="a")], "schedule": Schedule()}) == load({"rules": [{"module": "a"}], "schedule": {}})
+    assert load({"rules": [Rule(module="a")], "schedule": Schedule()}) == load(
+        {"rules": [{"module": "a"}], "schedule": {}}
+    )
     assert copy.deepcopy(policy) == policy == dataclasses.replace(policy) and "margin=2" in repr(policy)
 
 
-# --- sources ----------------------------------------------------------------------------------------------------------
+# --- sources
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_sources(write, monkeypatch, tmp_path):
@@ -234,7 +287,8 @@ def test_unusable_files(write, tmp_path):
     assert "cannot be read" in refusal("a\0.toml") and "cannot be read" in refusal("x" * 5000 + ".toml")
     assert "a path, a dict" in refusal(b"x.toml") and "a path, a dict" in refusal(3)
     assert "Did you mean 'conservative'" in refusal("conservativ")
-    assert load(write(b"\xef\xbb\xbf[[rules]]\r\nmodule = 'a'\r\n")).own == 1  # a byte order mark, Windows' line ends
+    # a byte order mark, Windows' line ends
+    assert load(write(b"\xef\xbb\xbf[[rules]]\r\nmodule = 'a'\r\n")).own == 1
     assert load(write("")).own == 0
 
 
@@ -251,7 +305,8 @@ def test_circles(write):
     assert message.startswith(f"policy {broken}, line 2, rule 1: unknown key 'role'")
 
 
-# --- schema, shipped policies, fuzzing --------------------------------------------------------------------------------
+# --- schema, shipped policies, fuzzing
+# --------------------------------------------------------------------------------
 
 
 def test_schema():

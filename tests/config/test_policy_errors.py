@@ -1,4 +1,5 @@
-"""Messages about policies that are invalid or have no effect: they name the place, the key, the value and the fix."""
+"""Messages about policies that are invalid or have no effect: they name the place, the key, the value and the
+fix."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from fp8compile.config import policy
 from fp8compile.config.policy import load
 from tests.support.policies import fp8, refusal, site
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors
+# -----------------------------------------------------------------------------------------------------------
 
 LINES = """\
 extends = "default"
@@ -37,37 +39,109 @@ margin = 2
 @pytest.mark.parametrize(
     "was, becomes, says",
     [
-        ("margin = 1", "margin = true", "line 4, [defaults]: 'margin' must be an integer >= 0; got True (bool)"),
+        (
+            "margin = 1",
+            "margin = true",
+            "line 4, [defaults]: 'margin' must be an integer >= 0; got True (bool)",
+        ),
         ("margin = 1", "recipe = 'min'", "line 4, [defaults]: 'recipe' must be one of 'delayed', "),
-        ('base = "delayed"', 'base = "mine"', "line 7, [recipes.mine]: recipes go in a circle: 'mine' -> 'mine'"),
+        (
+            'base = "delayed"',
+            'base = "mine"',
+            "line 7, [recipes.mine]: recipes go in a circle: 'mine' -> 'mine'",
+        ),
         ('base = "delayed"', 'recipe = "delayed"', "line 7, [recipes.mine]: unknown key 'recipe'"),
-        ("recipes.mine", "recipes.delayed", "line 6, [recipes.delayed]: a recipe called 'delayed' is built in"),
-        ('module = "a"', 'role = "x"', "line 12, rule 1 ('first'): unknown key 'role' (value 'x' (str)). Did you mean 'gemm'?"),
-        ('module = "b"', "module = 3", "line 15, rule 2: 'module' must be a glob, or a list of globs; got 3 (int)"),
-        ('module = "b"', "gemm = 'fpro'", "line 15, rule 2: 'gemm' must be one of 'fprop', 'dgrad', 'wgrad'; got 'fpro'"),
-        ('module = "b"', "fp8 = 'of'", "'fp8' must be one of 'on', 'off', 'auto'; got 'of' (str). Did you mean 'off'"),
+        (
+            "recipes.mine",
+            "recipes.delayed",
+            "line 6, [recipes.delayed]: a recipe called 'delayed' is built in",
+        ),
+        (
+            'module = "a"',
+            'role = "x"',
+            "line 12, rule 1 ('first'): unknown key 'role' (value 'x' (str)). Did you mean 'gemm'?",
+        ),
+        (
+            'module = "b"',
+            "module = 3",
+            "line 15, rule 2: 'module' must be a glob, or a list of globs; got 3 (int)",
+        ),
+        (
+            'module = "b"',
+            "gemm = 'fpro'",
+            "line 15, rule 2: 'gemm' must be one of 'fprop', 'dgrad', 'wgrad'; got 'fpro'",
+        ),
+        (
+            'module = "b"',
+            "fp8 = 'of'",
+            "'fp8' must be one of 'on', 'off', 'auto'; got 'of' (str). Did you mean 'off'",
+        ),
         ('module = "b"', "kind = 'head'", "'kind' must be one of 'output head', 'router gate'"),
         ('module = "b"', "blocks = 'First'", "line 15, rule 2: 'blocks' must be 'first N' or 'last N'"),
         ('module = "b"', "layers = 'last1'", "Did you mean 'last 1'"),
         ('module = "b"', "recipe = 'tensorwize'", "line 15, rule 2: 'recipe' must be one of"),
-        ("or k < 3", "or K < 3", "line 16, rule 2: 'where': 'n < 3 or K < 3' names 'K', which is none of the sizes m, n and k"),
-        ("margin = 2", "override_linear_precision = [true]", "rule 2: 'override_linear_precision' must be three bools"),
-        ("margin = 2", "margin = 2020-01-01", "line 20, rule 2: 'margin' must be an integer >= 0; got datetime.date(2020"),
-        ("margin = 2", "margin = 99999999999999999999999", "line 20, rule 2: 'margin' must be an integer <= 64; got 9999"),
-        ('extends = "default"', "extend = 'none'", "line 1: unknown key 'extend' (value 'none' (str)). Did you mean 'extends'"),
-        ('extends = "default"', "margin = 3", "line 1: unknown key 'margin' (value 3 (int)). 'margin' goes into [defaults]"),
-        ("margin = 2", "eval = 'fp8'", "line 20, rule 2: unknown key 'eval' (value 'fp8' (str)). 'eval' goes to the top of"),
-        ("margin = 1", "fp8 = true", "line 4, [defaults]: unknown key 'fp8' (value True (bool)). 'fp8' goes into [[rules]]."),
-        ("[defaults]", "[default]", "line 3: unknown key 'default' (value {'margin': 1} (dict)). Did you mean 'defaults'"),
+        (
+            "or k < 3",
+            "or K < 3",
+            "line 16, rule 2: 'where': 'n < 3 or K < 3' names 'K', which is none of the sizes m, n and k",
+        ),
+        (
+            "margin = 2",
+            "override_linear_precision = [true]",
+            "rule 2: 'override_linear_precision' must be three bools",
+        ),
+        (
+            "margin = 2",
+            "margin = 2020-01-01",
+            "line 20, rule 2: 'margin' must be an integer >= 0; got datetime.date(2020",
+        ),
+        (
+            "margin = 2",
+            "margin = 99999999999999999999999",
+            "line 20, rule 2: 'margin' must be an integer <= 64; got 9999",
+        ),
+        (
+            'extends = "default"',
+            "extend = 'none'",
+            "line 1: unknown key 'extend' (value 'none' (str)). Did you mean 'extends'",
+        ),
+        (
+            'extends = "default"',
+            "margin = 3",
+            "line 1: unknown key 'margin' (value 3 (int)). 'margin' goes into [defaults]",
+        ),
+        (
+            "margin = 2",
+            "eval = 'fp8'",
+            "line 20, rule 2: unknown key 'eval' (value 'fp8' (str)). 'eval' goes to the top of",
+        ),
+        (
+            "margin = 1",
+            "fp8 = true",
+            "line 4, [defaults]: unknown key 'fp8' (value True (bool)). 'fp8' goes into [[rules]].",
+        ),
+        (
+            "[defaults]",
+            "[default]",
+            "line 3: unknown key 'default' (value {'margin': 1} (dict)). Did you mean 'defaults'",
+        ),
         ("[[rules]]\nname", "[[rule]]\nname", "unknown key 'rule'"),
-        ("[defaults]", "[schedule]\nwarmup = 3\n[defaults]", "line 4, [schedule]: unknown key 'warmup' (value 3 (int))."),
+        (
+            "[defaults]",
+            "[schedule]\nwarmup = 3\n[defaults]",
+            "line 4, [schedule]: unknown key 'warmup' (value 3 (int)).",
+        ),
         (
             "[defaults]",
             "[schedule]\nwarmup_steps = 5\ncooldown_at = 5\n[defaults]",
             "line 5, [schedule]: 'cooldown_at' must be greater",
         ),
         ("margin = 1", "margin = ", "not valid TOML: Invalid value (at line 4, column 10)"),
-        ("margin = 1", "margin = 1\nmargin = 1", "not valid TOML: Cannot overwrite a value (at line 5, column 11)"),
+        (
+            "margin = 1",
+            "margin = 1\nmargin = 1",
+            "not valid TOML: Cannot overwrite a value (at line 5, column 11)",
+        ),
     ],
 )
 def test_errors_name_the_place(write, was, becomes, says):
@@ -78,9 +152,17 @@ def test_errors_name_the_place(write, was, becomes, says):
 
 
 def test_several_errors_are_all_shown(write):
-    message = refusal(write(LINES.replace("margin = 1", "margin = -1").replace('"a"', '"a..b"').replace("margin = 2", "x = 2")))
+    message = refusal(
+        write(
+            LINES.replace("margin = 1", "margin = -1").replace('"a"', '"a..b"').replace("margin = 2", "x = 2")
+        )
+    )
     first, *lines = message.splitlines()
-    assert first.endswith("3 errors:") and [line.split(",")[0] for line in lines] == ["  line 4", "  line 12", "  line 20"]
+    assert first.endswith("3 errors:") and [line.split(",")[0] for line in lines] == [
+        "  line 4",
+        "  line 12",
+        "  line 20",
+    ]
     assert "and 7 more" in refusal({"rules": [{"x": 1}] * 12})
 
 
@@ -106,9 +188,22 @@ def test_globs_that_can_never_match(glob, says):
 
 
 def test_globs_that_can():
-    for glob in ("*", "a", "a.*", "**.mlp", "layers.[!0-3].x-y", "[]a]", "a.?", "re:", "re:.*(a|b)$", "größe.*"):
+    for glob in (
+        "*",
+        "a",
+        "a.*",
+        "**.mlp",
+        "layers.[!0-3].x-y",
+        "[]a]",
+        "a.?",
+        "re:",
+        "re:.*(a|b)$",
+        "größe.*",
+    ):
         assert load({"rules": [{"module": glob}]}).own == 1
-    assert "class names have no dots. Did you mean 'Linear'" in refusal({"rules": [{"module_class": "torch.nn.Linear"}]})
+    assert "class names have no dots. Did you mean 'Linear'" in refusal(
+        {"rules": [{"module_class": "torch.nn.Linear"}]}
+    )
 
 
 def test_rules_that_are_never_reached():
@@ -116,14 +211,24 @@ def test_rules_that_are_never_reached():
     message = refusal({"rules": [{"module": "a"}, everything, {"module": "b", "name": "late"}]})
     assert "rule 3 ('late'): this rule is never reached: all, before it, has no conditions" in message
     same = [{"module": "a", "fp8": "on"}, {"where": "n<3"}, {"module": ["a"], "fp8": "off"}]
-    assert "rule 3: this rule is never reached: rule 1, before it, has the same conditions" in refusal({"rules": same})
-    assert fp8(load({"rules": [everything]}), "lm_head", kind="output head") == "on"  # it may hide the extended rules
+    assert "rule 3: this rule is never reached: rule 1, before it, has the same conditions" in refusal(
+        {"rules": same}
+    )
+    # it may hide the extended rules
+    assert fp8(load({"rules": [everything]}), "lm_head", kind="output head") == "on"
 
 
-# --- rules that match nothing -----------------------------------------------------------------------------------------
+# --- rules that match nothing
+# -----------------------------------------------------------------------------------------
 
 PARTS = ("", ".mlp", ".mlp.up_proj", ".mlp.down_proj")
-NAMES = ["", "model", "model.layers", *(f"model.layers.{i}{part}" for i in range(4) for part in PARTS), "lm_head"]
+NAMES = [
+    "",
+    "model",
+    "model.layers",
+    *(f"model.layers.{i}{part}" for i in range(4) for part in PARTS),
+    "lm_head",
+]
 MODULES = dict.fromkeys(NAMES, "Module")
 SITES = [
     site(f"model.layers.{i}.mlp.{name}", gemm=gemm, block=(i, 4))
@@ -135,21 +240,30 @@ PARAMETERS = [f"{one.module}.weight" for one in SITES] + ["lm_head.weight"]
 
 
 def unmatched(rule: dict, whole: bool = True, before=()) -> list[str]:
-    return policy.unmatched(load({"rules": [*before, {**rule, "fp8": "off"}]}), SITES, MODULES, PARAMETERS, whole)
+    return policy.unmatched(
+        load({"rules": [*before, {**rule, "fp8": "off"}]}), SITES, MODULES, PARAMETERS, whole
+    )
 
 
 def test_rules_that_match_something_are_not_mentioned():
     assert unmatched({"module": "*.up_proj", "gemm": "wgrad", "blocks": "last 1"}) == []
-    assert policy.unmatched(load("conservative"), SITES, MODULES, PARAMETERS, True) == []  # not the user's own
+    # not the user's own
+    assert policy.unmatched(load("conservative"), SITES, MODULES, PARAMETERS, True) == []
 
 
 @pytest.mark.parametrize(
     "rule, says",
     [
-        ({"module": "model.layers.*.mlp.down"}, "no module of the model has a name like 'model.layers.*.mlp.down'. Near: "),
+        (
+            {"module": "model.layers.*.mlp.down"},
+            "no module of the model has a name like 'model.layers.*.mlp.down'. Near: ",
+        ),
         ({"module": "*.mlp.downproj"}, "Near: '*.mlp.down_proj'"),
         ({"module": "model.layer.0.mlp.up_proj"}, "Near: 'model.layers.*.mlp.up_proj'"),
-        ({"parameter": "*.up_proj.weigth"}, "no parameter of the model has a name like '*.up_proj.weigth'. Near: "),
+        (
+            {"parameter": "*.up_proj.weigth"},
+            "no parameter of the model has a name like '*.up_proj.weigth'. Near: ",
+        ),
         ({"module_class": "LlamaMlp"}, "no class of the model has a name like 'LlamaMlp'. Near: 'LlamaMLP'"),
     ],
 )
@@ -175,13 +289,25 @@ def test_conditions_that_hold_nowhere():
 def test_rules_that_others_leave_nothing():
     before = [{"module": "*.up_proj"}, {"gemm": ["fprop", "dgrad"]}, {"module": "*.down_proj"}]
     (message,) = unmatched({"module": "*.mlp.*"}, before=before)
-    assert "rule 4 of policy given as a dict" in message and "only what rules 1, 2, 3 decide about before it" in message
+    assert (
+        "rule 4 of policy given as a dict" in message
+        and "only what rules 1, 2, 3 decide about before it" in message
+    )
     assert unmatched({"module": "*.mlp.*"}, before=before, whole=False) == []
 
 
 def test_classes_of_the_whole_model():
     classes = {name: "ModuleList" for name in MODULES}
-    (message,) = policy.unmatched(load({"rules": [{"module_class": "LlamaMpl"}]}), SITES, classes, PARAMETERS, whole=False)
+    (message,) = policy.unmatched(
+        load({"rules": [{"module_class": "LlamaMpl"}]}), SITES, classes, PARAMETERS, whole=False
+    )
     assert "Near: 'LlamaMLP'" in message
-    assert policy.unmatched(load({"rules": [{"module_class": "ModuleList"}]}), SITES, classes, PARAMETERS, whole=False) == []
-    assert policy.unmatched(load({"rules": [{"module": "a"}, {"where": "n<0"}]}), [], {}, [], whole=True) == []
+    assert (
+        policy.unmatched(
+            load({"rules": [{"module_class": "ModuleList"}]}), SITES, classes, PARAMETERS, whole=False
+        )
+        == []
+    )
+    assert (
+        policy.unmatched(load({"rules": [{"module": "a"}, {"where": "n<0"}]}), [], {}, [], whole=True) == []
+    )

@@ -22,7 +22,8 @@ KINDS["down_proj"] = "down projection: gated in all models that call it so"
 
 
 def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
-    """Three gemms for each weight of `model` that a matmul reads: linears, GPT-2's Conv1D, stacked experts."""
+    """Three gemms for each weight of `model` that a matmul reads: linears, GPT-2's Conv1D, stacked
+    experts."""
     modules = dict(model.named_modules())
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     weights = []
@@ -34,9 +35,15 @@ def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
                 weights.append((name, f"{name}.{key}", module, weight))
     for i, (name, parameter, module, weight) in enumerate(weights):
         around = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)]
-        n, k = weight.shape[-2:] if not isinstance(module, transformers.pytorch_utils.Conv1D) else weight.shape[::-1]
+        n, k = (
+            weight.shape[-2:]
+            if not isinstance(module, transformers.pytorch_utils.Conv1D)
+            else weight.shape[::-1]
+        )
         last = name.rsplit(".", 1)[-1]
-        head = "output head: by its name" if last in HEADS else "output head: tied" if weight in tables else ""
+        head = (
+            "output head: by its name" if last in HEADS else "output head: tied" if weight in tables else ""
+        )
         block = re.match(r"(.*?)\.(\d+)\.", name)
         for gemm in ("fprop", "dgrad", "wgrad"):
             yield Site(
@@ -68,7 +75,9 @@ def by_label(choices: dict[str, Choice]) -> dict[str, set[str]]:
     """label of a rule -> its parameters, with the first number of a name replaced by *."""
     found: dict[str, set[str]] = {}
     for parameter, choice in choices.items():
-        found.setdefault(choice.label, set()).add(re.sub(r"\.\d+\.", ".*.", parameter, count=1).removesuffix(".weight"))
+        found.setdefault(choice.label, set()).add(
+            re.sub(r"\.\d+\.", ".*.", parameter, count=1).removesuffix(".weight")
+        )
     return found
 
 
@@ -81,13 +90,21 @@ def models() -> dict[str, nn.Module]:
         return {
             "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)),
             "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(**narrow)),
-            "gpt2-xl": transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**narrow, "n_embd": 1600, "n_head": 25})),
+            "gpt2-xl": transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(**{**narrow, "n_embd": 1600, "n_head": 25})
+            ),
             "vit": transformers.ViTForImageClassification(
                 transformers.ViTConfig(
-                    hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_labels=1000
+                    hidden_size=256,
+                    intermediate_size=512,
+                    num_hidden_layers=3,
+                    num_attention_heads=4,
+                    num_labels=1000,
                 )
             ),
-            "moe": transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, num_local_experts=8)),
+            "moe": transformers.MixtralForCausalLM(
+                transformers.MixtralConfig(**sizes, **heads, num_local_experts=8)
+            ),
         }
 
 
@@ -99,8 +116,14 @@ UP, DOWN = {f"{BLOCK}mlp.gate_proj", f"{BLOCK}mlp.up_proj"}, f"{BLOCK}mlp.down_p
 
 def test_default(models):
     choices = decided("default", models["llama"])
-    assert by_label(choices) == {"output head": {"lm_head"}, "down projection": {DOWN}, "": {*ATTENTION, OUTPUT, *UP}}
-    assert choices["lm_head.weight"].fp8 == "off" and choices["model.layers.0.mlp.up_proj.weight"].fp8 == "auto"
+    assert by_label(choices) == {
+        "output head": {"lm_head"},
+        "down projection": {DOWN},
+        "": {*ATTENTION, OUTPUT, *UP},
+    }
+    assert (
+        choices["lm_head.weight"].fp8 == "off" and choices["model.layers.0.mlp.up_proj.weight"].fp8 == "auto"
+    )
     narrow = models["gpt2"]
     narrow.down = nn.Linear(256, 64, device="meta")  # for example the rank of a LoRA
     try:
@@ -115,7 +138,10 @@ def test_llama(models):
     assert by_label(choices) == found
     down, up = choices["model.layers.0.mlp.down_proj.weight"], choices["model.layers.0.mlp.up_proj.weight"]
     assert (down.fp8, down.recipe.name, up.fp8, up.recipe.name) == ("auto", "delayed", "auto", "delayed")
-    assert (down.recipe.current_scaling, up.recipe.current_scaling) == ((True, False, False), (False, False, False))
+    assert (down.recipe.current_scaling, up.recipe.current_scaling) == (
+        (True, False, False),
+        (False, False, False),
+    )
 
 
 def test_gpt2(models):
@@ -160,7 +186,10 @@ def test_conservative(models):
         current = name.endswith("down_proj.weight") and not first_or_last
         assert choice.recipe.margin == (0 if current else (1, 1, 11))
         assert choice.recipe.delayed is not current
-    for model, outputs, downs in (("gpt2", "attn.c_proj", "mlp.c_proj"), ("moe", "o_proj", "experts.down_proj")):
+    for model, outputs, downs in (
+        ("gpt2", "attn.c_proj", "mlp.c_proj"),
+        ("moe", "o_proj", "experts.down_proj"),
+    ):
         found = by_label(decided("conservative", models[model]))
         assert all(name.endswith(outputs) for name in found["attention output"])
         assert all(name.endswith(downs) for name in found["down projection"])
@@ -174,9 +203,21 @@ def test_accelerate_defaults(models):
     assert [name for name in names if choices[name].fp8 == "off"] == [names[0], names[-1]]
     assert all(choice.fp8 == "on" for choice in list(choices.values())[1:-1])
     recipe = choices[names[1]].recipe
-    assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.fp8_format) == (1024, "most_recent", "hybrid")
-    odd = nn.Sequential(*(nn.Linear(a, b, device="meta") for a, b in ((64, 64), (64, 72), (72, 64), (64, 64), (64, 64))))
-    assert [choice.fp8 for choice in decided("accelerate-defaults", odd).values()] == ["off", "off", "off", "on", "off"]
+    assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.fp8_format) == (
+        1024,
+        "most_recent",
+        "hybrid",
+    )
+    odd = nn.Sequential(
+        *(nn.Linear(a, b, device="meta") for a, b in ((64, 64), (64, 72), (72, 64), (64, 64), (64, 64)))
+    )
+    assert [choice.fp8 for choice in decided("accelerate-defaults", odd).values()] == [
+        "off",
+        "off",
+        "off",
+        "on",
+        "off",
+    ]
     conv = decided("accelerate-defaults", models["gpt2"])  # the head is the only nn.Linear
     assert {choice.fp8 for choice in conv.values()} == {"off"}
 
@@ -191,7 +232,7 @@ def test_every_recipe_goes_with_every_policy(recipe, policy):
     assert found.defaults.recipe == recipe
 
 
-# -- compiled, as a user would -----------------------------------------------------------------------------------------
+# -- compiled, as a user would -------------------------------------------------------------------------------
 
 
 GRAPHS = [(policy, "llama") for policy in ("conservative", "default", "fast", "llama", "accelerate-defaults")]
@@ -201,9 +242,14 @@ GRAPHS += [("gpt2", "gpt2"), ("fast", "gpt2"), ("vit", "vit")]
 @pytest.mark.weekly
 @pytest.mark.parametrize(("policy", "name"), GRAPHS)
 def test_the_graph_decides_as_the_names_do(models, policy, name):
-    """Compares the report of a training step with `decided`, rule by rule; every rule of the shipped file decides something."""
+    """Compares the report of a training step with `decided`, rule by rule; every rule of the shipped file
+    decides something."""
     model = models[name]
-    given = {"pixel_values": torch.zeros(2, 3, 224, 224)} if name == "vit" else {"input_ids": torch.zeros(2, 64).long()}
+    given = (
+        {"pixel_values": torch.zeros(2, 3, 224, 224)}
+        if name == "vit"
+        else {"input_ids": torch.zeros(2, 64).long()}
+    )
     report = fp8compile.explain(model, options={"policy": policy}, **given)
     expected = decided(policy, model)
     records = [record for record in report.matmuls if record.parameter]
@@ -214,6 +260,10 @@ def test_the_graph_decides_as_the_names_do(models, policy, name):
         assert rule == choice.label, parameter
         assert recipe == ("high precision" if choice.fp8 == "off" else choice.recipe.name), parameter
     ours = load(policy)
-    own = {label for label, rule in zip(ours.labels, ours.rules, strict=True) if rule not in load("default").rules}
+    own = {
+        label
+        for label, rule in zip(ours.labels, ours.rules, strict=True)
+        if rule not in load("default").rules
+    }
     absent = {"sides that 16 does not divide", "not a linear", "patch embedding"}  # a convolution here
     assert own - absent <= {rule for _, rule, _ in found}

@@ -1,4 +1,5 @@
-"""Descriptions of GPUs: the shipped data, look-ups, the file that `calibrate` stores, and devices without a description."""
+"""Descriptions of GPUs: the shipped data, look-ups, the file that `calibrate` stores, and devices without a
+description."""
 
 from __future__ import annotations
 
@@ -26,11 +27,20 @@ def own_files(tmp_path, monkeypatch):
 
 def properties(name: str, **given):
     """The result of `torch.cuda.get_device_properties` for a device, by default of compute capability 9.0."""
-    usual = dict(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, L2_cache_size=50 << 20, clock_rate=1980000)
-    return SimpleNamespace(name=name, **{**usual, "memory_bus_width": 5120, "memory_clock_rate": 2619000, **given})
+    usual = dict(
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=80 << 30,
+        L2_cache_size=50 << 20,
+        clock_rate=1980000,
+    )
+    return SimpleNamespace(
+        name=name, **{**usual, "memory_bus_width": 5120, "memory_clock_rate": 2619000, **given}
+    )
 
 
-# -- the shipped descriptions --------------------------------------------------------------------------------------------------
+# -- the shipped descriptions --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", catalog.shipped().values(), ids=lambda device: device.key)
@@ -40,8 +50,10 @@ def test_shipped_figures_are_possible(device):
         assert 0.35 * peak[name] <= sustained <= peak[name], f"{name} is not a part of its peak"
     if device.has_fp8:
         assert peak["fp8"] == pytest.approx(2 * peak["bf16"], rel=0.01)
-        assert 1.4 < device.flops.fp8 / device.flops.bf16 < 2  # published matmuls: 1.83 on an H200, 1.9 on an H200 NVL
-        slower = device.flops.fp8 / device.flops.fp8_precise  # without fast accumulation, published for Hopper: 1.1 to 1.2
+        # published matmuls: 1.83 on an H200, 1.9 on an H200 NVL
+        assert 1.4 < device.flops.fp8 / device.flops.bf16 < 2
+        # without fast accumulation, published for Hopper: 1.1 to 1.2
+        slower = device.flops.fp8 / device.flops.fp8_precise
         assert 1.09 < slower < 1.2 if device.capability[0] == 9 and not device.gfx else slower == 1
     # the width and the clock of the memory bus give the published bandwidth
     assert device.memory_bus / 8 * 2e6 * device.memory_clock_mhz == pytest.approx(peak["bandwidth"], rel=0.05)
@@ -49,13 +61,19 @@ def test_shipped_figures_are_possible(device):
     assert device.key != "h200" or device.gpu == H200  # for which static estimates are made
 
 
-SLOWED = {"h20": 4.2, "h20-3e": 4.2, "l20": 1.9}  # how much less their tensor cores do than their units and clocks say
+# how much less their tensor cores do than their units and clocks say
+SLOWED = {"h20": 4.2, "h20-3e": 4.2, "l20": 1.9}
 
 
-@pytest.mark.parametrize("device", [d for d in catalog.shipped().values() if d.has_fp8], ids=lambda device: device.key)
+@pytest.mark.parametrize(
+    "device", [d for d in catalog.shipped().values() if d.has_fp8], ids=lambda device: device.key
+)
 def test_peaks_derived_from_properties_are_the_published_ones(device):
-    """Checks the table of FLOP a clock and unit against the data. Not exact: published peaks are not at boost clocks."""
-    given = properties(device.name, gcnArchName=device.gfx, major=device.capability[0], minor=device.capability[1])
+    """Checks the table of FLOP a clock and unit against the data. Not exact: published peaks are not at boost
+    clocks."""
+    given = properties(
+        device.name, gcnArchName=device.gfx, major=device.capability[0], minor=device.capability[1]
+    )
     given.multi_processor_count, given.clock_rate = device.sms, 1000 * device.clock_mhz
     given.memory_bus_width, given.memory_clock_rate = device.memory_bus, 1000 * device.memory_clock_mhz
     made = catalog.derived(given)
@@ -65,7 +83,7 @@ def test_peaks_derived_from_properties_are_the_published_ones(device):
         assert getattr(made.peak, name) == pytest.approx(slowed * getattr(device.peak, name), rel=0.16), name
 
 
-# -- finding -----------------------------------------------------------------------------------------------------------
+# -- finding -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,9 +107,24 @@ def test_find(name, key):
     assert catalog.find(name).key == key
 
 
-# other chips, although a name of a described one is a part of theirs; or slower kinds of it, which have tables of their own
-OTHERS = ("H20 NVL", "H200 MIG 1g.18gb", "H100 80GB HBM3 MIG 1g.10gb", "H800 NVL", "A800-SXM4-80GB", "L2", "L40S", "B30A")
-OTHERS += ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 5090 Laptop GPU", "GeForce RTX 5090 D v2", "GeForce RTX 5090 D V2")
+# other chips, although a name of a described one is a part of theirs; or slower kinds of it, which have
+# tables of their own
+OTHERS = (
+    "H20 NVL",
+    "H200 MIG 1g.18gb",
+    "H100 80GB HBM3 MIG 1g.10gb",
+    "H800 NVL",
+    "A800-SXM4-80GB",
+    "L2",
+    "L40S",
+    "B30A",
+)
+OTHERS += (
+    "GeForce RTX 4090 Laptop GPU",
+    "GeForce RTX 5090 Laptop GPU",
+    "GeForce RTX 5090 D v2",
+    "GeForce RTX 5090 D V2",
+)
 OTHERS += ("RTX PRO 6000 Blackwell Workstation Edition", "RTX 4000 Ada Generation")
 
 
@@ -111,7 +144,8 @@ def test_an_amd_device_without_a_telling_name():
     given = properties("AMD Radeon Graphics", gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304)
     given.total_memory = 192 << 30
     assert catalog.of_properties(given).key == "mi300x"
-    given.multi_processor_count, given.total_memory = 80, 64 << 30  # a partition of an MI300X is not an MI300X
+    # a partition of an MI300X is not an MI300X
+    given.multi_processor_count, given.total_memory = 80, 64 << 30
     assert catalog.of_properties(given).origin == "derived"
 
 
@@ -121,20 +155,24 @@ def test_an_unknown_device_is_derived_and_said_once(caplog):
         made = catalog.of_properties(l40s)
         assert catalog.of_properties(l40s) == made
     assert made.origin == "derived" and made.peak.bf16 == pytest.approx(362e12, rel=0.03)  # as published
-    (message,) = [record.message for record in caplog.records if "NVIDIA L40S is not described" in record.message]
+    (message,) = [
+        record.message for record in caplog.records if "NVIDIA L40S is not described" in record.message
+    ]
     assert "calibrate" in message
 
 
 def test_derived_extremes():
     assert not catalog.derived(properties("NVIDIA GeForce RTX 3090", major=8, minor=6)).has_fp8
     assert catalog.derived(properties("NVIDIA of the future", major=13, minor=0)).has_fp8
-    assert not catalog.derived(properties("AMD Instinct MI250X", gcnArchName="gfx90a:sramecc+:xnack-")).has_fp8
+    assert not catalog.derived(
+        properties("AMD Instinct MI250X", gcnArchName="gfx90a:sramecc+:xnack-")
+    ).has_fp8
     bare = SimpleNamespace(name="bare", major=9, minor=0, multi_processor_count=10, total_memory=1 << 30)
     made = catalog.derived(bare)
     assert made.bandwidth > 0 and made.flops.bf16 > 0 and made.gpu.multi_processor_count == 10
 
 
-# -- devices with FP8 ------------------------------------------------------------------------------------------------------
+# -- devices with FP8 ----------------------------------------------------------------------------------------
 
 
 def seen(monkeypatch, **given):
@@ -147,10 +185,16 @@ def seen(monkeypatch, **given):
     "given, refused",
     [
         (dict(major=8, minor=9), None),
-        (dict(major=8, minor=6), "some GPU has compute capability 8.6; FP8 matmuls need 8.9 (RTX 40, L4, H100 or later)"),
+        (
+            dict(major=8, minor=6),
+            "some GPU has compute capability 8.6; FP8 matmuls need 8.9 (RTX 40, L4, H100 or later)",
+        ),
         (dict(major=9, minor=4, gcnArchName="gfx942:sramecc+:xnack-"), None),
         (dict(major=12, minor=0, gcnArchName="gfx1201"), None),
-        (dict(major=9, minor=0, gcnArchName="gfx90a:sramecc+"), "gfx90a has no FP8 matmuls (gfx94, gfx95 and gfx12 do)"),
+        (
+            dict(major=9, minor=0, gcnArchName="gfx90a:sramecc+"),
+            "gfx90a has no FP8 matmuls (gfx94, gfx95 and gfx12 do)",
+        ),
     ],
 )
 def test_devices_that_are_refused(monkeypatch, given, refused):
@@ -164,7 +208,11 @@ def test_the_gpu_of_this_process(monkeypatch):
     """Properties that torch does not report are taken from an H200."""
     gpu = gpu_of(seen(monkeypatch, major=8, minor=6, gcnArchName="NVIDIA of some kind"))
     assert gpu == dataclasses.replace(gpu, name="some GPU", minor=6) and gpu.warp_size == 32 and gpu.gfx == ""
-    assert Gpu(gcnArchName="gfx942:sramecc+:xnack-").gfx == gfx_of(properties("", gcnArchName="gfx942")) == "gfx942"
+    assert (
+        Gpu(gcnArchName="gfx942:sramecc+:xnack-").gfx
+        == gfx_of(properties("", gcnArchName="gfx942"))
+        == "gfx942"
+    )
 
 
 def test_encodings():
@@ -178,7 +226,12 @@ def test_encodings():
 @pytest.mark.parametrize(
     "key, cuda, expected",
     [
-        *[("b200", "12.8", True), ("b200", "12.6", False), ("rtx5090", "12.8", False), ("rtx5090", "12.9", True)],
+        *[
+            ("b200", "12.8", True),
+            ("b200", "12.6", False),
+            ("rtx5090", "12.8", False),
+            ("rtx5090", "12.9", True),
+        ],
         *[(key, "13.0", False) for key in ("h200", "mi300x")],
     ],
 )
@@ -188,7 +241,7 @@ def test_blackwell_alone_multiplies_mx(monkeypatch, key, cuda, expected):
     assert not support.has_mx(None)
 
 
-# -- the file that calibrate stores --------------------------------------------------------------------------------------------
+# -- the file that calibrate stores --------------------------------------------------------------------------
 
 
 def test_stored_and_read_again(own_files):
@@ -202,7 +255,8 @@ def test_stored_and_read_again(own_files):
     assert list(found) == [known.name, "AMD Instinct MI300X"]
     assert found[known.name].flops.fp8 == 1234e12 and found[known.name].launch == 3.5e-6
     assert found[known.name].origin == "calibrated" and found["AMD Instinct MI300X"].gfx == "gfx942"
-    assert catalog.of_properties(properties(known.name)).flops.fp8 == 1234e12  # a stored description comes before a shipped one
+    # a stored description comes before a shipped one
+    assert catalog.of_properties(properties(known.name)).flops.fp8 == 1234e12
     assert catalog.find(known.name).flops.fp8 == 1234e12
     assert catalog.find("h100").flops.fp8 == known.flops.fp8  # a key always finds the shipped one
     catalog.store(dataclasses.replace(first, launch=1e-6))
@@ -210,7 +264,10 @@ def test_stored_and_read_again(own_files):
     assert catalog.stored()[known.name].launch == 1e-6 and len(catalog.stored()) == 3
 
 
-A_GPU = '[a]\nname = "a"\nsms = 1\ncapability = [9, 0]\nl2 = 1\nmemory = 1\nsustained = { bf16 = 1.0, bandwidth = 1.0 }\n'
+A_GPU = (
+    '[a]\nname = "a"\nsms = 1\ncapability = [9, 0]\nl2 = 1\nmemory = 1\nsustained = { bf16 = '
+    "1.0, bandwidth = 1.0 }\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +288,8 @@ def test_a_broken_file_is_a_warning_and_ignored(own_files, caplog, text, wrong):
         assert catalog.stored() == {}
     assert len(caplog.records) == 1 and str(own_files) in caplog.text and "is ignored" in caplog.text
     assert wrong is None or wrong in caplog.text
-    catalog.store(dataclasses.replace(catalog.find("h200"), origin="calibrated"))  # the broken file can be replaced
+    # the broken file can be replaced
+    catalog.store(dataclasses.replace(catalog.find("h200"), origin="calibrated"))
     assert list(catalog.stored()) == ["NVIDIA H200"]
 
 
@@ -244,12 +302,13 @@ def test_where_it_is_stored(monkeypatch, tmp_path):
     assert catalog.stored_path() == tmp_path / ".cache" / "fp8compile" / "devices.toml"
 
 
-# -- calibrate ---------------------------------------------------------------------------------------------------------
+# -- calibrate -----------------------------------------------------------------------------------------------
 
 
 class Clock:
-    """A timer of a device with 132 SMs, `RATES` and `LAUNCH` seconds for a launch, whose matmuls take whole waves. It runs the
-    function, and computes the time from the sizes of the function's tensors. Each time has `EVENTS` seconds of its own."""
+    """A timer of a device with 132 SMs, `RATES` and `LAUNCH` seconds for a launch, whose matmuls take whole
+    waves. It runs the function, and computes the time from the sizes of the function's tensors. Each time has
+    `EVENTS` seconds of its own."""
 
     BYTES, LAUNCH, EVENTS = 1e11, 1e-6, 4e-6
     RATES = catalog.Rates(bf16=2e14, fp16=2e14, fp32=2e14, fp8=4e14, fp8_precise=3e14, bandwidth=BYTES)
@@ -260,7 +319,8 @@ class Clock:
     def seconds(self, function, ahead=1):
         result = function()
         cells = {
-            name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
+            name: cell.cell_contents
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
         }
         self.calls.append(sorted(cells))
         if "source" in cells:
@@ -270,14 +330,18 @@ class Clock:
             return self.EVENTS + cells["count"] * self.LAUNCH
         (m, k), n = cells["a"].shape, cells["b"].shape[0]
         assert result.shape == (m, n)
-        fast = {"fp8": cells.get("how", {}).get("use_fast_accum"), "fp8_precise": cells["a"].dtype.itemsize == 1}
+        fast = {
+            "fp8": cells.get("how", {}).get("use_fast_accum"),
+            "fp8_precise": cells["a"].dtype.itemsize == 1,
+        }
         dtype = next((name for name, on in fast.items() if on), "bf16")
         known = dataclasses.replace(catalog.find("h100"), sustained=self.RATES, launch=self.LAUNCH)
         return self.EVENTS + cost.compute(known, m, n, k, dtype) + cost.start(known, dtype)
 
 
 def test_the_time_of_a_launch_is_a_slope():
-    """4 us of events and 2 us a launch, with a disturbed time on either side, and a clock that stands still."""
+    """4 us of events and 2 us a launch, with a disturbed time on either side, and a clock that stands
+    still."""
     usual = 4e-6 + 64 * 2e-6, 4e-6 + 256 * 2e-6
     assert calibrate.slope([usual], 64) == pytest.approx(2e-6)
     disturbed = [(usual[0] + 1e-3, usual[1]), usual, (usual[0], usual[1] + 1e-3), usual, usual]
@@ -292,13 +356,19 @@ def test_measured_with_a_clock_that_is_known():
     )
     assert made.flops.bf16 == pytest.approx(2e14) and made.flops.fp8 == pytest.approx(4e14)
     assert made.flops.fp8_precise == pytest.approx(3e14)
-    assert made.bandwidth == pytest.approx(1e11) and made.launch == pytest.approx(1e-6) and made.origin == "calibrated"
+    assert (
+        made.bandwidth == pytest.approx(1e11)
+        and made.launch == pytest.approx(1e-6)
+        and made.origin == "calibrated"
+    )
     assert made.sms == 132 and made.peak == catalog.find("h100").peak
     assert len(clock.calls) == 1 + 5 * 3 + 1 + 2 * calibrate.PAIRS
 
 
 def test_a_device_without_fp8_and_a_library_that_refuses_it(monkeypatch, caplog):
-    made = calibrate.measured(catalog.find("a100"), Clock(), torch.device("cpu"), sizes=((16, 16, 16),), copy_bytes=1 << 12)
+    made = calibrate.measured(
+        catalog.find("a100"), Clock(), torch.device("cpu"), sizes=((16, 16, 16),), copy_bytes=1 << 12
+    )
     assert made.flops.fp8 == 0.0 and not made.has_fp8
     monkeypatch.setattr(torch, "_scaled_mm", mock.Mock(side_effect=RuntimeError("only supported on ...")))
     assert calibrate.matmul_rate(Clock(), torch.device("cpu"), "fp8", ((16, 16, 16),)) == 0.0

@@ -16,19 +16,25 @@ from fp8compile.devices import catalog, cost
 from fp8compile.devices.cost import CastInput
 
 H100, H200, B300, NVL = (catalog.find(key) for key in ("h100", "h200", "b300", "h200-nvl"))
-# torchao's tables were measured on Meta's H100 with HBM2e; copies reach 2.2 TB/s (torchao/testing/training/roofline_utils.py)
+# torchao's tables were measured on Meta's H100 with HBM2e; copies reach 2.2 TB/s
+# (torchao/testing/training/roofline_utils.py)
 TORCHAO_H100 = dataclasses.replace(H100, sustained=dataclasses.replace(H100.sustained, bandwidth=2.2e12))
 CELLS = Path(__file__).parent / "data" / "torchao_h100.csv"
 
 def cells(recipe: str) -> dict[tuple[int, int, int], float]:
     with open(CELLS, encoding="utf-8") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
-        return {(int(r["m"]), int(r["k"]), int(r["n"])): float(r["speedup"]) for r in rows if r["recipe"] == recipe}
+        return {
+            (int(r["m"]), int(r["k"]), int(r["n"])): float(r["speedup"])
+            for r in rows
+            if r["recipe"] == recipe
+        }
 
 
 @dataclasses.dataclass
 class Linear:
-    """Estimated seconds of a linear, forward and backward: matmuls in bf16, matmuls in FP8, and the additional FP8 `casts`."""
+    """Estimated seconds of a linear, forward and backward: matmuls in bf16, matmuls in FP8, and the
+    additional FP8 `casts`."""
 
     bf16: float
     fp8: float
@@ -43,18 +49,22 @@ class Linear:
 def linear(device, m, n, k, recipe="delayed", *, fused=(True, True), weight_bytes=2) -> Linear:
     """out[m, n] = x[m, k] @ w[n, k].t(), its dgrad and its wgrad.
 
-    `fused`: whether kernels compute x and the output's gradient, so that casts can be fused into them (the kernels read one
-    element for each element that they write). If so, nothing else reads these tensors.
+    `fused`: whether kernels compute x and the output's gradient, so that casts can be fused into them (the
+    kernels read one element for each element that they write). If so, nothing else reads these tensors.
     """
     sizes = ((m, n, k), (m, k, n), (n, k, m))
     bf16 = sum(cost.gemm(device, *size) for size in sizes)
     fast = Recipe(recipe).use_fast_accum
-    fp8 = sum(cost.block_gemm(device, *size, COSTS[recipe], fast=on) for size, on in zip(sizes, fast, strict=True))
+    fp8 = sum(
+        cost.block_gemm(device, *size, COSTS[recipe], fast=on) for size, on in zip(sizes, fast, strict=True)
+    )
     tensors = [(m * k, fused[0], 2), (m * n, fused[1], 2), (n * k, False, weight_bytes)]
     added = 0.0
     for elements, joined, itemsize in tensors:
         usual = CastInput(elements, fused=joined, producer_bytes=2 * elements, itemsize=itemsize)
-        added += cost.casts(device, usual, COSTS[recipe]) - cost.high_copy(device, dataclasses.replace(usual, high_bytes=2))
+        added += cost.casts(device, usual, COSTS[recipe]) - cost.high_copy(
+            device, dataclasses.replace(usual, high_bytes=2)
+        )
     return Linear(bf16, fp8, added)
 
 
@@ -62,7 +72,7 @@ def estimated(recipe: str) -> dict[tuple[int, int, int], float]:
     return {(m, k, n): linear(TORCHAO_H100, m, n, k, recipe).speedup for m, k, n in cells(recipe)}
 
 
-# -- published figures -------------------------------------------------------------------------------------------------
+# -- published figures ---------------------------------------------------------------------------------------
 
 
 def test_torchaos_rowwise_table():
@@ -75,7 +85,10 @@ def test_torchaos_rowwise_table():
     # cells in which FP8 never gained for torchao may gain only a little here
     never = [cell for cell in published if cell[0] <= 2048 or cell[2] <= 2048]
     assert all(published[cell] < 1 for cell in never) and max(ours[cell] for cell in never) < 1.12
-    ranks = [torch.tensor([values[cell] for cell in published]).argsort().argsort().double() for values in (published, ours)]
+    ranks = [
+        torch.tensor([values[cell] for cell in published]).argsort().argsort().double()
+        for values in (published, ours)
+    ]
     assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.95
 
 
@@ -83,12 +96,14 @@ def test_signs_of_torchaos_square_linears():
     published, ours = cells("tensorwise"), estimated("tensorwise")
     assert len(published) == 6
     assert all((published[cell] >= 1) == (ours[cell] >= 1) for cell in published)
-    # torchao's delayed scaling reads the tensor twice, ours once: only the one size between gain and loss may differ
+    # torchao's delayed scaling reads the tensor twice, ours once: only the one size between gain and loss may
+    # differ
     published, ours = cells("delayed"), estimated("delayed")
     assert [cell for cell in published if (published[cell] >= 1) != (ours[cell] >= 1)] == [(2048, 2048, 2048)]
 
 
-SUITE = {"qkv": (4096, 12288), "proj": (4096, 4096), "fc1": (4096, 16384), "fc2": (16384, 4096)}  # K, N of a 5B layer
+# K, N of a 5B layer
+SUITE = {"qkv": (4096, 12288), "proj": (4096, 4096), "fc1": (4096, 16384), "fc2": (16384, 4096)}
 TOKENS = 15872
 
 
@@ -123,7 +138,7 @@ def test_square_gemms(size, bf16_us, fp8_us):
     assert bf16 / fp8 < 1.15 * bf16_us / fp8_us
 
 
-# -- gemms -------------------------------------------------------------------------------------------------------------
+# -- gemms ---------------------------------------------------------------------------------------------------
 
 
 def test_what_is_bound_by_the_tensor_cores_and_by_memory():
@@ -148,14 +163,16 @@ sizes = st.integers(1, 20000)
 def test_fp8_is_not_credited_with_more_than_it_can_save(m, n, k):
     bf16, fp8 = cost.gemm(H200, m, n, k), cost.gemm(H200, m, n, k, "fp8")
     flops, read, written = 2 * m * n * k, m * k + k * n, 2 * m * n
-    full = max(flops / 790e12, (2 * read + written) / 4.2e12) - max(flops / 1500e12, (read + written) / 4.2e12)
+    full = max(flops / 790e12, (2 * read + written) / 4.2e12) - max(
+        flops / 1500e12, (read + written) / 4.2e12
+    )
     assert bf16 - fp8 <= full + 1e-12
     assert bf16 > 0 and fp8 >= flops / 1500e12
     # twice the rows never take less time
     assert cost.gemm(H200, 2 * m, n, k) >= bf16 * 0.999
 
 
-# -- casts: bytes by hand, on a device that moves a byte a second and launches for nothing ------------------------------
+# -- casts: bytes by hand, on a device that moves a byte a second and launches for nothing -------------------
 
 def casts(device, elements, recipe="delayed", layouts=2, again=False, **tensor) -> float:
     return cost.casts(device, CastInput(elements, **tensor), COSTS[recipe], layouts, again)
@@ -174,7 +191,8 @@ UNIT = dataclasses.replace(H200, sustained=dataclasses.replace(H200.sustained, b
         (dict(recipe="tensorwise"), 2 * 200 + 200),
         (dict(recipe="tensorwise", again=True), 3 * 200 + 200),
         (dict(fused=True, producer_bytes=700), 200),
-        (dict(fused=True, producer_bytes=700, high_bytes=2), 200 + 200 + 200),  # bf16 is also written, and read
+        # bf16 is also written, and read
+        (dict(fused=True, producer_bytes=700, high_bytes=2), 200 + 200 + 200),
         (dict(fused=True, producer_bytes=700, recipe="tensorwise"), 700 + 200),
         (dict(itemsize=4, high_bytes=2), 400 + 200 + 400 + 200),  # also converted to bf16
         (dict(high_bytes=2), 200 + 200),  # the bf16 tensor is in memory anyway
@@ -197,11 +215,13 @@ def test_bytes_of_casts(given, moved):
     ],
 )
 def test_launches_of_casts(given, launches):
-    idle = dataclasses.replace(H200, sustained=dataclasses.replace(H200.sustained, bandwidth=1e30), launch=1.0)
+    idle = dataclasses.replace(
+        H200, sustained=dataclasses.replace(H200.sustained, bandwidth=1e30), launch=1.0
+    )
     assert casts(idle, 1, **given) == pytest.approx(launches)
 
 
-# -- break-even --------------------------------------------------------------------------------------------------------
+# -- break-even ----------------------------------------------------------------------------------------------
 
 
 def test_break_even_of_a_known_function():

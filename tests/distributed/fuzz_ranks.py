@@ -1,11 +1,13 @@
-"""Random models and protocols of `tests/support/fuzz_training`, on two ranks that share the work by DDP or FSDP2.
+"""Random models and protocols of `tests/support/fuzz_training`, on two ranks that share the work by DDP or
+FSDP2.
 
     python -m tests.distributed.fuzz_ranks 500 [first seed [seconds]]
 
-Each rank has batches of its own. Beside the parallel training runs one of a replica on each rank, whose gradients are averaged
-by hand. In half of the cases, FP8 is exact on all numbers, and the replica is eager: a wrong operand, or a gradient that is
-lost, counted twice or not averaged, shows. In the other half numbers are noise, and the replica trains in FP8 with a state of
-its own: scales have to be the same. Where that fails, the same case is run with the backend "aot_eager": it may be torch's.
+Each rank has batches of its own. Beside the parallel training runs one of a replica on each rank, whose
+gradients are averaged by hand. In half of the cases, FP8 is exact on all numbers, and the replica is eager: a
+wrong operand, or a gradient that is lost, counted twice or not averaged, shows. In the other half numbers are
+noise, and the replica trains in FP8 with a state of its own: scales have to be the same. Where that fails,
+the same case is run with the backend "aot_eager": it may be torch's.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ PROTOCOLS = {name: fuzz_protocols.PROTOCOLS[name] for name in (
     "moved", "rescale", "one output", "two forwards", "two forwards in reverse", "together", "frozen",
 )} | {"not reduced": "gfb", "moved again": "mfb"}  # fmt: skip
 # DDP reduces one backward for each forward, and knows at its beginning which parameters are trained
-REFUSED = {"ddp": {"two forwards", "two forwards in reverse", "together", "frozen", "one output"}, "fsdp": set[str]()}
+REFUSED = {
+    "ddp": {"two forwards", "two forwards in reverse", "together", "frozen", "one output"},
+    "fsdp": set[str](),
+}
 COMPILED = {  # how, and how the replica is
     "ddp": {"outside": "around", "around": "around", "whole": "whole", "before": "before"},
     "fsdp": {"before": "before", "after": "before", "wrapped": "before", "whole": "before"},
@@ -54,8 +59,8 @@ COMPILED = {  # how, and how the replica is
 
 @dataclass
 class OnRanks(fuzz_training.Case):
-    """`exact`: FP8 is exact. `uneven`: the second rank has larger batches. `mixed`: FSDP2 gathers bf16 of float32. `bucket`: of
-    DDP, in bytes."""
+    """`exact`: FP8 is exact. `uneven`: the second rank has larger batches. `mixed`: FSDP2 gathers bf16 of
+    float32. `bucket`: of DDP, in bytes."""
 
     way: Way = field(default_factory=Way)
     backend: str = "fp8"
@@ -81,15 +86,24 @@ class OnRanks(fuzz_training.Case):
         reshard = rng.choice((None, None, True, False))
         checkpoint = rng.choice(("", "", "outside", "around" if kind == "fsdp" else ""))
         dtype, compiled = torch.bfloat16 if case.mixed else torch.float32, rng.choice(list(COMPILED[kind]))
-        if compiled == "whole" and checkpoint == "around":  # Dynamo leaves all of it to eager: FSDP2's hooks, in a checkpoint
+        # Dynamo leaves all of it to eager: FSDP2's hooks, in a checkpoint
+        if compiled == "whole" and checkpoint == "around":
             checkpoint = "outside"
-        case.way = Way(kind, compiled=compiled, reshard=reshard, checkpoint=checkpoint, dtype=dtype, gather=gather)
+        case.way = Way(
+            kind, compiled=compiled, reshard=reshard, checkpoint=checkpoint, dtype=dtype, gather=gather
+        )
         reentrant = any(block.checkpoint == "reentrant" for block in case.model.blocks)
-        refused = REFUSED[kind] | ({"no input gradient"} if reentrant else set()) | ({"frozen"} if case.mixed else set())
+        refused = (
+            REFUSED[kind]
+            | ({"no input gradient"} if reentrant else set())
+            | ({"frozen"} if case.mixed else set())
+        )
         case.protocols = rng.choices([name for name in PROTOCOLS if name not in refused], k=3)
         if not case.exact:  # what is merged or gathered has one scale
             case.options["merge_matmuls"] = False
-            case.options |= {"current_scaling": (False, True, False)} if gather and case.recipe == "delayed" else {}
+            case.options |= (
+                {"current_scaling": (False, True, False)} if gather and case.recipe == "delayed" else {}
+            )
             case.options |= {"weight_tiles": True} if gather and case.recipe in ("mxfp8", "rowwise") else {}
         if case.recipe == "delayed" and "rescale" in case.protocols:
             case.options["amax_history_len"] = 2
@@ -117,15 +131,22 @@ class OnRanks(fuzz_training.Case):
         return any(p.requires_grad and p.grad is None for p in model.parameters())
 
     def floor_db(self, protocol: str) -> float:
-        """In bf16, DDP and FSDP2 add up gradients of several backwards in another order than a replica does."""
+        """In bf16, DDP and FSDP2 add up gradients of several backwards in another order than a replica
+        does."""
         one = PROTOCOLS[protocol].count("b") == 1 and protocol not in ("dry", "not reduced")
         return FLOOR_DB[torch.float32 if one or self.mixed else self.dtype]
 
     def __str__(self) -> str:
         w = self.way
         flags = [name for name in ("exact", "uneven", "mixed") if getattr(self, name)] + ["gather"] * w.gather
-        how = f"  {w.kind}, compiled {w.compiled}, checkpoint {w.checkpoint!r}, reshard={w.reshard}, bucket {self.bucket}"
-        return f"{super().__str__()}\n{how}, {' '.join(flags)}\n  alone: python -m tests.distributed.fuzz_ranks 1 {self.seed}"
+        how = (
+            f"  {w.kind}, compiled {w.compiled}, checkpoint {w.checkpoint!r}, "
+            f"reshard={w.reshard}, bucket {self.bucket}"
+        )
+        return (
+            f"{super().__str__()}\n{how}, {' '.join(flags)}\n  alone: python -m "
+            f"tests.distributed.fuzz_ranks 1 {self.seed}"
+        )
 
 
 @dataclass
@@ -135,7 +156,8 @@ class Rank(Side):
     case: OnRanks
     parallel: bool = False
     drawn: int = 0
-    wide: dict[str, Tensor] = field(default_factory=dict)  # gradients of a replica in bf16, added up as FSDP2 does
+    # gradients of a replica in bf16, added up as FSDP2 does
+    wide: dict[str, Tensor] = field(default_factory=dict)
     ddp: Any = None
 
     def compile(self) -> None:
@@ -154,7 +176,9 @@ class Rank(Side):
                     p.register_post_accumulate_grad_hook(lambda p, name=name: self.widen(name, p))
         if self.parallel and way.kind == "ddp":
             inside = "not" if way.compiled == "outside" else way.compiled
-            self.run = sharded(model, dataclasses.replace(way, kind="replica", compiled=inside, how=how), None)
+            self.run = sharded(
+                model, dataclasses.replace(way, kind="replica", compiled=inside, how=how), None
+            )
             settings = {"bucket_cap_mb": case.bucket / 2**20, "find_unused_parameters": case.some_unused()}
             self.run = self.ddp = DistributedDataParallel(self.run, **settings)
             if way.compiled == "outside":
@@ -189,7 +213,11 @@ class Rank(Side):
         """Integers or noise, of this rank."""
         self.drawn += 1
         made = torch.Generator().manual_seed((self.case.seed * 1000 + self.drawn) * 2 + dist.get_rank())
-        return torch.randint(-1, 2, shape, generator=made).float() if self.case.exact else torch.randn(shape, generator=made)
+        return (
+            torch.randint(-1, 2, shape, generator=made).float()
+            if self.case.exact
+            else torch.randn(shape, generator=made)
+        )
 
     def x(self, requires_grad: bool = True) -> Tensor:
         more = self.case.uneven and dist.get_rank()
@@ -216,7 +244,11 @@ class Rank(Side):
                 normed = getattr(self.model.get_submodule(name.rpartition(".")[0]), "stored", "") == "norm"
                 if p.dim() > 1 and not name.endswith("scale") and not normed:
                     values = whole(p).roll(self.rng.randint(1, 9), self.rng.choice((0, 1)))
-                    p.copy_(distribute_tensor(values, p.device_mesh, p.placements) if isinstance(p, DTensor) else values)
+                    p.copy_(
+                        distribute_tensor(values, p.device_mesh, p.placements)
+                        if isinstance(p, DTensor)
+                        else values
+                    )
         if self.rng.random() < 0.7:
             self.steps.step()
         elif self.parallel and self.case.way.gather:
@@ -227,7 +259,10 @@ def check(case: OnRanks, seen: Counter) -> list[str]:
     """What differs, on this rank."""
     errors: list[str] = []
     hooks.forget_trainings()
-    sides = [Rank(case, copy.deepcopy(case.model), not case.exact), Rank(case, copy.deepcopy(case.model), True, parallel=True)]
+    sides = [
+        Rank(case, copy.deepcopy(case.model), not case.exact),
+        Rank(case, copy.deepcopy(case.model), True, parallel=True),
+    ]
     for i, name in enumerate(case.protocols):
         results, states, where = [], [], f"step {i}, {name}"
         for side in sides:
@@ -235,12 +270,18 @@ def check(case: OnRanks, seen: Counter) -> list[str]:
             side.model.zero_grad()
             results.append(side.train(PROTOCOLS[name]))
             found = histories(side.model) if case.backend == "fp8" else {}
-            states.append({f"state of {plain(key[0])} {key[1:]}": torch.tensor([*h, s]) for key, (h, s) in found.items()})
+            states.append(
+                {
+                    f"state of {plain(key[0])} {key[1:]}": torch.tensor([*h, s])
+                    for key, (h, s) in found.items()
+                }
+            )
         for kept, state in zip(results, states, strict=True):
             kept |= {key: x for key, x in state.items() if key in states[0] and key in states[1]}
         try:
             fuzz_training.compare(*results, where, case.floor_db(name))
-            # in two parts of a graph that DDP has cut, two uses of a weight are each the first one, and share a history
+            # in two parts of a graph that DDP has cut, two uses of a weight are each the first one, and share
+            # a history
             shared = sides[1].ddp is not None and "shared" in str(case)
             if case.recipe == "delayed" and case.backend == "fp8" and not shared:
                 fuzz_training.moved_once(sides[1], where)

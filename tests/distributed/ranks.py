@@ -1,4 +1,5 @@
-"""Trainings on several ranks, two of which are compared on each rank: how a model is parallel, and what a training shows."""
+"""Trainings on several ranks, two of which are compared on each rank: how a model is parallel, and what a
+training shows."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ class Adapted(nn.Module):
 
     def __init__(self, rank: int = 8) -> None:
         super().__init__()
-        self.up, self.down = (nn.Linear(*sizes, bias=False).requires_grad_(False) for sizes in ((128, 256), (256, 128)))
+        self.up, self.down = (
+            nn.Linear(*sizes, bias=False).requires_grad_(False) for sizes in ((128, 256), (256, 128))
+        )
         self.a, self.b = nn.Linear(128, rank, bias=False), nn.Linear(rank, 256, bias=False)
         self.c, self.d = nn.Linear(256, rank, bias=False), nn.Linear(rank, 128, bias=False)
 
@@ -93,14 +96,15 @@ def build(model: str) -> nn.Module:
     return MODELS[model]()
 
 
-# -- how a model is parallel ---------------------------------------------------------------------------------------------
+# -- how a model is parallel ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Way:
-    """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "fsdp1", "tp", "fsdp x tp", "sequence"
-    (tensor and sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are sharded, "after" it, or "wrapped";
-    the root "whole" or "around"; or "not". `mesh`: FSDP's; of two dimensions, it shards over the second one."""
+    """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "fsdp1", "tp", "fsdp x
+    tp", "sequence" (tensor and sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are
+    sharded, "after" it, or "wrapped"; the root "whole" or "around"; or "not". `mesh`: FSDP's; of two
+    dimensions, it shards over the second one."""
 
     kind: str = "fsdp"
     options: dict[str, Any] = field(default_factory=dict)
@@ -126,7 +130,9 @@ class Gathered(nn.Module):
         self.dtype = dtype
 
     def forward(self, x: Any) -> Tensor:
-        return x.to(self.dtype).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+        return (
+            x.to(self.dtype).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+        )
 
 
 def tensor_parallel(block: nn.Module, mesh: Any, sequence: bool = False) -> None:
@@ -138,7 +144,11 @@ def tensor_parallel(block: nn.Module, mesh: Any, sequence: bool = False) -> None
     if not isinstance(block, Gated):
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         return
-    plan: dict[str, Any] = {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+    plan: dict[str, Any] = {
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(),
+    }
     if sequence:
         split = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
         down = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
@@ -197,8 +207,17 @@ def flat(module: nn.Module, way: Way, mesh: Any) -> nn.Module:
     strategies = ShardingStrategy
     strategy = strategies.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else strategies.FULL_SHARD
     strategy = strategies.SHARD_GRAD_OP if way.reshard is False else strategy
-    policy = MixedPrecision(param_dtype=way.dtype, reduce_dtype=torch.float32) if way.dtype != torch.float32 else None
-    more = {"sharding_strategy": strategy, "device_mesh": mesh, "mixed_precision": policy, "use_orig_params": True}
+    policy = (
+        MixedPrecision(param_dtype=way.dtype, reduce_dtype=torch.float32)
+        if way.dtype != torch.float32
+        else None
+    )
+    more = {
+        "sharding_strategy": strategy,
+        "device_mesh": mesh,
+        "mixed_precision": policy,
+        "use_orig_params": True,
+    }
     return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **more)
 
 
@@ -207,14 +226,21 @@ def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
     rank, ranks, how = dist.get_rank(), dist.get_world_size(), {"backend": "fp8", "options": way.options}
     if way.kind in ("fsdp", "fsdp1", "fsdp x tp", "replica"):
         names = ("dp", "tp") if way.kind == "fsdp x tp" else ("replicate", "shard")[-len(way.mesh) :]
-        mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=names) if way.mesh and way.kind != "replica" else None
+        mesh = (
+            init_device_mesh("cpu", way.mesh, mesh_dim_names=names)
+            if way.mesh and way.kind != "replica"
+            else None
+        )
         data = mesh.get_local_rank("dp") if way.kind == "fsdp x tp" else rank  # type: ignore[union-attr]
         call, root = sharded(model, way, mesh), model  # FSDP1 wraps it
     elif way.kind == "ddp":
         root, data = DistributedDataParallel(model, bucket_cap_mb=1), rank
         call = torch.compile(root, **how) if way.compiled != "not" else root
     else:
-        mesh, root = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp" if way.kind == "simple fsdp" else "tp",)), model
+        mesh, root = (
+            init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp" if way.kind == "simple fsdp" else "tp",)),
+            model,
+        )
         data = rank if way.kind == "simple fsdp" else 0
         if way.kind == "simple fsdp":
             for module in list(model.modules()):
@@ -235,7 +261,7 @@ def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
     return call, 0 if way.same else data
 
 
-# -- what is watched -----------------------------------------------------------------------------------------------------
+# -- what is watched -----------------------------------------------------------------------------------------
 
 
 def all_gathers() -> contextlib.AbstractContextManager[list[int]]:
@@ -259,7 +285,14 @@ def gathered(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 PHASES = {"H": "bf16", "F": "fp8", "S": None}
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.", "parametrizations.", ".original")
+WRAPPERS = (
+    "_orig_mod.",
+    "_checkpoint_wrapped_module.",
+    "_fsdp_wrapped_module.",
+    "module.",
+    "parametrizations.",
+    ".original",
+)
 
 
 def averaged(gradient: Tensor, mesh: tuple[int, ...]) -> Tensor:
@@ -288,7 +321,8 @@ class OnRanks(Run):
     way: Way = field(default_factory=Way)
     width: int = 128
     data: int = 0
-    words: list[dict[str, Any]] = field(default_factory=list)  # of each word of the protocol, what was sent and said
+    # of each word of the protocol, what was sent and said
+    words: list[dict[str, Any]] = field(default_factory=list)
     alive: int = 0  # bytes of FP8 weights that are kept for a backward
     held: int = 0  # bytes of weights of any dtype
     lr: float = 1e-2
@@ -305,7 +339,9 @@ class OnRanks(Run):
     def keep(self, kind: str, tensors: dict[str, Any]) -> None:
         if self.way.kind == "fsdp1":  # parts of them, until all ranks put them together
             with FullyShardedDataParallel.summon_full_params(self.model, with_grads=kind == "gradient"):
-                named = {name: p.grad if kind == "gradient" else p for name, p in self.model.named_parameters()}
+                named = {
+                    name: p.grad if kind == "gradient" else p for name, p in self.model.named_parameters()
+                }
                 if kind in ("gradient", "weight"):
                     tensors = {name: x.clone() for name, x in {**tensors, **named}.items()}
         super().keep(kind, {plain(name): whole(x) for name, x in tensors.items()})
@@ -326,7 +362,9 @@ class OnRanks(Run):
                     else:
                         super().events(event)
             kept = {"alive": self.alive, "held": self.held}
-            self.words.append({"sent": sum(sent), "reduced": len(reduced), **kept, "said": gathered(self.model)})
+            self.words.append(
+                {"sent": sum(sent), "reduced": len(reduced), **kept, "said": gathered(self.model)}
+            )
 
     def without_optimizer(self) -> None:
         """No optimizer has the weights: none says when a step ends."""
@@ -385,7 +423,9 @@ class OnRanks(Run):
             fp8_all_gather(self.model)
 
     def assign(self) -> None:
-        self.model.load_state_dict({name: x.detach().clone() * 2 for name, x in self.model.state_dict().items()}, assign=True)
+        self.model.load_state_dict(
+            {name: x.detach().clone() * 2 for name, x in self.model.state_dict().items()}, assign=True
+        )
         self.steps = torch.optim.SGD(self.model.parameters(), lr=1e-2, foreach=False)
 
     def move(self) -> None:
@@ -415,7 +455,8 @@ class OnRanks(Run):
 
 def prepared(model: str, way: Way) -> OnRanks:
     of = way.dtype if way.kind == "sequence" else torch.float32
-    return OnRanks(lambda: build(model).to(of), lambda m: m, lambda m: m, way=way, width=WIDTHS.get(model, 128))  # type: ignore[arg-type]
+    width = WIDTHS.get(model, 128)
+    return OnRanks(lambda: build(model).to(of), lambda m: m, lambda m: m, way=way, width=width)  # type: ignore[arg-type]
 
 
 def train(model: str, way: Way, protocol: str) -> OnRanks:
@@ -444,7 +485,9 @@ def facts(run: OnRanks, sent: list[tuple[torch.dtype, int]]) -> dict[str, Any]:
         "sizes": [r.m * r.n * r.k for r in sorted(report.matmuls, key=lambda r: (r.fqn, r.gemm))],
         "fp8": sorted({(plain(r.fqn), r.gemm) for r in report.matmuls if r.decision == "fp8"}),
         "outside": [(record.parameter, record.reason) for record in report.outside],
-        "collectives": [(r.tensor, r.bytes, r.before, r.reason) for graph in report.graphs for r in graph.collectives],
+        "collectives": [
+            (r.tensor, r.bytes, r.before, r.reason) for graph in report.graphs for r in graph.collectives
+        ],
         "frozen": {x.parameter: x.reason for graph in report.graphs for x in graph.frozen},
         "wire": sent,
         "state": sorted(scaling_tensors(run.model)),

@@ -51,7 +51,9 @@ def _amaxes(rank: int) -> dict[str, Any]:
     for step in (1.0, 2.0):
         y = run(torch.full((16, 128), step * (1 + rank)))
         y.backward(torch.full_like(y, step * (4 - rank)))
-    found: dict[str, Any] = {role: slots_of(model)["weight", role, 0].history()[:2] for role in ("input", "gradient")}
+    found: dict[str, Any] = {
+        role: slots_of(model)["weight", role, 0].history()[:2] for role in ("input", "gradient")
+    }
     other = nn.Linear(128, 128)  # runs the graph of the model before
     run = torch.compile(other, backend="fp8", options={"reduce_amax": True})
     for step in range(3):
@@ -94,7 +96,8 @@ def _on_four(rank: int) -> dict[str, Any]:
 
     def run(key: str, shard: bool, **options: Any) -> None:
         torch._dynamo.reset()
-        model = Linear(128, 128, bias=False)  # with a forward of its own: compile() of torch's compiles nothing
+        # with a forward of its own: compile() of torch's compiles nothing
+        model = Linear(128, 128, bias=False)
         model.compile(backend="fp8", options=options)
         if shard:
             fully_shard(model, mesh=mesh["dp"])
@@ -120,8 +123,8 @@ def _on_four(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_dimensions_of_a_mesh() -> None:
-    """As a pair, as a mesh of one dimension, and by name where the parameters live on the mesh, or on a part of it. Names of
-    nothing are errors."""
+    """As a pair, as a mesh of one dimension, and by name where the parameters live on the mesh, or on a part
+    of it. Names of nothing are errors."""
     four = on_ranks(4, _on_four)
     for key in ("mesh and name", "name"):
         assert [found[key] for found in four] == [3.0, 4.0, 3.0, 4.0]
@@ -132,7 +135,10 @@ def test_dimensions_of_a_mesh() -> None:
     for found in four:
         assert "'reduce_amax' must be the name of a process group" in found["no mesh"]
         assert "the parameters are on no DeviceMesh: pass (mesh, dimension)" in found["no mesh"]
-        assert "the mesh of the parameters has 'dp', 'tp'" in found["unknown"] and "Did you mean 'dp'" in found["unknown"]
+        assert (
+            "the mesh of the parameters has 'dp', 'tp'" in found["unknown"]
+            and "Did you mean 'dp'" in found["unknown"]
+        )
         assert "'amax_group' must be the name of a process group" in found["current"]
         assert "'reduce_amax' must be" in found["no dimension"]
 
@@ -143,7 +149,10 @@ def _alone(rank: int) -> dict[str, Any]:
     model = Branches()
     run = torch.compile(model, backend="fp8", options={"reduce_amax": group})
     found: dict[str, Any] = {"errors": [], "seconds": []}
-    with mock.patch.object(process_groups, "PATIENCE", 3.0), mock.patch.object(agreement.logger, "warning") as warning:
+    with (
+        mock.patch.object(process_groups, "PATIENCE", 3.0),
+        mock.patch.object(agreement.logger, "warning") as warning,
+    ):
         for step in range(2):
             found["errors"].append(error_of(run, batch(step, rank)))
         before = histories(model)
@@ -165,10 +174,15 @@ def test_a_rank_that_compiles_other_slots_alone() -> None:
     *before, once, again = second["errors"]
     assert before == ["", ""] and not second["moved"]
     for text in (once, again):
-        assert "rank 1 has compiled a graph that ranks [0] of the process group" in text and "within 12 s" in text
+        assert (
+            "rank 1 has compiled a graph that ranks [0] of the process group" in text
+            and "within 12 s" in text
+        )
         assert "two.weight input 0" in text and "drop the last batch" in text
     assert all(seconds > 11.0 for seconds in second["seconds"])
-    assert len(second["said"]) == 2 and "rank 1 waits for ranks [0]" in second["said"][0] and not first["said"]
+    assert (
+        len(second["said"]) == 2 and "rank 1 waits for ranks [0]" in second["said"][0] and not first["said"]
+    )
 
 
 def test_recipes_with_finer_scales_refuse_a_group() -> None:
@@ -189,8 +203,11 @@ ALL_REDUCES = [
 
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("options", "forward", "backward"), ALL_REDUCES, ids=str)
-def test_all_reduces_of_a_graph(one_process: str, options: dict[str, Any], forward: int, backward: int) -> None:
-    """One for all amaxes with a history of a direction; one for each tensor that is scaled by its current amax, never again."""
+def test_all_reduces_of_a_graph(
+    one_process: str, options: dict[str, Any], forward: int, backward: int
+) -> None:
+    """One for all amaxes with a history of a direction; one for each tensor that is scaled by its current
+    amax, never again."""
     step = compile_mlp(64, amax_group=one_process, **options)
     counts = [sum("all_reduce" in kernel.name for kernel in graph.kernels) for graph in step.graphs]
     assert counts == [forward, backward]

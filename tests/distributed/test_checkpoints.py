@@ -1,4 +1,5 @@
-"""Scaling state through torch.distributed.checkpoint: a run goes on bitwise on as many ranks, and on others where it can."""
+"""Scaling state through torch.distributed.checkpoint: a run goes on bitwise on as many ranks, and on others
+where it can."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class Run:
         self.model: nn.Module = Net((rank,)) if kind == "pp" else build("mlps")
         if kind == "pp":
             run = torch.compile(self.model, backend="fp8", options=options)
-            self.schedule: Any = Schedule1F1B(PipelineStage(run, rank, ranks, torch.device("cpu")), ranks, loss_fn=loss_of)
+            self.schedule: Any = Schedule1F1B(
+                PipelineStage(run, rank, ranks, torch.device("cpu")), ranks, loss_fn=loss_of
+            )
         else:
             mesh = (ranks // 2, 2) if kind == "fsdp x tp" else ()
             self.run, self.data = parallel(self.model, Way(kind, options, mesh=mesh))
@@ -83,7 +86,9 @@ class Run:
         return {"model": self.model.state_dict(), "scaling": fp8compile.ScalingState(self.model, **how)}
 
 
-def resume(rank: int, folder: str, kind: str, whens: tuple[str, ...] = ("before the first call",)) -> dict[str, Any]:
+def resume(
+    rank: int, folder: str, kind: str, whens: tuple[str, ...] = ("before the first call",)
+) -> dict[str, Any]:
     """Two steps, a checkpoint, two more; and others that go on from it."""
     first = Run(kind, rank)
     first.step(0), first.step(1)
@@ -125,7 +130,10 @@ def _on_two(rank: int, folder: str) -> dict[str, Any]:
 
     def load(key: str, name: str, run: Run, strict: bool = True) -> None:
         try:
-            dcp.load({"scaling": fp8compile.ScalingState(run.model, strict=strict)}, checkpoint_id=f"{folder}/{name}")
+            dcp.load(
+                {"scaling": fp8compile.ScalingState(run.model, strict=strict)},
+                checkpoint_id=f"{folder}/{name}",
+            )
             found[key] = scaling_tensors(run.model)
         except StateError as error:
             found[key] = str(error)
@@ -164,7 +172,9 @@ def test_a_run_goes_on_to_the_bit(found, kind: str) -> None:
             for expected, got in zip(result["expected"], result.get(when, result["expected"]), strict=True):
                 assert all(torch.equal(gradient, got[name]) for name, gradient in expected.items()), when
         expected, cold = result["expected"][0], result.get("cold", [None])[0]
-        assert cold is None or not all(torch.equal(gradient, cold[name]) for name, gradient in expected.items())
+        assert cold is None or not all(
+            torch.equal(gradient, cold[name]) for name, gradient in expected.items()
+        )
     first, second = (result["state"] for result in results[:2])
     assert first.keys() != second.keys() or any(not torch.equal(first[name], second[name]) for name in first)
 
@@ -184,8 +194,9 @@ def largest(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "ddp", "reduced", "tp", "stages"])
 def test_on_other_ranks(found, kind: str) -> None:
-    """From four ranks to two, each takes the largest amax of each call, of those that had its part of the weights: 2 x 2 ranks
-    to 1 x 2. The layers of a model on all ranks become stages. What is one for all stays what it is, to the last column."""
+    """From four ranks to two, each takes the largest amax of each call, of those that had its part of the
+    weights: 2 x 2 ranks to 1 x 2. The layers of a model on all ranks become stages. What is one for all stays
+    what it is, to the last column."""
     saved, loaded = found
     for rank, one in enumerate(loaded):
         state = one[f"four: {kind}"]
@@ -200,14 +211,22 @@ def test_on_other_ranks(found, kind: str) -> None:
         if kind == "reduced":
             assert all(torch.equal(row, state[name]) for name, row in given[0].items())
         else:
-            assert any(not torch.equal(given[0][name], given[1][name]) for name in given[0].keys() & given[1].keys())
+            assert any(
+                not torch.equal(given[0][name], given[1][name]) for name in given[0].keys() & given[1].keys()
+            )
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_an_error_on_all_ranks(found) -> None:
-    part = "blocks.0.up.weight: the ranks that saved it had [0:128, 0:128] of [256, 128] or [128:256, 0:128] of [256, 128]"
+    part = (
+        "blocks.0.up.weight: the ranks that saved it had [0:128, 0:128] of [256, 128] or "
+        "[128:256, 0:128] of [256, 128]"
+    )
     for one in found[1]:
-        assert f"{part}; this one has all of it" in one["four: no tp"] and "on ranks [0, 1]" in one["four: no tp"]
+        assert (
+            f"{part}; this one has all of it" in one["four: no tp"]
+            and "on ranks [0, 1]" in one["four: no tp"]
+        )
         assert list(one["four: what fits"]) == ["fp8compile.version"]
         assert "unexpected: blocks.0.up.weight (no rank has it)" in one["four: other stages"]
 
@@ -230,7 +249,9 @@ def test_without_a_process_group(tmp_path: Path, interpreted: None, caplog: pyte
     other = Net()
     dcp.load({"scaling": fp8compile.ScalingState(other)}, checkpoint_id=tmp_path / "whole")
     state, loaded = scaling_tensors(model), scaling_tensors(other)
-    assert state.keys() == loaded.keys() and all(torch.equal(row, loaded[name]) for name, row in state.items())
+    assert state.keys() == loaded.keys() and all(
+        torch.equal(row, loaded[name]) for name, row in state.items()
+    )
 
     another = Net((0, 7))
     with pytest.raises(StateError, match=r"unexpected: blocks.1.up.weight \(no rank has it\)"):
@@ -238,7 +259,10 @@ def test_without_a_process_group(tmp_path: Path, interpreted: None, caplog: pyte
     assert len(scaling_tensors(another)) == 1
     with caplog.at_level(logging.WARNING, "fp8compile"):
         dcp.load({"scaling": fp8compile.ScalingState(another)}, checkpoint_id=tmp_path / "whole")
-    assert "unexpected: blocks.1.up.weight (no rank has it)" in caplog.text and "(model, strict=True)" in caplog.text
+    assert (
+        "unexpected: blocks.1.up.weight (no rank has it)" in caplog.text
+        and "(model, strict=True)" in caplog.text
+    )
     assert len(scaling_tensors(another)) > 1
 
     kept = fp8compile.ScalingState(model)
@@ -258,7 +282,9 @@ def test_without_a_process_group(tmp_path: Path, interpreted: None, caplog: pyte
         dcp.load({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path / "without")
     with caplog.at_level(logging.WARNING, "fp8compile"):
         planner = DefaultLoadPlanner(allow_partial_load=True)
-        dcp.load({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path / "without", planner=planner)
+        dcp.load(
+            {"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path / "without", planner=planner
+        )
     assert "no scaling state" in caplog.text
     assert all(torch.equal(row, before[name]) for name, row in scaling_tensors(model).items())
 
@@ -278,7 +304,8 @@ def test_several_modules() -> None:
 
 @pytest.mark.parametrize("interval", [1, 3])
 def test_merged_rows_cover_what_each_covers(interval: int) -> None:
-    """The merged scale is the one that the merged history gives; equal rows stay as they are; an overflow is not forgotten."""
+    """The merged scale is the one that the merged history gives; equal rows stay as they are; an overflow is
+    not forgotten."""
     settings = SlotSettings(448.0, 4, interval, 896.0)
     page = new_page(3, 4, torch.device("cpu"), [settings] * 3)
     for amaxes in ([1.0, 2.0, 0.0], [3.0, 0.5, 0.0], [0.25, 2.5, 0.0]):

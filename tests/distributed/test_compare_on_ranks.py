@@ -1,5 +1,6 @@
-"""compare() and monitor(compare_every=...) of a model under DDP, on two ranks or on one of them alone: none waits for another,
-and the training goes on bitwise. A model that FSDP2 has sharded is refused, also on one rank alone."""
+"""compare() and monitor(compare_every=...) of a model under DDP, on two ranks or on one of them alone: none
+waits for another, and the training goes on bitwise. A model that FSDP2 has sharded is refused, also on one
+rank alone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """With buffers, which DDP sends to all ranks in front of each forward, and a parameter that is not used."""
+    """With buffers, which DDP sends to all ranks in front of each forward, and a parameter that is not
+    used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +50,9 @@ class Run:
         torch.manual_seed(0)
         self.rank, self.net = rank, Net()
         self.ddp = DistributedDataParallel(self.net, find_unused_parameters=True)
-        options = {"policy": {"rules": [{"module": "*.up", "reduce_amax": True}], "defaults": {"reduce_amax": True}}}
+        options = {
+            "policy": {"rules": [{"module": "*.up", "reduce_amax": True}], "defaults": {"reduce_amax": True}}
+        }
         self.compiled = torch.compile(self.ddp, backend="fp8", options=options)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2)
 
@@ -58,8 +62,8 @@ class Run:
         return fp8compile.compare(ways.get(how, lambda x: ddp(x)), batch(step, self.rank), loss=to_one)
 
     def train(self, how: str | None = None, steps: int = STEPS) -> tuple[Any, list[fp8compile.Comparison]]:
-        """Losses and the state at the end; comparisons, if `how` says so: in turn between forward and backward, between
-        backward and step, and after the step."""
+        """Losses and the state at the end; comparisons, if `how` says so: in turn between forward and
+        backward, between backward and step, and after the step."""
         losses, seen = [], []
         for step in range(steps):
             loss = to_one(self.compiled(batch(step, self.rank)))
@@ -79,8 +83,8 @@ def same(ends: Any, others: Any) -> bool:
 
 
 def _compare(rank: int) -> dict[str, Any]:
-    """By a function on both ranks, then on rank 1 alone: also in the first call of all, where nothing is compiled, and no rank
-    has agreed with another."""
+    """By a function on both ranks, then on rank 1 alone: also in the first call of all, where nothing is
+    compiled, and no rank has agreed with another."""
     warned = warnings()
     plain, _ = Run(rank).train()
     run = Run(rank)
@@ -102,7 +106,12 @@ def test_a_rank_compares_its_own_batch() -> None:
     for rank, found in enumerate(ranks):
         assert all(found["kept"]) and not found["warned"] and len(found["both"]) == STEPS
         for one, text in found["both"]:
-            assert one["rank"] == rank and one["deterministic"] and one["flagged"] == [] and f" on rank {rank}: loss" in text
+            assert (
+                one["rank"] == rank
+                and one["deterministic"]
+                and one["flagged"] == []
+                and f" on rank {rank}: loss" in text
+            )
             assert {row["name"] for row in one["rows"]} == names
         alone = [{**one, "model": ""} for one, _ in found["alone"]]
         assert alone == ([] if rank == 0 else [{**one, "model": ""} for one, _ in found["both"]])
@@ -129,13 +138,15 @@ def test_explain_passes_ddp_by(one_process, monkeypatch) -> None:
     ddp = DistributedDataParallel(Net())
     for model in (ddp, lambda x: ddp(x)):
         with monkeypatch.context() as patched:
-            patched.setattr(DistributedDataParallel, "_pre_forward", lambda *_, **__: pytest.fail("communicates"))
+            patched.setattr(
+                DistributedDataParallel, "_pre_forward", lambda *_, **__: pytest.fail("communicates")
+            )
             report = fp8compile.explain(model, batch(0, 0))
         assert {record.fqn for record in report.matmuls} == {"mlp.up", "mlp.down"}
     assert "forward" not in vars(ddp)
 
 
-# -- while a model trains ----------------------------------------------------------------------------------------------
+# -- while a model trains ------------------------------------------------------------------------------------
 
 
 def _monitored(rank: int, folder: str) -> dict[str, Any]:
@@ -143,7 +154,10 @@ def _monitored(rank: int, folder: str) -> dict[str, Any]:
     plain, _ = Run(rank).train()
     warned, run, rows = warnings(), Run(rank), []
     path = f"{folder}/run.jsonl"
-    with fp8compile.monitor(run.compiled, 1000, path, 2), fp8compile.monitor(run.compiled, 1000, rows.extend, 2):
+    with (
+        fp8compile.monitor(run.compiled, 1000, path, 2),
+        fp8compile.monitor(run.compiled, 1000, rows.extend, 2),
+    ):
         unchanged, healthy = same(run.train()[0], plain), list(warned)
         to_one(run.compiled(batch(0, rank))).backward()
         if rank == 1:
@@ -152,7 +166,13 @@ def _monitored(rank: int, folder: str) -> dict[str, Any]:
             slot.page.tensor[slot.row, 1] /= 2.0**10
         run.optimizer.step()
     whole = [row for row in rows if row["compare"] == "step"]
-    return {"same": unchanged, "steps": [row["step"] for row in whole], "rows": whole, "healthy": healthy, "warned": warned}
+    return {
+        "same": unchanged,
+        "steps": [row["step"] for row in whole],
+        "rows": whole,
+        "healthy": healthy,
+        "warned": warned,
+    }
 
 
 @pytest.mark.weekly
@@ -164,10 +184,11 @@ def test_a_monitor_compares_on_each_rank(tmp_path) -> None:
     assert not any("out of range" in text for text in ranks[0]["warned"])
     (text,) = {text for text in ranks[1]["warned"] if "out of range" in text}
     assert text.startswith("fp8: step 4 on rank 1: out of range in FP8: mlp.up.weight")
-    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2 * 7  # of rank 0 alone: the step and six parameters
+    # of rank 0 alone: the step and six parameters
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2 * 7
 
 
-# -- FSDP2 -------------------------------------------------------------------------------------------------------------
+# -- FSDP2 ---------------------------------------------------------------------------------------------------
 
 
 def _sharded(rank: int) -> dict[str, Any]:
@@ -197,9 +218,15 @@ def test_a_sharded_model_is_refused_in_one_line() -> None:
     """On one rank alone, which waits for none; a monitor warns once, and the training goes on."""
     ranks = on_ranks(2, _sharded)
     fix = "compare the model on one device, before it is sharded"
-    assert ranks[0]["error"] is None and "is a DTensor (fully_shard" in ranks[1]["error"] and fix in ranks[1]["error"]
+    assert (
+        ranks[0]["error"] is None
+        and "is a DTensor (fully_shard" in ranks[1]["error"]
+        and fix in ranks[1]["error"]
+    )
     assert "\n" not in ranks[1]["error"]
     for found in ranks:
         (text,) = [text for text in found["warned"] if "compares" in text]
-        assert text.startswith("fp8: the monitor no longer compares Net: OptionError: compare: ") and fix in text
+        assert (
+            text.startswith("fp8: the monitor no longer compares Net: OptionError: compare: ") and fix in text
+        )
         assert "\n" not in text and len(found["losses"]) == 2

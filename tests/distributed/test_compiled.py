@@ -12,9 +12,15 @@ pytestmark = pytest.mark.weekly
 
 PAIRS = {
     "ddp and a replica": (Way("ddp"), Way("replica", compiled="around")),
-    "gathered, tensorwise": tuple(Way(options={"recipe": "tensorwise"}, gather=gather) for gather in (True, False)),
-    "gathered, blockwise": tuple(Way(options={"recipe": "blockwise"}, gather=gather) for gather in (True, False)),
-    "sequence parallel": tuple(Way("sequence", {"recipe": "delayed"}, skip=skip) for skip in ("", "all_gathers")),
+    "gathered, tensorwise": tuple(
+        Way(options={"recipe": "tensorwise"}, gather=gather) for gather in (True, False)
+    ),
+    "gathered, blockwise": tuple(
+        Way(options={"recipe": "blockwise"}, gather=gather) for gather in (True, False)
+    ),
+    "sequence parallel": tuple(
+        Way("sequence", {"recipe": "delayed"}, skip=skip) for skip in ("", "all_gathers")
+    ),
 }
 
 

@@ -1,7 +1,8 @@
-"""Context parallelism on two processes: each has half of the tokens, and attention reads the keys and values of all.
+"""Context parallelism on two processes: each has half of the tokens, and attention reads the keys and values
+of all.
 
-torch's ring attention does not run on a CPU (docs/distributed.md says why). So this is the common other way: an all-gather of
-keys and values inside of the model.
+torch's ring attention does not run on a CPU (docs/distributed.md says why). So this is the common other way:
+an all-gather of keys and values inside of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ STEPS, TOKENS = 2, 64
 
 
 class GatheringAttention(Attention):
-    """Queries of the own tokens against the gathered keys and values; [batch, time / ranks, width] -> the same."""
+    """Queries of the own tokens against the gathered keys and values; [batch, time / ranks, width] -> the
+    same."""
 
     ranks, rank = 1, 0
 
@@ -66,7 +68,9 @@ def _trained(rank: int) -> dict[str, Any]:
         model.attention = GatheringAttention()
         model.attention.ranks, model.attention.rank = parts, rank % parts
         if way != "high precision":
-            model.compile(backend="fp8", fullgraph=True, options={"recipe": "delayed", "reduce_amax": parts > 1})
+            model.compile(
+                backend="fp8", fullgraph=True, options={"recipe": "delayed", "reduce_amax": parts > 1}
+            )
         made = gradients(model, parts, rank)
         exact = exact or made
         decisions = {(r.fqn, r.gemm) for r in fp8compile.report(model).matmuls if r.decision == "fp8"}
@@ -76,9 +80,9 @@ def _trained(rank: int) -> dict[str, Any]:
 
 
 def test_as_exact_as_one_device() -> None:
-    """In dB to high precision. Ranks share the weights, and each has its tokens: they are replicas to the backend. With
-    `reduce_amax`, amaxes are those of all tokens; those of the weights and of the first input are exactly the numbers of one
-    device."""
+    """In dB to high precision. Ranks share the weights, and each has its tokens: they are replicas to the
+    backend. With `reduce_amax`, amaxes are those of all tokens; those of the weights and of the first input
+    are exactly the numbers of one device."""
     for result in on_ranks(2, _trained):
         ours, one = result["parts"], result["one"]
         assert min(ours["ratios"]) > min(one["ratios"]) - 1.5
@@ -87,4 +91,6 @@ def test_as_exact_as_one_device() -> None:
         assert ours["histories"].keys() == one["histories"].keys() != set()
         for key, history in one["histories"].items():
             exact = ".weight.weight." in key or key.startswith("attention.q.weight.input")
-            torch.testing.assert_close(ours["histories"][key], history, rtol=0.0 if exact else 0.3, atol=0.0, msg=key)
+            torch.testing.assert_close(
+                ours["histories"][key], history, rtol=0.0 if exact else 0.3, atol=0.0, msg=key
+            )

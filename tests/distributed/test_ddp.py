@@ -1,4 +1,5 @@
-"""DDP: DDPOptimizer cuts a graph at the ends of its buckets, and each part decides and computes as the whole graph would."""
+"""DDP: DDPOptimizer cuts a graph at the ends of its buckets, and each part decides and computes as the whole
+graph would."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ WIDTH, WORDS = 256, 512  # a weight of 512 x 256 is half a bucket: the smallest 
 
 
 class Net(nn.Module):
-    """Dynamo sees this model as one frame. (Under DDP it would compile the blocks of an nn.Sequential one by one.)"""
+    """Dynamo sees this model as one frame. (Under DDP it would compile the blocks of an nn.Sequential one by
+    one.)"""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
@@ -92,7 +94,9 @@ class Trained(NamedTuple):
 def trained(kind: type[nn.Module], cut: bool, steps: int) -> Trained:
     torch._dynamo.reset()  # otherwise the second model would run the first one's code
     model, found = build(kind), []
-    call: Any = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1) if cut else model, backend="fp8")
+    call: Any = torch.compile(
+        DistributedDataParallel(model, bucket_cap_mb=1) if cut else model, backend="fp8"
+    )
     for step in range(steps):
         torch.manual_seed(step)
         model.zero_grad()
@@ -100,20 +104,28 @@ def trained(kind: type[nn.Module], cut: bool, steps: int) -> Trained:
         call(x).square().mean().backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     records = fp8compile.report(model).matmuls
-    decisions = {(r.fqn, r.gemm): (r.decision, r.reason, r.rule, r.recipe) for r in records if r.gemm != "matmul"}
+    decisions = {
+        (r.fqn, r.gemm): (r.decision, r.reason, r.rule, r.recipe) for r in records if r.gemm != "matmul"
+    }
     return Trained(len(fp8compile.report(model).graphs), decisions, histories(model), found)
 
 
 @pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize("kind", [Net, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Llama, Tied, Routed))])
+@pytest.mark.parametrize(
+    "kind", [Net, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Llama, Tied, Routed))]
+)
 def test_a_graph_that_ddp_splits(one_process: str, kind: type[nn.Module]) -> None:
-    """Decisions, reasons, recipes and state of the parts are those of the whole. So gradients have the same bits. (After an
-    overflow only the part that overflowed runs cold, but here nothing overflows.)"""
+    """Decisions, reasons, recipes and state of the parts are those of the whole. So gradients have the same
+    bits. (After an overflow only the part that overflowed runs cold, but here nothing overflows.)"""
     steps = 2 if kind is Net else 3
     whole, cut = trained(kind, False, steps), trained(kind, True, steps)
     assert whole.graphs == 1 < cut.graphs
     assert cut.decisions == whole.decisions
-    telling = {Llama: ("mlp.down", "down projection"), Tied: ("output", "output head"), Routed: ("choose", "router gate")}
+    telling = {
+        Llama: ("mlp.down", "down projection"),
+        Tied: ("output", "output head"),
+        Routed: ("choose", "router gate"),
+    }
     if kind in telling:
         module, rule = telling[kind]
         assert cut.decisions[module, "fprop"][2] == rule
@@ -127,7 +139,8 @@ def test_a_graph_that_ddp_splits(one_process: str, kind: type[nn.Module]) -> Non
 
 @pytest.mark.slow
 def test_phases_and_layers_of_a_graph_that_ddp_splits(one_process: str) -> None:
-    """Each part has both phases, and histories move in both. First and last layers are those of the model, not of a bucket."""
+    """Each part has both phases, and histories move in both. First and last layers are those of the model,
+    not of a bucket."""
     model = build(Net)
     rules = [{"layers": "first 1", "fp8": "off"}, {"layers": "last 1", "fp8": "off"}]
     policy = {"rules": rules, "extends": "none", "schedule": {"warmup_steps": 2}}
@@ -141,4 +154,7 @@ def test_phases_and_layers_of_a_graph_that_ddp_splits(one_process: str) -> None:
         assert {sum(amax > 0 for amax in slot.history()) for slot in slots_of(model).values()} == {step + 1}
     report = fp8compile.report(model)
     assert len(report.graphs) > 1
-    assert {record.fqn for record in report.matmuls if record.decision != "fp8"} == {"blocks.0.up", "blocks.1.down"}
+    assert {record.fqn for record in report.matmuls if record.decision != "fp8"} == {
+        "blocks.0.up",
+        "blocks.1.down",
+    }

@@ -1,7 +1,9 @@
-"""Training on several ranks: sharded, it is that of replicas whose gradients are averaged; with a feature, it is that without.
+"""Training on several ranks: sharded, it is that of replicas whose gradients are averaged; with a feature, it
+is that without.
 
-A case is two trainings by one protocol (tests/equivalence/protocols.py, and ranks.py for a few more events), on each rank:
-outputs, gradients, weights and scaling state have to be bitwise the same, or as near as promised.
+A case is two trainings by one protocol (tests/equivalence/protocols.py, and ranks.py for a few more events),
+on each rank: outputs, gradients, weights and scaling state have to be bitwise the same, or as near as
+promised.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """`ours` and `theirs` train `model`; `promise`: in dB. `check(ours, theirs, rank)`: what each rank shows beside."""
+    """`ours` and `theirs` train `model`; `promise`: in dB. `check(ours, theirs, rank)`: what each rank shows
+    beside."""
 
     ours: Way
     theirs: Way
@@ -40,7 +43,7 @@ class Case:
     other: str = ""  # the protocol of `theirs`, if it is another one
 
 
-# -- sharded, and replicas -----------------------------------------------------------------------------------------------
+# -- sharded, and replicas -----------------------------------------------------------------------------------
 
 
 def same_decisions(ours: Facts, theirs: Facts, rank: int) -> None:
@@ -49,7 +52,8 @@ def same_decisions(ours: Facts, theirs: Facts, rank: int) -> None:
 
 
 def outside(keeps: bool, why: str = WHY_OUTSIDE) -> Any:
-    """No weight is kept in FP8 where FSDP2 reshards: a copy would hold the whole weight. And what is in no graph."""
+    """No weight is kept in FP8 where FSDP2 reshards: a copy would hold the whole weight. And what is in no
+    graph."""
 
     def check(ours: Facts, theirs: Facts, rank: int) -> None:
         same_decisions(ours, theirs, rank)
@@ -63,7 +67,8 @@ def outside(keeps: bool, why: str = WHY_OUTSIDE) -> Any:
 
 
 def packed(keeps: bool = False, why: str = WHY_OUTSIDE) -> Any:
-    """As `outside`, of FSDP1; and no weight at all is held from forward to backward. The checkpoint is that of one process."""
+    """As `outside`, of FSDP1; and no weight at all is held from forward to backward. The checkpoint is that
+    of one process."""
 
     def check(ours: Facts, theirs: Facts, rank: int) -> None:
         outside(keeps, why)(ours, theirs, rank)
@@ -83,7 +88,9 @@ def with_replicas(way: Way, protocol: str, **more: Any) -> Case:
     options = {name: value for name, value in way.options.items() if name != "reduce_amax"}
     mesh = way.mesh if len(way.mesh) == 2 else ()
     twin = Way("replica", options, checkpoint=way.checkpoint, mesh=mesh)
-    return Case(way, twin, protocol, more.pop("model", "gated"), check=more.pop("check", same_decisions), **more)
+    return Case(
+        way, twin, protocol, more.pop("model", "gated"), check=more.pop("check", same_decisions), **more
+    )
 
 
 def recipe(name: str, **more: Any) -> dict[str, Any]:
@@ -135,25 +142,31 @@ REPLICAS = {
         Way("ddp", recipe("tensorwise", cache_weights=True)), Way("ddp", recipe("tensorwise")), "afbs afbs", "over buckets",
     ),
 }  # fmt: skip
-# -- fp8_all_gather, and none ----------------------------------------------------------------------------------------------
+# -- fp8_all_gather, and none --------------------------------------------------------------------------------
 
 MLPS = {f"blocks.{i}.{linear}.weight" for i in range(2) for linear in ("up", "down")}
 ELEMENTS = {"mlps": 4 * 128 * 256, "square": 4 * 256 * 256}  # of the weights of blocks
 
 
-def spares(*gathers: int, elements: int = ELEMENTS["mlps"] // 2, width: int = 1, blocks: int = 0, kept: bool = True) -> Any:
-    """In each word of the protocol, so many gathers are in FP8: each saves `width` bytes for each of a rank's elements, but for
-    the scales of blocks. One all-reduce serves all weights before a forward with gradients. `kept`: else FSDP2 frees the
-    weights that it has gathered in FP8, although backward reads them."""
+def spares(
+    *gathers: int, elements: int = ELEMENTS["mlps"] // 2, width: int = 1, blocks: int = 0, kept: bool = True
+) -> Any:
+    """In each word of the protocol, so many gathers are in FP8: each saves `width` bytes for each of a rank's
+    elements, but for the scales of blocks. One all-reduce serves all weights before a forward with gradients.
+    `kept`: else FSDP2 frees the weights that it has gathered in FP8, although backward reads them."""
 
     def check(ours: Facts, theirs: Facts, rank: int) -> None:
         pairs = list(zip(ours["words"], theirs["words"], strict=True))
         spared = [b["sent"] - a["sent"] for a, b in pairs]
-        assert all(n in (..., x / (elements * width - 4 * blocks)) for n, x in zip(gathers, spared, strict=True)), spared
+        assert all(
+            n in (..., x / (elements * width - 4 * blocks)) for n, x in zip(gathers, spared, strict=True)
+        ), spared
         assert {a["reduced"] - b["reduced"] for a, b in pairs} <= {0, 1}
         assert kept or not any(word["alive"] for word in ours["words"][1:])
         said = ours["words"][-1]["said"]
-        assert {name for name, (dtype, _) in said.items() if dtype == "e4m3"} == (MLPS if gathers[-1] else set())
+        assert {name for name, (dtype, _) in said.items() if dtype == "e4m3"} == (
+            MLPS if gathers[-1] else set()
+        )
         assert ours["saved"] == theirs["saved"]
         assert ours["graphs"] == theirs["graphs"]
 
@@ -163,10 +176,14 @@ def spares(*gathers: int, elements: int = ELEMENTS["mlps"] // 2, width: int = 1,
 def reported(ours: Facts, theirs: Facts, rank: int) -> None:
     spares(0, 2, 2, 0, 1, 0, 2, 0, *[...] * 6, 2)(ours, theirs, rank)
     said = ours["words"][-1]["said"]
-    assert len(said) == 12 and all(dtype == "bfloat16" and why or name in MLPS for name, (dtype, why) in said.items())
+    assert len(said) == 12 and all(
+        dtype == "bfloat16" and why or name in MLPS for name, (dtype, why) in said.items()
+    )
     assert said["norm.bias"][1] == "not a matrix"
     assert said["out.weight"][1] == "no compiled training graph has multiplied it yet"
-    assert "all-gather: 4 of 5 matrices in FP8" in ours["text"] and "blocks.0-1.up.weight (x2)" in ours["text"]
+    assert (
+        "all-gather: 4 of 5 matrices in FP8" in ours["text"] and "blocks.0-1.up.weight (x2)" in ours["text"]
+    )
 
 
 def said_in(steps: tuple[int, ...], first: str = "") -> Any:
@@ -183,7 +200,8 @@ def said_in(steps: tuple[int, ...], first: str = "") -> Any:
 
 
 def overlapping(ours: Facts, theirs: Facts, rank: int) -> None:
-    """What is gathered does not change while a backward is due: its graph has saved the weight as its forward got it."""
+    """What is gathered does not change while a backward is due: its graph has saved the weight as its forward
+    got it."""
     spares(*[0] * 6, 2, 2, 2)(ours, theirs, rank)
     said = [word["said"]["blocks.0.up.weight"] for word in ours["words"]]
     assert "no backward has run" in said[4][1] and said[8] == ("e4m3", "")
@@ -203,11 +221,17 @@ def partly(why: str, dtype: str = "bfloat16") -> Any:
 def tensor_parallel(ours: Facts, theirs: Facts, rank: int) -> None:
     assert [word["sent"] for word in ours["words"]] == [word["sent"] for word in theirs["words"]]
     said = ours["words"][-1]["said"]
-    assert {name: said[name] for name in MLPS} == dict.fromkeys(MLPS, ("bfloat16", "a tensor-parallel parameter"))
-    assert "all-gather: 0 of 5 matrices in FP8" in ours["text"] and "a tensor-parallel parameter" in ours["text"]
+    assert {name: said[name] for name in MLPS} == dict.fromkeys(
+        MLPS, ("bfloat16", "a tensor-parallel parameter")
+    )
+    assert (
+        "all-gather: 0 of 5 matrices in FP8" in ours["text"] and "a tensor-parallel parameter" in ours["text"]
+    )
 
 
-def gathered(protocol: str, check: Any, model: str = "mlps", ranks: int = 2, other: str = "", **way: Any) -> Case:
+def gathered(
+    protocol: str, check: Any, model: str = "mlps", ranks: int = 2, other: str = "", **way: Any
+) -> Case:
     ours = Way(**{"options": recipe("tensorwise"), "dtype": BF16, "gather": True, **way})
     return Case(ours, replace(ours, gather=False), protocol, model, ranks, check=check, other=other)
 
@@ -218,7 +242,8 @@ def scheduled(given: dict[str, int], **more: Any) -> dict[str, Any]:
 
 FOREACH, FUSED = {"foreach": True}, {"fused": True}
 ALL_GATHERS = {
-    # evaluations, writes by hand, loaded weights, also after a forward that has no backward; other tensors of shards
+    # evaluations, writes by hand, loaded weights, also after a forward that has no backward; other tensors of
+    # shards
     "gathered": gathered("fbs fbsw fbs l fxl e fbs A efeb fbs M efeb Gfb Gefb fbs", reported, adam=FOREACH),
     "gathered, kept": gathered(
         "fbs fbs fx efeb fbs", partly(""), options=CURRENT_WEIGHTS, dtype=torch.float32, reshard=False, adam=FUSED
@@ -245,7 +270,8 @@ ALL_GATHERS = {
         options=recipe("rowwise", weight_tiles=True),
     ),
     "all rows on one": gathered("fbs fbs fbs", partly(""), "odd", 1, options=recipe("blockwise")),
-    "gathered by three": gathered("fbs fbs fbs", partly(""), ranks=3),  # 128 rows are 43, 43 and 42: the last one is padded
+    # 128 rows are 43, 43 and 42: the last one is padded
+    "gathered by three": gathered("fbs fbs fbs", partly(""), ranks=3),
     "no whole blocks on two": gathered(
         "fbs fbs fbs", partly("blockwise: shards of 64 rows are no multiple of 128"), options=recipe("blockwise")
     ),
@@ -268,7 +294,7 @@ ALL_GATHERS = {
     "overlapping": gathered("Nf fbz fbz fbz fbz bz fbz fbz fbz", overlapping),
 }  # fmt: skip
 
-# -- all-gathers inside of graphs, and without the pass ----------------------------------------------------------------------
+# -- all-gathers inside of graphs, and without the pass ------------------------------------------------------
 
 
 def in_graph(check: Any, protocol: str = "fbs fbs jbs fbs", **way: Any) -> Case:
@@ -277,25 +303,36 @@ def in_graph(check: Any, protocol: str = "fbs fbs jbs fbs", **way: Any) -> Case:
 
 
 def sequence(ours: Facts, theirs: Facts, rank: int) -> None:
-    """The input of the column-parallel linears in forward, and the gradient of the row-parallel one in backward."""
+    """The input of the column-parallel linears in forward, and the gradient of the row-parallel one in
+    backward."""
     part, size = 2 * 12 * 128, ours["collectives"][0][2] // (2 * 12 * 128)
     assert {n for _, n in theirs["wire"]} == {part * size} and {n for _, n in ours["wire"]} == {part}
     assert len(ours["wire"]) == len(theirs["wire"]) >= 2 * 4
     names = ["mlp.gate (input)", "mlp.down (gradient)"]
-    assert ours["collectives"] == [(name, part, part * size, "") for name in names] and theirs["collectives"] == []
+    assert (
+        ours["collectives"] == [(name, part, part * size, "") for name in names]
+        and theirs["collectives"] == []
+    )
 
 
 def weights_in_graph(ours: Facts, theirs: Facts, rank: int) -> None:
     """Weights that the model gathers are weights: three of each block in FP8, its norm not."""
-    assert ours["fp8"] == sorted((f"mlp.{x}", gemm) for x in ("gate", "up", "down") for gemm in ("fprop", "dgrad", "wgrad"))
+    assert ours["fp8"] == sorted(
+        (f"mlp.{x}", gemm) for x in ("gate", "up", "down") for gemm in ("fprop", "dgrad", "wgrad")
+    )
     assert [r[0] for r in ours["collectives"]] == [f"mlp.{x} (weight)" for x in ("gate", "up", "down")]
-    assert not any(reason for *_, reason in ours["collectives"]) and len(ours["wire"]) == len(theirs["wire"]) == 4 * 3
+    assert (
+        not any(reason for *_, reason in ours["collectives"])
+        and len(ours["wire"]) == len(theirs["wire"]) == 4 * 3
+    )
     assert sum(dtype == torch.uint8 for dtype, _ in ours["wire"]) == 3 * 3
 
 
 def simple(ranks: int, **way: Any) -> Case:
     ours = Way("simple fsdp", **way)
-    return Case(ours, replace(ours, skip="all_gathers"), "fbs fbs fbs", "gated block", ranks, check=weights_in_graph)
+    return Case(
+        ours, replace(ours, skip="all_gathers"), "fbs fbs fbs", "gated block", ranks, check=weights_in_graph
+    )
 
 
 IN_GRAPHS = {
@@ -305,7 +342,7 @@ IN_GRAPHS = {
     "simple fsdp by columns": simple(3, options=recipe("tensorwise"), dtype=BF16, dim=1),
 }
 
-# -- what else may be on ---------------------------------------------------------------------------------------------------
+# -- what else may be on -------------------------------------------------------------------------------------
 
 
 def frozen(reason: str) -> Any:

@@ -1,5 +1,5 @@
-"""Experts on several ranks: transformers' form, in which each rank computes its experts for all tokens, and torchtitan's, in
-which an all-to-all takes tokens to their experts."""
+"""Experts on several ranks: transformers' form, in which each rank computes its experts for all tokens, and
+torchtitan's, in which an all-to-all takes tokens to their experts."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Layer(nn.Module):
 
 
 class Masked(Layer):
-    """Tokens of other ranks' experts are sorted after those of this rank's, as transformers does; the sum of all ranks'
-    results is the layer's."""
+    """Tokens of other ranks' experts are sorted after those of this rank's, as transformers does; the sum of
+    all ranks' results is the layer's."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.route(x)
@@ -59,8 +59,8 @@ class Masked(Layer):
 
 
 class Moved(Layer):
-    """An all-to-all takes each row to its expert's rank and another brings the result back, as torchtitan does. How many rows
-    come is data."""
+    """An all-to-all takes each row to its expert's rank and another brings the result back, as torchtitan
+    does. How many rows come is data."""
 
     def sorted(self, rows: Tensor, by_expert: Tensor) -> Tensor:
         return rows[by_expert]
@@ -99,7 +99,8 @@ def steps(layer: Layer, call: Any, rank: int) -> list[dict[str, Tensor]]:
         layer.zero_grad()
         y = call(x)
         y.backward(batch(number + 7, rank))
-        found.append({"y": y.detach(), "dx": x.grad, **{name: p.grad.clone() for name, p in layer.named_parameters()}})  # type: ignore[union-attr]
+        gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}  # type: ignore[union-attr]
+        found.append({"y": y.detach(), "dx": x.grad, **gradients})
     return found
 
 
@@ -116,8 +117,8 @@ def trained(rank: int, kind: str, recipe: str) -> dict[str, Any]:
 
 
 def as_one_computes(ranks: list[list[dict[str, Tensor]]], masked: bool = False) -> None:
-    """Outputs and gradients of two ranks, each with half of the experts, against all experts in high precision. `masked`: both
-    have the same tokens, and their results are added up."""
+    """Outputs and gradients of two ranks, each with half of the experts, against all experts in high
+    precision. `masked`: both have the same tokens, and their results are added up."""
     whole = Masked().to(BF16)
     exact = [steps(whole, whole, rank) for rank in ((0,) if masked else (0, 1))]
     for number, got in enumerate(zip(*ranks, strict=True)):

@@ -29,8 +29,8 @@ def shard(model: Any, kind: str = "fsdp", **options: Any) -> Any:
 
 
 def _classes(rank: int) -> list[tuple[set[tuple[str, str]], list[str]]]:
-    """The decisions of a policy that names a class, and the classes in the report: without FSDP2, with sharded blocks, with one
-    group for the whole model."""
+    """The decisions of a policy that names a class, and the classes in the report: without FSDP2, with
+    sharded blocks, with one group for the whole model."""
     found = []
     for kinds in ((), (ResidualMlp,), (Net,)):
         torch._dynamo.reset()
@@ -57,7 +57,8 @@ def test_a_policy_names_classes_as_the_user_does() -> None:
 
 
 class Stem(nn.Module):
-    """A convolution, then blocks in checkpoints: with a batch of one, the stride of its dimension is not that of a linear's."""
+    """A convolution, then blocks in checkpoints: with a batch of one, the stride of its dimension is not that
+    of a linear's."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -99,8 +100,8 @@ def test_a_batch_of_one_in_checkpoints() -> None:
 
 
 def _as_fsdp2(rank: int) -> list[Any]:
-    """By FSDP2 and by FSDP1: the decisions of rules by position, and of a function that chooses weights; and how far a model is
-    from high precision, in dB, one and two steps after its start: FP8 begins after two."""
+    """By FSDP2 and by FSDP1: the decisions of rules by position, and of a function that chooses weights; and
+    how far a model is from high precision, in dB, one and two steps after its start: FP8 begins after two."""
     found = []
     rules = [{"layers": "last 2", "recipe": "rowwise"}, {"blocks": "first 1", "fp8": "off"}]
     for way in (shard, partial(shard, kind="fsdp1")):
@@ -138,7 +139,9 @@ def _fsdp1(rank: int) -> list[str]:
         hooks.forget()
         policy = ModuleWrapPolicy({ResidualMlp})
         blocks = nn.Sequential(ResidualMlp(), ResidualMlp())
-        model = FullyShardedDataParallel(blocks, auto_wrap_policy=policy, use_orig_params=False, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            blocks, auto_wrap_policy=policy, use_orig_params=False, device_id=torch.device("cpu")
+        )
         found = warnings()
         try:
             torch.compile(model, backend="fp8", options=options)(noise(32, 128, seed=rank)).sum().backward()
@@ -150,5 +153,8 @@ def _fsdp1(rank: int) -> list[str]:
 
 def test_fsdp1_without_original_parameters_is_named() -> None:
     for warned, raised in on_ranks(2, _fsdp1):
-        assert warned.startswith("FullyShardedDataParallel (FSDP1) with use_orig_params=False") and "fully_shard" in warned
+        assert (
+            warned.startswith("FullyShardedDataParallel (FSDP1) with use_orig_params=False")
+            and "fully_shard" in warned
+        )
         assert raised.startswith("StrictError") and "FSDP1" in raised

@@ -1,5 +1,5 @@
-"""Tensor parallelism: its gradients are as close to those of high precision as one device's, and with `amax_group` so are its
-scales.
+"""Tensor parallelism: its gradients are as close to those of high precision as one device's, and with
+`amax_group` so are its scales.
 
 All ranks get the same batch, so that what they compute together is what one device computes.
 """
@@ -55,9 +55,10 @@ def _exact(rank: int, name: str) -> dict[str, Any]:
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", WAYS)
 def test_as_exact_as_one_device(name: str) -> None:
-    """Reports, statistics and states have the names of one device. A weight's amax is the larger of its shards', and each
-    shard's matmul is half of the matmul. With a group, all ranks have the amaxes of one device: bitwise those of weights and
-    of the first input; after a first layer in FP8, products may be rounded elsewhere."""
+    """Reports, statistics and states have the names of one device. A weight's amax is the larger of its
+    shards', and each shard's matmul is half of the matmul. With a group, all ranks have the amaxes of one
+    device: bitwise those of weights and of the first input; after a first layer in FP8, products may be
+    rounded elsewhere."""
     ranks, way = WAYS[name]
     results = on_ranks(ranks, _exact, name)
     for found in results:
@@ -65,7 +66,9 @@ def test_as_exact_as_one_device(name: str) -> None:
         assert min(ours) > 18.0 and median(ours) > 20.0
         assert all(x >= y - 2.0 for x, y in zip(ours, one, strict=True))
         assert mine["fp8"] == theirs["fp8"] and mine["state"] == theirs["state"]
-        assert [[*map(row.get, NAMED)] for row in mine["stats"]] == [[*map(row.get, NAMED)] for row in theirs["stats"]]
+        assert [[*map(row.get, NAMED)] for row in mine["stats"]] == [
+            [*map(row.get, NAMED)] for row in theirs["stats"]
+        ]
         assert bool(got) is (way.options["recipe"] == "delayed")
         assert all(sum(amax > 0 for amax in history) == 2 for history in got.values())
         if way.kind == "tp":
@@ -76,6 +79,8 @@ def test_as_exact_as_one_device(name: str) -> None:
         if way.kind == "tp" and weight:
             assert max(one[1] for one in every) == history[1] > 0.0, key
         if grouped:
-            exact = weight or key.startswith(("blocks.0.mlp.up.weight.input", "blocks.0.mlp.gate.weight.input"))
+            exact = weight or key.startswith(
+                ("blocks.0.mlp.up.weight.input", "blocks.0.mlp.gate.weight.input")
+            )
             assert all(one == every[0] for one in every), key
             torch.testing.assert_close(every[0], history, rtol=0.0 if exact else 0.1, atol=0.0, msg=key)

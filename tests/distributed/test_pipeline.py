@@ -1,4 +1,5 @@
-"""Pipelines, on two and four processes: bitwise, they are their stages run by hand. Shape inference leaves no trace."""
+"""Pipelines, on two and four processes: bitwise, they are their stages run by hand. Shape inference leaves no
+trace."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ pytestmark = pytest.mark.slow
 
 STEPS, MICROBATCHES = 2, 4
 # and how many stages a rank has
-SCHEDULES = {"1F1B": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2), "GPipe": (ScheduleGPipe, 1)}
+SCHEDULES = {
+    "1F1B": (Schedule1F1B, 1),
+    "interleaved": (ScheduleInterleaved1F1B, 2),
+    "GPipe": (ScheduleGPipe, 1),
+}
 
 
 def loss_of(y: Tensor, target: Tensor) -> Tensor:
@@ -41,8 +46,8 @@ def batch(step: int, replica: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline over two ranks. `static`: the shapes of stages are given, not inferred. `parallel`: data parallelism within
-    each stage, over two more ranks."""
+    """A pipeline over two ranks. `static`: the shapes of stages are given, not inferred. `parallel`: data
+    parallelism within each stage, over two more ranks."""
 
     schedule: str
     recipe: str = "delayed"
@@ -57,8 +62,8 @@ CASES = {
     "interleaved": Case("interleaved", "rowwise"),
     "GPipe": Case("GPipe", "tensorwise"),
     "over 2 x 2, fsdp": Case("1F1B", parallel="fsdp", options={"reduce_amax": "dp"}),
-    # Static shapes: after an inference of shapes, DDP reduces the gradients of each microbatch of the first step, without FP8
-    # as well. The sums are then rounded in another order.
+    # Static shapes: after an inference of shapes, DDP reduces the gradients of each microbatch of the first
+    # step, without FP8 as well. The sums are then rounded in another order.
     "over 2 x 2, ddp": Case("interleaved", static=True, parallel="ddp", options={"reduce_amax": "dp"}),
 }
 
@@ -84,7 +89,9 @@ def garbage() -> Iterator[None]:
     real = torch.empty_strided, torch.empty
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: x.fill_(1e30) if (x := make(*args, **kwargs)).dtype == torch.float32 else x
+        return lambda *args, **kwargs: (
+            x.fill_(1e30) if (x := make(*args, **kwargs)).dtype == torch.float32 else x
+        )
 
     torch.empty_strided, torch.empty = map(filled, real)
     try:
@@ -109,7 +116,9 @@ def watched(stage: PipelineStage) -> list[tuple[str, int]]:
 
 def by_hand(stages: list[nn.Module], orders: list[list[tuple[str, int]]], x: Tensor, target: Tensor) -> None:
     """One step in one process, each stage in its order. A stage waits for what it reads."""
-    made: dict[tuple[str, int, int], Any] = {("forward", -1, i): part for i, part in enumerate(x.chunk(MICROBATCHES))}
+    made: dict[tuple[str, int, int], Any] = {
+        ("forward", -1, i): part for i, part in enumerate(x.chunk(MICROBATCHES))
+    }
     leaves: dict[tuple[int, int], Tensor] = {}
     wanted, last, todo = target.chunk(MICROBATCHES), len(stages) - 1, [list(order) for order in orders]
     while any(todo):
@@ -154,8 +163,14 @@ def _pipeline(rank: int, case: Case) -> dict[str, Any]:
     stages = []
     for number, module in mine.items():
         ends = (torch.zeros(8, 128, requires_grad=grad) for grad in (number > 0, True))
-        shapes = dict(zip(("input_args", "output_args"), [(end,) for end in ends], strict=True)) if case.static else {}
-        stages.append(PipelineStage(module, number, count, torch.device("cpu"), group=mesh.get_group("pp"), **shapes))
+        shapes = (
+            dict(zip(("input_args", "output_args"), [(end,) for end in ends], strict=True))
+            if case.static
+            else {}
+        )
+        stages.append(
+            PipelineStage(module, number, count, torch.device("cpu"), group=mesh.get_group("pp"), **shapes)
+        )
     schedule = kind(stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)  # type: ignore[arg-type]
     orders = [watched(stage) for stage in stages]
     twins = [stage_of(number, case, mesh, False) for number in range(count)]
@@ -187,11 +202,18 @@ def _pipeline(rank: int, case: Case) -> dict[str, Any]:
     states = [[scaling_tensors(model) for model in pair] for pair in pairs]
     decisions = [[trained(model) for model in pair] for pair in pairs]
     histories = [slot.history() for module in mine.values() for slot in slots_of(module).values()]
-    return {"wrong": wrong, "states": states, "decisions": decisions, "histories": histories, "orders": orders}
+    return {
+        "wrong": wrong,
+        "states": states,
+        "decisions": decisions,
+        "histories": histories,
+        "orders": orders,
+    }
 
 
 def check(found: dict[str, Any], case: Case) -> None:
-    """Gradients and state are those of the stages by hand. A history has one amax for each microbatch, and no other."""
+    """Gradients and state are those of the stages by hand. A history has one amax for each microbatch, and no
+    other."""
     every = sorted((kind, i) for kind in ("forward", "backward") for i in range(MICROBATCHES))
     assert all(sorted(order) == every for order in found["orders"])
     assert not found["wrong"], found["wrong"][:5]
@@ -209,8 +231,9 @@ def check(found: dict[str, Any], case: Case) -> None:
 @pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_is_its_stages_by_hand(name: str) -> None:
-    """From the first step on. A pipeline infers shapes by running each stage on uninitialised memory: these runs do not move
-    histories, and do not count as the first, cold calls. Data parallel stages are their replicas by hand."""
+    """From the first step on. A pipeline infers shapes by running each stage on uninitialised memory: these
+    runs do not move histories, and do not count as the first, cold calls. Data parallel stages are their
+    replicas by hand."""
     case = CASES[name]
     for found in on_ranks(4 if case.parallel else 2, _pipeline, case):
         check(found, case)

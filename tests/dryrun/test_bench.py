@@ -1,4 +1,5 @@
-"""bench: turns, rows, verdict and table on times that are made up; sharing of weights; one run of everything on a CPU."""
+"""bench: turns, rows, verdict and table on times that are made up; sharing of weights; one run of everything
+on a CPU."""
 
 from __future__ import annotations
 
@@ -23,22 +24,42 @@ GEMMS = (("fprop", 512, 256, 128), ("dgrad", 512, 128, 256), ("wgrad", 256, 128,
 def turn(ms: float) -> dict[str, Any]:
     """One of two steps, each of which takes so long."""
     step = {"total": ms, "forward": 0.3 * ms, "backward": 0.6 * ms, "optimizer": 0.1 * ms}
-    return {"tokens": 2, "span_ms": 2 * ms, "steps": [step, step], "losses": [], "validation": None, "memory": None}
+    return {
+        "tokens": 2,
+        "span_ms": 2 * ms,
+        "steps": [step, step],
+        "losses": [],
+        "validation": None,
+        "memory": None,
+    }
 
 
-def row(arm: str, *times: float, fp8: float | None = 8.0, busy: float = 12.0, error: str | None = None) -> dict[str, Any]:
+def row(
+    arm: str, *times: float, fp8: float | None = 8.0, busy: float = 12.0, error: str | None = None
+) -> dict[str, Any]:
     """`fp8`: how many FP8 matmuls the profiler saw; None without a GPU."""
     if error:
         return {"arm": arm, "error": error}
     classes = {"fp8_gemm": {"count": fp8, "ms": 3.0 if fp8 else 0.0}}
     kernels = None if fp8 is None else {"classes": classes, "busy_ms": busy}
     peaks = {"first": {"allocated": 5 * 10**9}, "peak": {"allocated": 4 * 10**9}}
-    return {"arm": arm, "error": None, **peaks, **measure.summarise([turn(ms) for ms in times]), "kernels": kernels}
+    return {
+        "arm": arm,
+        "error": None,
+        **peaks,
+        **measure.summarise([turn(ms) for ms in times]),
+        "kernels": kernels,
+    }
 
 
 def layer(name: str, bf16: float, fp8: float | None, cast: float = 1.0) -> list[MatmulRecord]:
-    """The gemms of a layer, with the estimated microseconds of each; in high precision, if it has none in FP8."""
-    made = {"decision": "high_precision", "reason": "output head"} if fp8 is None else {"decision": "fp8", "recipe": "delayed"}
+    """The gemms of a layer, with the estimated microseconds of each; in high precision, if it has none in
+    FP8."""
+    made = (
+        {"decision": "high_precision", "reason": "output head"}
+        if fp8 is None
+        else {"decision": "fp8", "recipe": "delayed"}
+    )
     times = {"bf16_us": bf16, "fp8_us": fp8, "cast_us": cast}
     return [MatmulRecord(name, gemm, m, n, k, **made, **times) for gemm, m, n, k in GEMMS]  # type: ignore[arg-type]
 
@@ -47,7 +68,9 @@ UPS = (*layer("h.0.up", 40.0, 20.0), *layer("h.1.up", 40.0, 20.0))
 LAYERS = (*UPS, *layer("h.0.down", 9.0, 9.0, 0.5), *layer("head", 70.0, None))
 
 
-def made(*rows: dict[str, Any], matmuls: tuple[MatmulRecord, ...] = LAYERS, emulated: bool = False) -> bench.Bench:
+def made(
+    *rows: dict[str, Any], matmuls: tuple[MatmulRecord, ...] = LAYERS, emulated: bool = False
+) -> bench.Bench:
     return bench.Bench("NVIDIA H100", rows, Report([GraphReport(0, "Net", matmuls)]), emulated, ("a note",))
 
 
@@ -61,29 +84,59 @@ GAINS = "\nestimated gain a step: h.0-1.up (x2) 114 µs\n9 of 12 matmuls, "
     [
         (made(BF16, row("fp8", 8.0, 8.1, 8.0)), f"FP8 pays: 1.25x as fast as bf16; {SPREAD}{GAINS}"),
         (made(BF16, row("fp8", 12.5, 12.6, 12.5)), "FP8 does not pay: 0.80x as fast as bf16"),
-        (made(BF16, row("fp8", 9.9, 9.8, 9.7)), "no difference that these rounds can show: 1.02x as fast as bf16"),
-        (made(BF16, row("fp8", 8.0, 8.0), matmuls=(*layer("h", 9.0, 9.0),)), "by the estimate, no layer gains"),
+        (
+            made(BF16, row("fp8", 9.9, 9.8, 9.7)),
+            "no difference that these rounds can show: 1.02x as fast as bf16",
+        ),
+        (
+            made(BF16, row("fp8", 8.0, 8.0), matmuls=(*layer("h", 9.0, 9.0),)),
+            "by the estimate, no layer gains",
+        ),
         (made(BF16, row("fp8", 8.0, 8.0), matmuls=()), "no estimate for this device says which layers gain"),
         (made(BF16, row("fp8", 8.0, 8.0, fp8=0.0)), "FP8 does not pay: no FP8 matmul ran (9 of 12 matmuls"),
         (made(BF16, row("fp8", 8.0, 8.0, fp8=0.0, busy=0.0)), "FP8 pays"),
-        (made(BF16, row("fp8", error="OutOfMemoryError: much")), "no answer: FP8 failed: OutOfMemoryError: much"),
+        (
+            made(BF16, row("fp8", error="OutOfMemoryError: much")),
+            "no answer: FP8 failed: OutOfMemoryError: much",
+        ),
         (made(BF16, row("fp8", 8.0, 8.0, fp8=None), emulated=True), "no answer: FP8 is emulated on a CPU"),
     ],
-    ids=["pays", "costs", "within the spread", "no gain", "not described", "not in FP8", "not seen", "failed", "a CPU"],
+    ids=[
+        "pays",
+        "costs",
+        "within the spread",
+        "no gain",
+        "not described",
+        "not in FP8",
+        "not seen",
+        "failed",
+        "a CPU",
+    ],
 )
 def test_the_verdict(found: bench.Bench, says: str) -> None:
-    assert says in found.verdict and str(found).endswith(found.verdict) and found.to_dict()["verdict"] == found.verdict
+    assert (
+        says in found.verdict
+        and str(found).endswith(found.verdict)
+        and found.to_dict()["verdict"] == found.verdict
+    )
 
 
 def test_the_table() -> None:
-    found = made(BF16, row("torchao-tensorwise", error="ImportError: it is broken"), row("fp8", 8.0, 8.1, 7.9))
+    found = made(
+        BF16, row("torchao-tensorwise", error="ImportError: it is broken"), row("fp8", 8.0, 8.1, 7.9)
+    )
     head, arms, _ = str(found).split("\n\n")
     assert head.splitlines()[1] == "* a note"
     bf16, torchao, fp8, why = arms.splitlines()[2:]
     assert bf16.split() == "bf16 10.00 3.0% 1.00x 3.00 6.00 1.00 4.00 5.00 0, 0% of the time".split()
     assert fp8.split() == "fp8 8.00 2.5% 1.25x 2.40 4.80 0.80 4.00 5.00 8, 25% of the time".split()
-    assert torchao.split() == ["torchao-tensorwise", "failed"] and why == "torchao-tensorwise: ImportError: it is broken"
-    layers = {one["name"]: one["estimated_gain_us"] for one in json.loads(json.dumps(found.to_dict()))["layers"]}
+    assert (
+        torchao.split() == ["torchao-tensorwise", "failed"]
+        and why == "torchao-tensorwise: ImportError: it is broken"
+    )
+    layers = {
+        one["name"]: one["estimated_gain_us"] for one in json.loads(json.dumps(found.to_dict()))["layers"]
+    }
     assert layers == {"h.0-1.up (x2)": 114.0, "head": 0.0, "h.0.down": -1.5}
 
 
@@ -111,7 +164,9 @@ def test_arms_take_turns_and_one_that_fails_takes_no_part() -> None:
     seen: list[str] = []
     arms = {name: Made(name, seen) for name in ("bf16", "torchao", "fp8")}
     arms["torchao"].fails = torch.OutOfMemoryError("CUDA out of memory")
-    rows = bench._measured({name: lambda arm=arm: arm for name, arm in arms.items()}, 3, 2, 9, lambda what: None)
+    rows = bench._measured(
+        {name: lambda arm=arm: arm for name, arm in arms.items()}, 3, 2, 9, lambda what: None
+    )
     assert seen[:3] == ["bf16 warms up 9", "torchao warms up 9", "fp8 warms up 9"]
     assert seen[3:] == ["bf16", "fp8", "fp8", "bf16", "bf16", "fp8"]
     assert [one["error"] for one in rows][::2] == [None, None] and "--no-optimizer" in rows[1]["error"]
@@ -123,7 +178,9 @@ def test_arms_take_turns_and_one_that_fails_takes_no_part() -> None:
 
 def test_a_runner_times_the_parts_of_steps() -> None:
     weight, updates = nn.Parameter(torch.ones(2)), list[torch.Tensor]()
-    runner = measure.Runner("cpu", lambda: weight.sum(), lambda: updates.append(weight.grad.clone()), accumulate=3, tokens=5)
+    runner = measure.Runner(
+        "cpu", lambda: weight.sum(), lambda: updates.append(weight.grad.clone()), accumulate=3, tokens=5
+    )
     warm = runner.warm_up(2)
     assert warm["first"] is warm["peak"] is None and warm["warmup_s"] > 0 and len(updates) == 2
     found = runner.turn(4, lead=1)
@@ -142,12 +199,21 @@ def test_arms_share_weights_and_torchao_gets_modules_of_its_own() -> None:
     part = bench._sharing(model)
     measure.by_torchao(part, "tensorwise")
     kinds = [type(module).__name__ for module in (*part, *model)]
-    assert kinds == ["Float8Linear", "Linear", "BatchNorm1d", "Linear", "Linear", "Linear", "BatchNorm1d", "Linear"]
+    assert kinds == [
+        "Float8Linear",
+        "Linear",
+        "BatchNorm1d",
+        "Linear",
+        "Linear",
+        "Linear",
+        "BatchNorm1d",
+        "Linear",
+    ]
     assert [*map(id, part.parameters())] == [*map(id, model.parameters())]
     assert [*map(id, part.buffers())] == [*map(id, model.buffers())]
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command ---------------------------------------------------------------------------------------------
 
 MODEL = """
 import torch
@@ -225,13 +291,20 @@ def test_a_cpu(target: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert [one["arm"] for one in found["rows"]] == ["bf16", "torchao-tensorwise", "fp8"]
     for one in found["rows"]:
         assert one["error"] is None and one["step_ms"]["total"] > 0 and one["kernels"] is one["peak"] is None
-        assert len(one["tokens_per_s"]["rounds"]) == 2 and 0 < one["step_ms"]["optimizer"] < one["step_ms"]["total"]
+        assert (
+            len(one["tokens_per_s"]["rounds"]) == 2
+            and 0 < one["step_ms"]["optimizer"] < one["step_ms"]["total"]
+        )
         assert len(set(one["losses"][1:])) == 1  # the optimizer changes nothing; FP8's first call is cold
     bf16, *fp8 = (one["losses"][-1] for one in found["rows"])
     assert all(loss != bf16 and abs(loss - bf16) < 0.1 * bf16 for loss in fp8)
     decisions = {record["decision"] for graph in found["report"]["graphs"] for record in graph["matmuls"]}
     assert decisions == {"fp8", "high_precision"}  # the output head
-    assert found["emulated"] and found["verdict"].startswith("no answer: FP8 is emulated") and found["layers"] == []
+    assert (
+        found["emulated"]
+        and found["verdict"].startswith("no answer: FP8 is emulated")
+        and found["layers"] == []
+    )
     assert err.count("FP8 is emulated on a CPU") == 1 and "round 2 of 2" in err
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())

@@ -1,4 +1,5 @@
-"""compare(): a step in FP8 beside high precision. It finds planted faults, flags nothing healthy, and leaves nothing after."""
+"""compare(): a step in FP8 beside high precision. It finds planted faults, flags nothing healthy, and leaves
+nothing after."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def to_one(y: Tensor) -> Tensor:
 def mlp() -> Case:
     return Case(models.make(models.Mlp), (noise(ROWS, WIDTH),), to_one)
 
-PAGE = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "docs/compare.md"
+PAGE = (
+    next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+    / "docs/compare.md"
+)
 ALMOST = re.compile(r" +[(+-]*\d\S*")  # numbers, which another CPU may change in their last digits
 
 
@@ -77,7 +81,7 @@ def by_name(found: fp8compile.Comparison) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in found.rows()}
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- numbers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -90,13 +94,17 @@ def test_numbers_are_those_of_the_runs() -> None:
     loss.backward()
     ours = loss_of(case, compiled(fp8))
     ours.backward()
-    assert found.loss == pytest.approx(loss.item(), rel=1e-6) and found.loss_fp8 == pytest.approx(ours.item(), rel=1e-6)
+    assert found.loss == pytest.approx(loss.item(), rel=1e-6) and found.loss_fp8 == pytest.approx(
+        ours.item(), rel=1e-6
+    )
     rows = by_name(found)
     for name, parameter in exact.named_parameters():
         a, b = parameter.grad, fp8.get_parameter(name).grad
         assert rows[name]["gradient"] == pytest.approx(sqnr(a, b), abs=0.05), name
         assert rows[name]["norm"] == pytest.approx((b.norm() / a.norm()).item(), rel=1e-4)
-        assert rows[name]["cosine"] == pytest.approx(F.cosine_similarity(a.flatten(), b.flatten(), 0).item(), rel=1e-4)
+        assert rows[name]["cosine"] == pytest.approx(
+            F.cosine_similarity(a.flatten(), b.flatten(), 0).item(), rel=1e-4
+        )
     x = case.args[0]
     up, bias, in_fp8 = exact.up(x), exact.up.bias, fp8_linear(exact.up, x)
     assert rows["up.weight"]["output"] == pytest.approx(sqnr(up, in_fp8), abs=0.1)
@@ -113,7 +121,8 @@ def test_experts() -> None:
     x = noise(1, 64, WIDTH).to(torch.bfloat16)
     rows = by_name(fp8compile.compare(model, x, loss=lambda y: y.float().square().mean(), options=options))
     for name in ("experts.gate_up_proj", "experts.down_proj"):
-        gemms = ("fprop", "dgrad", "wgrad") if name == "experts.down_proj" else ("fprop", "wgrad")  # the input has no gradient
+        # the input has no gradient
+        gemms = ("fprop", "dgrad", "wgrad") if name == "experts.down_proj" else ("fprop", "wgrad")
         assert all(26 < rows[name][gemm] < 34 for gemm in gemms), rows[name]
 
 
@@ -132,7 +141,9 @@ def test_dither_has_a_quarter_of_a_squared_ulp() -> None:
     generator = torch.Generator().manual_seed(0)
     for x in (1 + torch.rand(1 << 16), (1 + torch.rand(1 << 16)).to(torch.bfloat16).float()):
         error = (dithered(x, generator) - x) / 2.0**-7  # one ulp of [1, 2)
-        assert error.square().mean().item() == pytest.approx(0.25, rel=0.02) and abs(error.mean().item()) < 0.01
+        assert (
+            error.square().mean().item() == pytest.approx(0.25, rel=0.02) and abs(error.mean().item()) < 0.01
+        )
     odd = torch.tensor([0.0, math.inf, -math.inf, math.nan])
     assert torch.equal(dithered(odd, generator).nan_to_num(7.0), odd.nan_to_num(7.0))
     assert dithered(x.bfloat16(), generator).dtype == torch.bfloat16
@@ -143,7 +154,10 @@ def test_likeness_and_peaks() -> None:
     assert Likeness.of(sums(a, 2 * a)) == (0.0, 1.0, 2.0)
     assert Likeness.of(sums(a, a)).sqnr == math.inf and Likeness.of(sums(0 * a, a)).sqnr == -math.inf
     assert all(map(math.isnan, Likeness.of(sums(a, a / 0))))
-    assert peak_of(torch.tensor([0.0, 0.0, 1.0, -2.0, 2.0, 2000.0])).item() == 1000.0 and peak_of(torch.zeros(3)).item() == 0.0
+    assert (
+        peak_of(torch.tensor([0.0, 0.0, 1.0, -2.0, 2.0, 2000.0])).item() == 1000.0
+        and peak_of(torch.zeros(3)).item() == 0.0
+    )
 
 
 @pytest.mark.weekly
@@ -151,11 +165,15 @@ def test_table_dict_and_picture(tmp_path) -> None:
     case, compare = trained()
     found = compare(*case.args)
     text = str(found)
-    assert "all layers are within the expected range" in text and text.index("layers.0.up.weight") < text.index("norm.weight")
+    assert "all layers are within the expected range" in text and text.index(
+        "layers.0.up.weight"
+    ) < text.index("norm.weight")
     assert len(found.rows()) == len(found) == len(list(found)) and found.flagged == []
     whole = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert whole["rows"] == found.rows() and whole["flagged"] == [] and whole["deterministic"] is True
-    assert {"sqnr", "cosine", "norm"} == set(whole["gradient"]) and whole["gradient"]["sqnr"] < whole["gradient_bf16"]["sqnr"]
+    assert {"sqnr", "cosine", "norm"} == set(whole["gradient"]) and whole["gradient"]["sqnr"] < whole[
+        "gradient_bf16"
+    ]["sqnr"]
     assert "and 1 more" in found.table(worst=3) and "and 1 more" not in found.table(worst=None)
     pytest.importorskip("matplotlib")
     found.plot(tmp_path / "compare.png")
@@ -164,12 +182,13 @@ def test_table_dict_and_picture(tmp_path) -> None:
         found.plot(tmp_path / "missing" / "compare.png")
 
 
-# -- healthy models, and faults ----------------------------------------------------------------------------------------
+# -- healthy models, and faults ------------------------------------------------------------------------------
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
-    """At the first step, and with the scales of a training. (Quick tests ask the same of `an_mlp` and `trained`.)"""
+    """At the first step, and with the scales of a training. (Quick tests ask the same of `an_mlp` and
+    `trained`.)"""
     case = HEALTHY[name]()
     compare = hooks.comparing(case.model)
     for train_first in (False, True):
@@ -189,18 +208,25 @@ def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
 @pytest.mark.parametrize("role", ["input", "weight", "gradient"])
 def test_a_scale_frozen_at_a_wrong_value(role: str, factor: float) -> None:
     case, compare = trained()
-    with hooks.wrong_scale(case.model, "layers.1.up.weight", role, factor if role != "gradient" else factor**1.5):
+    with hooks.wrong_scale(
+        case.model, "layers.1.up.weight", role, factor if role != "gradient" else factor**1.5
+    ):
         found = compare(*case.args)
     first, *_ = found.rows()
-    assert first["name"] == "layers.1.up.weight" and found.to_dict()["flagged"] == ["layers.1.up.weight"], str(found)
+    assert first["name"] == "layers.1.up.weight" and found.to_dict()["flagged"] == ["layers.1.up.weight"], (
+        str(found)
+    )
     assert f"% of its {role} " + ("saturate" if factor > 1 else "become 0") in first["flag"]
     if (role, factor) == ("input", 2.0**10):
         assert ALMOST.sub("#", str(found)).split("\n\nother")[0] in ALMOST.sub("#", PAGE.read_text())
 
 
-@pytest.mark.parametrize(("build", "name", "is_trained"), [(an_mlp, "up.weight", 0), (trained, "layers.0.up.weight", 1)])
+@pytest.mark.parametrize(
+    ("build", "name", "is_trained"), [(an_mlp, "up.weight", 0), (trained, "layers.0.up.weight", 1)]
+)
 def test_outliers(build: Callable[[], tuple[Case, Compare]], name: str, is_trained: bool) -> None:
-    """1000 times as large: a scale of before saturates them; with a current scale E4M3 resolves the rest, too."""
+    """1000 times as large: a scale of before saturates them; with a current scale E4M3 resolves the rest,
+    too."""
     case, compare = build()
     weight = case.model.get_parameter(name).data
     before = weight.clone()
@@ -212,7 +238,7 @@ def test_outliers(build: Callable[[], tuple[Case, Compare]], name: str, is_train
     assert first["peak"] > OUTLIERS and (first["fprop"] < 1 if is_trained else first["fprop"] > 25)
 
 
-# -- what it compares ----------------------------------------------------------------------------------------------------
+# -- what it compares ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -250,10 +276,14 @@ def test_a_model_that_is_not_deterministic() -> None:
         return torch.full((), 1 + 0.01 * next(numbers))
 
     found = fp8compile.compare(models.make(Restless), noise(ROWS, WIDTH), loss=to_one)
-    assert found.deterministic is False and "is not deterministic" in str(found) and " dB in a second run" in str(found)
+    assert (
+        found.deterministic is False
+        and "is not deterministic" in str(found)
+        and " dB in a second run" in str(found)
+    )
 
 
-# -- nothing is left behind --------------------------------------------------------------------------------------------
+# -- nothing is left behind ----------------------------------------------------------------------------------
 
 
 class Everything(nn.Module):
@@ -280,7 +310,9 @@ def everything_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
     tensors = {**model.state_dict(), **{f"{name}.grad": p.grad for name, p in model.named_parameters()}}
     tensors |= {f"scaling {name}": row for name, row in scaling_tensors(model).items()}
-    tensors |= {f"{i}.{key}": x for i, state in enumerate(optimizer.state.values()) for key, x in state.items()}
+    tensors |= {
+        f"{i}.{key}": x for i, state in enumerate(optimizer.state.values()) for key, x in state.items()
+    }
     found: dict[str, Any] = {name: None if x is None else x.clone() for name, x in tensors.items()}
     found["random"], found["torch"] = random.getstate(), torch.get_rng_state().clone()
     found["report"], found["stats"] = str(fp8compile.report(model)), str(fp8compile.stats(model))
@@ -294,12 +326,14 @@ def everything_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a
+    )
 
 
 def training(look: Callable[..., None], places: str = "") -> tuple[list[float], dict[str, Any]]:
-    """Losses and the final state of a training, with `look` at some `places`: (b)ehind a step, (m)idst forward and backward,
-    (a)head of a step. After the first step, nothing is compiled any more."""
+    """Losses and the final state of a training, with `look` at some `places`: (b)ehind a step, (m)idst
+    forward and backward, (a)head of a step. After the first step, nothing is compiled any more."""
     torch.manual_seed(0)
     random.seed(0)
     model = models.make(Everything)
@@ -307,7 +341,8 @@ def training(look: Callable[..., None], places: str = "") -> tuple[list[float], 
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     losses = []
     for step in range(4):
-        x = noise(16, WIDTH, seed=step, scale=30.0 if step == 2 else 1.0)  # an overflow: the next call is cold
+        # an overflow: the next call is cold
+        x = noise(16, WIDTH, seed=step, scale=30.0 if step == 2 else 1.0)
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             loss = to_one(run(x))
         if step == 2 and "m" in places:
@@ -326,8 +361,8 @@ def training(look: Callable[..., None], places: str = "") -> tuple[list[float], 
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("places", ["m", pytest.param("ba", marks=pytest.mark.slow)])
 def test_a_training_is_the_same_to_the_bit(places: str) -> None:
-    """Also beside a comparison that fails. Neither the user's frames nor the counts of compilations change, also not for frames
-    after a graph break."""
+    """Also beside a comparison that fails. Neither the user's frames nor the counts of compilations change,
+    also not for frames after a graph break."""
     compares: list[Compare] = []
     looks = []
 
@@ -346,7 +381,8 @@ def test_a_training_is_the_same_to_the_bit(places: str) -> None:
     losses, end = training(lambda *_: None)
     again, found = training(look, places)
     assert losses == again and len(looks) == len(places)
-    for of_the_run in ("ids", "versions", "report"):  # two runs have other tensors, and other numbers of graphs
+    # two runs have other tensors, and other numbers of graphs
+    for of_the_run in ("ids", "versions", "report"):
         found.pop(of_the_run), end.pop(of_the_run)
     assert same(found, end)
 
@@ -359,7 +395,7 @@ def test_a_second_comparison_compiles_nothing() -> None:
         assert compare(*case.args).to_dict() == first
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------
+# -- bad input -----------------------------------------------------------------------------------------------
 
 
 def one_line(error: BaseException) -> bool:
@@ -369,11 +405,11 @@ def one_line(error: BaseException) -> bool:
 @pytest.mark.parametrize(
     ("build", "arguments", "error", "message"),
     [
-        (models.Mlp, {"args": (noise(16, 100),)}, Fp8CompileError, "Mlp refuses this batch: RuntimeError: .*models.py"),
+        (models.Mlp, {"args": (noise(16, 100),)}, Fp8CompileError, ("Mlp refuses this batch: RuntimeError: .*models.py")),
         (models.Mlp, {"args": ()}, Fp8CompileError, "Mlp refuses this batch: TypeError"),
         (models.Mlp, {"options": {"recipe": "tensor"}}, OptionError, "recipe"),
-        (lambda: nn.Linear(WIDTH, 8), {}, Fp8CompileError, "no matmul of Linear becomes FP8 .*explain says why"),
-        (lambda: models.Mlp().requires_grad_(False), {}, OptionError, "no parameter of Mlp requires gradients"),
+        (lambda: nn.Linear(WIDTH, 8), {}, Fp8CompileError, ("no matmul of Linear becomes FP8 .*explain says why")),
+        (lambda: models.Mlp().requires_grad_(False), {}, OptionError, ("no parameter of Mlp requires gradients")),
         (lambda: models.Mlp().to("meta"), {}, OptionError, "up.weight is on the meta device"),
     ],
 )  # fmt: skip
@@ -389,8 +425,18 @@ def test_bad_input_gets_one_line(build, arguments, error, message) -> None:
     ("batch", "loss", "error", "message"),
     [
         (noise(ROWS, WIDTH) / 0, to_one, Fp8CompileError, "loss of Mlp is nan in high precision"),
-        (noise(ROWS, WIDTH), None, OptionError, r"needs a scalar loss, but Mlp returned a tensor \[64, 128\]: give loss="),
-        (noise(ROWS, WIDTH), lambda y: y, OptionError, r"loss\(output\) returned a tensor \[64, 128\].*has to return"),
+        (
+            noise(ROWS, WIDTH),
+            None,
+            OptionError,
+            r"needs a scalar loss, but Mlp returned a tensor \[64, 128\]: give loss=",
+        ),
+        (
+            noise(ROWS, WIDTH),
+            lambda y: y,
+            OptionError,
+            r"loss\(output\) returned a tensor \[64, 128\].*has to return",
+        ),
         (noise(ROWS, WIDTH), lambda y: 1.0, OptionError, "returned float"),
     ],
 )
@@ -427,6 +473,9 @@ def test_a_loss_that_only_fp8_breaks() -> None:
     case, compare = trained()
     with hooks.wrong_scale(case.model, "layers.1.up.weight", "input", math.nan):
         found = compare(*case.args)
-    assert found.to_dict()["flagged"] == ["layers.1.up.weight"] and "fprop is not finite" in found.rows()[0]["flag"]
+    assert (
+        found.to_dict()["flagged"] == ["layers.1.up.weight"]
+        and "fprop is not finite" in found.rows()[0]["flag"]
+    )
     assert "nan in FP8; gradient - dB" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)

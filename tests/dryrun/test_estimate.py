@@ -66,18 +66,24 @@ def made() -> Estimate:
     return estimated()
 
 
-# -- the two compilations ----------------------------------------------------------------------------------------------
+# -- the two compilations ------------------------------------------------------------------------------------
 
 
 def test_the_totals_are_those_of_the_described_steps(made, described):
-    steps = [step for compiler, (step, _) in described.values() if compiler.model is net(2) and compiler.device.key == "h200"]
+    steps = [
+        step
+        for compiler, (step, _) in described.values()
+        if compiler.model is net(2) and compiler.device.key == "h200"
+    ]
     for cost, step in zip((made.bf16, made.fp8), steps, strict=True):
         assert cost.kernels == len(step.kernels) and cost.bytes == sum(k.bytes for k in step.kernels)
         assert cost.bytes_outside_matmuls == step.bytes_outside_matmuls
         assert cost.kept_for_backward == step.kept_for_backward
         assert {d: n for d, n in cost.flops.items() if n} == step.flops
         assert cost.seconds == pytest.approx(sum(roofline.seconds(k, H200) for k in step.kernels))
-        assert cost.matmul_seconds == pytest.approx(sum(roofline.seconds(k, H200) for k in step.kernels if k.matmul))
+        assert cost.matmul_seconds == pytest.approx(
+            sum(roofline.seconds(k, H200) for k in step.kernels if k.matmul)
+        )
 
 
 @pytest.mark.weekly
@@ -103,7 +109,12 @@ def test_bf16_beside_fp8(made):
 
 def test_layers_add_up(made):
     names = [layer.name for layer in made.layers]
-    assert set(names) - {"(elsewhere)"} <= {"layers.0-1", "layers.0-1.gate", "layers.0-1.up", "layers.0-1.down"}
+    assert set(names) - {"(elsewhere)"} <= {
+        "layers.0-1",
+        "layers.0-1.gate",
+        "layers.0-1.up",
+        "layers.0-1.down",
+    }
     down = next(layer for layer in made.layers if layer.name == "layers.0-1.down")
     assert down.bf16.flops == {"bfloat16": 6 * 2 * TOKENS * WIDTH * 2 * WIDTH}
     given = json.loads(json.dumps(made.to_dict()))
@@ -111,7 +122,9 @@ def test_layers_add_up(made):
     for arm in ("bf16", "fp8"):
         for key in ("kernels", "bytes", "bytes_outside_matmuls", "kept_for_backward", "seconds"):
             assert sum(layer[arm][key] for layer in given["layers"]) == pytest.approx(given[arm][key])
-        assert sum(layer[arm]["flops"].get("fp8", 0) for layer in given["layers"]) == given[arm]["flops"].get("fp8", 0)
+        assert sum(layer[arm]["flops"].get("fp8", 0) for layer in given["layers"]) == given[arm]["flops"].get(
+            "fp8", 0
+        )
 
 
 @pytest.mark.slow
@@ -121,14 +134,17 @@ def test_explain_and_estimate_take_one_step(settings):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
     x = torch.empty(2048, WIDTH, device="meta")
-    explained, made = fp8compile.explain(model, x, device="h200", **settings), estimate(model, x, device="h200", **settings)
+    explained, made = (
+        fp8compile.explain(model, x, device="h200", **settings),
+        estimate(model, x, device="h200", **settings),
+    )
     assert explained.summary() == made.report.summary()
     assert ("slower in FP8" in made.report.summary()) is settings.get("autocast", True)
     assert (NOTE in explained.notes) is (NOTE in made.notes) is (not settings)
     assert made.bf16.flops.keys() == {"float32" if settings else "bfloat16"}
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# -- attention -----------------------------------------------------------------------------------------------
 
 
 def operand(*shape: int, dtype: torch.dtype = BF16) -> TensorLayout:
@@ -146,14 +162,23 @@ def test_flops_of_attention():
 
 def test_attention_has_a_rate_of_its_own():
     device = H200
-    fused = Attention(operand(1, 32, 8192, 128), operand(1, 8, 8192, 128), operand(1, 8, 8192, 128), True, False)
+    fused = Attention(
+        operand(1, 32, 8192, 128), operand(1, 8, 8192, 128), operand(1, 8, 8192, 128), True, False
+    )
     kernel = Launch("extern", "flash", 10**6, attention=fused)
     fast, slow = roofline.seconds(kernel, device), roofline.seconds(kernel, device, attention=0.44)
     assert fast - device.launch == pytest.approx(fused.flops / (0.75 * device.flops.bf16))
     assert (slow - device.launch) / (fast - device.launch) == pytest.approx(0.75 / 0.44)
-    rates = {key: str(roofline.attention_rate(catalog.find(key))).removesuffix(" of the bf16 matmul rate") for key in KEYS}
-    assert rates["h200"] == rates["h100"] == rates["b200"] == "cuDNN, 0.75"  # torch 2.11 and later prefer it there
-    assert rates["a100"] == rates["rtx5090"] == "FlashAttention-2, 0.83" and rates["mi300x"] == "FlashAttention-2, 0.44"
+    rates = {
+        key: str(roofline.attention_rate(catalog.find(key))).removesuffix(" of the bf16 matmul rate")
+        for key in KEYS
+    }
+    # torch 2.11 and later prefer it there
+    assert rates["h200"] == rates["h100"] == rates["b200"] == "cuDNN, 0.75"
+    assert (
+        rates["a100"] == rates["rtx5090"] == "FlashAttention-2, 0.83"
+        and rates["mi300x"] == "FlashAttention-2, 0.44"
+    )
 
 
 KEYS = ("h200", "h100", "b200", "a100", "rtx5090", "mi300x")
@@ -166,7 +191,8 @@ def launched(m: int, n: int, k: int, dtype: torch.dtype = BF16, accumulation: st
 
 def test_matmuls_take_whole_waves():
     full, over = (roofline.seconds(launched(m, 256, 65536), H200) for m in (128 * 132, 128 * 132 + 1))
-    assert 1.2 < over / full < 2.1  # 132 tiles fill an H200; one more row of tiles takes as long as a second wave
+    # 132 tiles fill an H200; one more row of tiles takes as long as a second wave
+    assert 1.2 < over / full < 2.1
     ideal = [roofline.seconds(launched(m, 256, 65536), H200, waves=False) for m in (128 * 132, 128 * 132 + 1)]
     assert ideal[1] / ideal[0] < 1.001 and ideal[0] < full
 
@@ -175,11 +201,16 @@ def test_fp8_without_fast_accumulation_is_slower_on_hopper():
     e4m3 = torch.float8_e4m3fn
     for waves in (True, False):
         fast, precise, blocks = (
-            roofline.seconds(launched(8192, 8192, 8192, e4m3, how), H200, waves=waves) for how in ("fast", "precise", "blocks")
+            roofline.seconds(launched(8192, 8192, 8192, e4m3, how), H200, waves=waves)
+            for how in ("fast", "precise", "blocks")
         )
-        assert precise / fast == pytest.approx(1500 / 1360, rel=0.01) and blocks / fast == pytest.approx(1 / 0.8, rel=0.01)
+        assert precise / fast == pytest.approx(1500 / 1360, rel=0.01) and blocks / fast == pytest.approx(
+            1 / 0.8, rel=0.01
+        )
     b200 = catalog.find("b200")
-    fast, precise = (roofline.seconds(launched(8192, 8192, 8192, e4m3, how), b200) for how in ("fast", "precise"))
+    fast, precise = (
+        roofline.seconds(launched(8192, 8192, 8192, e4m3, how), b200) for how in ("fast", "precise")
+    )
     assert fast == precise
 
 
@@ -201,15 +232,25 @@ def test_an_optimizer_counts_the_same_in_both_and_without_waves_all_is_shorter(m
     params = 2 * 3 * WIDTH * 2 * WIDTH
     with_it = estimated(optimizer=14)
     after = 14 * params / H200.bandwidth
-    assert with_it.bf16.seconds - made.bf16.seconds == pytest.approx(after) == with_it.fp8.seconds - made.fp8.seconds
+    assert (
+        with_it.bf16.seconds - made.bf16.seconds
+        == pytest.approx(after)
+        == with_it.fp8.seconds - made.fp8.seconds
+    )
     assert 1 < with_it.speedup < made.speedup
-    assert with_it.notes == ("with an optimizer that moves 14 bytes per parameter",) and "optimizer" in with_it.summary()
+    assert (
+        with_it.notes == ("with an optimizer that moves 14 bytes per parameter",)
+        and "optimizer" in with_it.summary()
+    )
     ideal = estimated(waves=False)
-    assert ideal.bf16.matmul_seconds < made.bf16.matmul_seconds and ideal.fp8.matmul_seconds < made.fp8.matmul_seconds
+    assert (
+        ideal.bf16.matmul_seconds < made.bf16.matmul_seconds
+        and ideal.fp8.matmul_seconds < made.fp8.matmul_seconds
+    )
     assert ideal.bf16.bytes == made.bf16.bytes and "without waves" in ideal.notes[0]
 
 
-# -- repeated blocks ---------------------------------------------------------------------------------------------------
+# -- repeated blocks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.weekly
@@ -225,7 +266,12 @@ def test_extrapolation_of_equal_blocks():
 
 def test_carrying_on():
     one = {"head": Cost(seconds=5), "layers.0.mlp": Cost(seconds=2), "": Cost(seconds=1)}
-    two = {"head": Cost(seconds=5), "layers.0.mlp": Cost(seconds=2), "layers.1.mlp": Cost(seconds=3), "": Cost(seconds=1.5)}
+    two = {
+        "head": Cost(seconds=5),
+        "layers.0.mlp": Cost(seconds=2),
+        "layers.1.mlp": Cost(seconds=3),
+        "": Cost(seconds=1.5),
+    }
     made = list(_layers(carried_on(one, two, 5), {}))
     assert {layer.name: layer.bf16.seconds for layer in made} == pytest.approx(
         {"head": 5, "layers.0-4.mlp": 2 + 4 * 3, "(elsewhere)": 1 + 4 * 0.5}
@@ -234,7 +280,19 @@ def test_carrying_on():
 
 def test_layers_are_joined_by_their_first_number():
     """Only the first number of a name counts repeated blocks: the second one is a layer within a block."""
-    names = ["0.0.up", "0.2", "1.0.up", "1.2", "h.0.mlp.up", "h.0.mlp.down", "h.2.mlp.up", "h.0.norm", "head", "norm.3", ""]
+    names = [
+        "0.0.up",
+        "0.2",
+        "1.0.up",
+        "1.2",
+        "h.0.mlp.up",
+        "h.0.mlp.down",
+        "h.2.mlp.up",
+        "h.0.norm",
+        "head",
+        "norm.3",
+        "",
+    ]
     made = list(_layers({name: Cost(kernels=1) for name in names}, {"h.1.mlp.up": Cost(kernels=1)}))
     assert [(layer.name, layer.bf16.kernels, layer.fp8.kernels) for layer in made] == [
         ("0-1.0", 2, 0), ("0-1.2", 2, 0), ("h.0-2.mlp", 3, 1), ("h.0.norm", 1, 0), ("head", 1, 0), ("norm.3", 1, 0),
@@ -244,7 +302,7 @@ def test_layers_are_joined_by_their_first_number():
     assert [layer.name for layer in sequential] == ["0", "1"]  # separate layers, not blocks
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
 def test_errors(monkeypatch):

@@ -45,7 +45,7 @@ def x(*shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (ROWS, WIDTH)))
 
 
-# -- the same report ---------------------------------------------------------------------------------------------------
+# -- the same report -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -79,7 +79,11 @@ def test_a_function_that_calls_backward_on_a_model_in_eval_mode():
 
     with torch.no_grad():
         report = fp8compile.explain(step, x())
-    assert report.fp8_flop_fraction == 1.0 and len(report.matmuls) == 5 and not any(m.training for m in model.modules())
+    assert (
+        report.fp8_flop_fraction == 1.0
+        and len(report.matmuls) == 5
+        and not any(m.training for m in model.modules())
+    )
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
 
 
@@ -95,7 +99,7 @@ def test_for_a_device_and_a_frozen_part_stays_in_eval_mode():
         fp8compile.explain(model, x(), device="h1000")
 
 
-# -- without memory ----------------------------------------------------------------------------------------------------
+# -- without memory ------------------------------------------------------------------------------------------
 
 
 class Deep(nn.Module):
@@ -123,11 +127,19 @@ def test_a_model_on_the_meta_device():
     with torch.device("meta"):
         model = Deep().bfloat16()
     assert sum(p.numel() for p in model.parameters()) > 70e9
-    before = {name: id(t) for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    before = {
+        name: id(t) for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    }
     inputs = torch.zeros(4, 16, 8192, dtype=torch.bfloat16)
     report = fp8compile.explain(model, inputs)
-    assert {r.fqn for r in report.matmuls if r.decision == "fp8"} >= {"layers.0.gate", "layers.1.down", "last"}
-    assert {name: id(t) for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]} == before
+    assert {r.fqn for r in report.matmuls if r.decision == "fp8"} >= {
+        "layers.0.gate",
+        "layers.1.down",
+        "last",
+    }
+    assert {
+        name: id(t) for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    } == before
     assert model.head.weight is model.last.weight and model.scale.device.type == "meta"
 
 
@@ -139,7 +151,7 @@ def test_attention_has_the_name_that_it_has_on_the_device(device: str | None, op
     assert [record.op for graph in report.graphs for record in graph.opaque] == expected
 
 
-# -- nothing changes ---------------------------------------------------------------------------------------------------
+# -- nothing changes -----------------------------------------------------------------------------------------
 
 
 class Restless(nn.Module):
@@ -172,7 +184,9 @@ def test_the_model_and_its_inputs_are_left_as_they_were():
     given = inputs.clone()
     states = torch.get_rng_state(), random.getstate()
     assert len(fp8compile.explain(model, inputs).graphs) == 2
-    assert all(torch.equal(state[name], t) for name, t in model.state_dict().items()) and torch.equal(inputs, given)
+    assert all(torch.equal(state[name], t) for name, t in model.state_dict().items()) and torch.equal(
+        inputs, given
+    )
     assert {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]} == tensors
     assert model.calls == 0 and model.last is None and all(p.grad is None for p in model.parameters())
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
@@ -183,7 +197,8 @@ def test_the_model_and_its_inputs_are_left_as_they_were():
 
 @pytest.mark.slow
 def test_reports_and_compiled_code_are_left_as_they_were():
-    """Also more often than Dynamo's recompile limit, and for frames after a graph break, which explain compiles, too."""
+    """Also more often than Dynamo's recompile limit, and for frames after a graph break, which explain
+    compiles, too."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list as entries
 
     first = models.make(lambda: models.Broken(models.linear(), nn.Tanh(), models.linear()))
@@ -205,7 +220,8 @@ def test_reports_and_compiled_code_are_left_as_they_were():
 
 @pytest.mark.slow
 def test_state_and_measurements_are_left_as_they_were():
-    """explain does not complain about a loaded state that no graph has taken yet; a requested measurement stays pending."""
+    """explain does not complain about a loaded state that no graph has taken yet; a requested measurement
+    stays pending."""
     model, twin = models.make(models.Mlp), models.make(models.Mlp)
     with hooks.interpreted():
         run = torch.compile(model, backend="fp8")
@@ -235,7 +251,7 @@ def test_a_warning_is_said_again_when_the_model_is_trained(caplog):
     assert "no matmul of Stack becomes FP8" in caplog.text
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
 def test_errors_of_the_model_and_of_the_options():
@@ -280,8 +296,8 @@ def test_small_numbers_are_what_they_are(read):
 
 
 def test_what_follows_from_a_matmul_is_zero(caplog):
-    """Results of matmuls are zeros in explain, which may cause an error: the report lists the graphs before the error and names
-    it."""
+    """Results of matmuls are zeros in explain, which may cause an error: the report lists the graphs before
+    the error and names it."""
     model = models.make(lambda: Sliced(lambda y, lengths: (y.detach() * 0 + 28).amax().long()))
     report = fp8compile.explain(model, x(), torch.tensor([28]))
     assert {r.fqn for r in report.matmuls} == {"first.up", "first.down"}

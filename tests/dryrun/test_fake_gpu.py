@@ -18,7 +18,8 @@ BF16 = torch.bfloat16
 
 @pytest.mark.slow
 def test_an_mlp_counted_by_hand():
-    """x [64, 256] -> [64, 512] -> GELU -> [64, 256]; the second linear has a bias; all in bf16, all with gradients."""
+    """x [64, 256] -> [64, 512] -> GELU -> [64, 256]; the second linear has a bias; all in bf16, all with
+    gradients."""
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.GELU(), nn.Linear(512, 256)).to(BF16)
     given = torch.randn(64, 256, dtype=BF16, requires_grad=True)
     compiled = torch.compile(model)
@@ -32,7 +33,8 @@ def test_an_mlp_counted_by_hand():
     assert sorted((*m.out.shape, m.a.shape[-1]) for m in mlp.matmuls) == sorted(
         [(64, 512, 256), (64, 256, 512)] * 2 + [(256, 512, 64), (512, 256, 64)]
     )
-    assert sorted(k.bytes for k in mlp.kernels if k.matmul) == sorted([x + h + w] * 5 + [x + h + w + 256 * 2])  # one has a bias
+    # one has a bias
+    assert sorted(k.bytes for k in mlp.kernels if k.matmul) == sorted([x + h + w] * 5 + [x + h + w + 256 * 2])
     assert [k.bytes for k in forward.kernels if not k.matmul] == [2 * h]  # GELU: reads h, writes h
     # The bias gradient reads dy and writes 256 numbers; dGELU reads h and its gradient, writes one.
     assert sorted(k.bytes for k in backward.kernels if not k.matmul) == sorted([x + 256 * 2, 3 * h])
@@ -72,10 +74,19 @@ def test_indexing_of_a_tensor_on_the_described_device():
         fake = node.meta["val"]
         seen.extend(fake[index] for index in indices)
 
-    indices = [0, (slice(None), 1), (..., 2), (None, ..., slice(1, 3)), (1, ..., None, 0), (slice(0, 1), slice(None), -1)]
+    indices = [
+        0,
+        (slice(None), 1),
+        (..., 2),
+        (None, ..., slice(1, 3)),
+        (1, ..., None, 0),
+        (slice(0, 1), slice(None), -1),
+    ]
     compiled = torch.compile(lambda x: x + 1, options={"joint_custom_pre_pass": look})
     trace(lambda: compiled(x))
-    assert [(t.device.type, t.shape, t.stride()) for t in seen] == [("cuda", x[i].shape, x[i].stride()) for i in indices]
+    assert [(t.device.type, t.shape, t.stride()) for t in seen] == [
+        ("cuda", x[i].shape, x[i].stride()) for i in indices
+    ]
 
 
 def test_symbolic_rows():
@@ -118,7 +129,9 @@ class Named(nn.Module):
 @pytest.mark.slow
 def test_kernels_know_their_modules():
     """(test_layers_add_up in test_estimate.py asks the same of Inductor alone.)"""
-    compiled = torch.compile(nn.Sequential(Named(), Named()).to(BF16), backend="fp8", options={"policy": ALL_FP8})
+    compiled = torch.compile(
+        nn.Sequential(Named(), Named()).to(BF16), backend="fp8", options={"policy": ALL_FP8}
+    )
     step = trace(lambda: compiled(torch.randn(64, 256, dtype=BF16)))
     assert [g.backward for g in step.graphs] == [False, True]
     assert all(k.backward is g.backward for g in step.graphs for k in g.kernels)
@@ -186,20 +199,24 @@ def test_nothing_of_the_described_device_is_left():
     assert not torch.cuda.is_available()
 
 
-# -- bytes of buffers with more than 1e9 elements, where Inductor's own count ends ---------------------------------------------
+# -- bytes of buffers with more than 1e9 elements, where Inductor's own count ends ---------------------------
 
 ROWS, COLUMNS = 65536, 50304  # GPT-2's logits: 3.3e9
 
 
 @pytest.mark.slow
 def test_all_of_large_logits_counts():
-    """A fused kernel, matmuls of the library, and the gather of cross-entropy, which touches one element a row."""
+    """A fused kernel, matmuls of the library, and the gather of cross-entropy, which touches one element a
+    row."""
 
     @torch.compile
     def f(x, w, targets):
         return F.cross_entropy((x @ w.t()).float(), targets)
 
-    x, w = torch.empty(ROWS, 128, dtype=BF16, requires_grad=True), torch.empty(COLUMNS, 128, dtype=BF16, requires_grad=True)
+    x, w = (
+        torch.empty(ROWS, 128, dtype=BF16, requires_grad=True),
+        torch.empty(COLUMNS, 128, dtype=BF16, requires_grad=True),
+    )
     step = trace(lambda: f(x, w, torch.empty(ROWS, dtype=torch.long)).backward())
     logits, small = 2 * ROWS * COLUMNS, 2 * 128 * (ROWS + COLUMNS)
     assert [k.bytes for k in step.kernels if k.matmul] == [pytest.approx(logits + small, rel=1e-3)] * 3
@@ -216,15 +233,19 @@ def test_a_slice_counts_as_much_as_is_read():
     assert 2 * 1024 * 64 * 2 <= moved < 3.1 * 1024 * 64 * 2  # all of x would be 16 such slices
 
 
-# -- accumulation of FP8 matmuls -----------------------------------------------------------------------------------------
+# -- accumulation of FP8 matmuls -----------------------------------------------------------------------------
 
 
 @pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize("recipe, sums", [("tensorwise", ["fast", "precise", "precise"]), ("blockwise", ["blocks"] * 3)])
+@pytest.mark.parametrize(
+    "recipe, sums", [("tensorwise", ["fast", "precise", "precise"]), ("blockwise", ["blocks"] * 3)]
+)
 def test_how_matmuls_accumulate(recipe, sums):
     model = nn.Linear(512, 512, bias=False).bfloat16()
     policy = {"rules": [{"fp8": "on"}]}
     f = torch.compile(model, backend="fp8", options={"recipe": recipe, "device": "h200", "policy": policy})
     x = torch.randn(512, 512, dtype=BF16, requires_grad=True)
     step = trace(lambda: f(x).sum().backward())
-    assert sorted(m.accumulation for m in step.matmuls) == sorted(sums) and step.flops == {"fp8": 3 * 2 * 512**3}
+    assert sorted(m.accumulation for m in step.matmuls) == sorted(sums) and step.flops == {
+        "fp8": 3 * 2 * 512**3
+    }

@@ -1,4 +1,5 @@
-"""tune(): groups, measured errors, the choice, and the policy that it writes. Most times are those of a stand-in."""
+"""tune(): groups, measured errors, the choice, and the policy that it writes. Most times are those of a
+stand-in."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def an_mlp() -> Case:
 
 def tuned_mlp(largest: Any = 0.7, case: Case | None = None, **given: Any) -> fp8compile.Tuned:
     case = case or an_mlp()
-    return fp8compile.tune(case.model, *case.args, device="h100", max_error=largest, **{"loss": case.loss, **given})
+    return fp8compile.tune(
+        case.model, *case.args, device="h100", max_error=largest, **{"loss": case.loss, **given}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +65,7 @@ def found() -> fp8compile.Tuned:
     return result()[0]
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- parts ---------------------------------------------------------------------------------------------------
 
 
 def test_candidates_are_what_the_device_multiplies() -> None:
@@ -85,7 +88,9 @@ def test_groups_and_their_rules() -> None:
     assert groups[1].where == {"module": "b.*.x.up"} and groups[1].modules == ("b.0.x.up",)
     assert groups[2].where == {"module": ["b.1.gate"]}, "and b.0.gate stays as it is"
     down = groups[3]
-    assert down.settings == {"current_scaling": (True, False, False)}, "the shipped rule that is put after ours"
+    assert down.settings == {"current_scaling": (True, False, False)}, (
+        "the shipped rule that is put after ours"
+    )
     rule = tables([down], ("delayed, e4m3",), "default")["rules"][0]
     assert rule["current_scaling"] == [True, False, False] and rule["fp8_format"] == "e4m3"
     assert "current_scaling" not in tables([down], ("rowwise",), "default")["rules"][0]
@@ -99,18 +104,24 @@ def test_bad_errors(given: Any) -> None:
         tuned_mlp(given)
 
 
-# -- errors of groups --------------------------------------------------------------------------------------------------
+# -- errors of groups ----------------------------------------------------------------------------------------
 
 
 def relative_error(case: Case, policy: Any) -> float:
-    """Of the gradients of a training step with this policy: the root mean square over elements of trained parameters."""
+    """Of the gradients of a training step with this policy: the root mean square over elements of trained
+    parameters."""
     grads = []
     for options in ({"policy": {"rules": [{"fp8": "off"}]}}, {"policy": policy}):
         case.model.zero_grad()
         case.loss(compiled(case.model, **options)(*case.args)).backward()
-        grads.append({name: p.grad.double().clone() for name, p in case.model.named_parameters() if p.grad is not None})
+        grads.append(
+            {name: p.grad.double().clone() for name, p in case.model.named_parameters() if p.grad is not None}
+        )
         torch._dynamo.reset()
-    squares = [(g.count_nonzero().item(), ((grads[1][name] - g).norm() / g.norm()).item() ** 2) for name, g in grads[0].items()]
+    squares = [
+        (g.count_nonzero().item(), ((grads[1][name] - g).norm() / g.norm()).item() ** 2)
+        for name, g in grads[0].items()
+    ]
     return math.sqrt(sum(n * square for n, square in squares) / sum(n for n, _ in squares))
 
 
@@ -142,23 +153,28 @@ def test_nothing_is_left_behind() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
+# -- the choice ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_chosen_policy_fits_and_no_fitting_recipe_is_faster(found: fp8compile.Tuned) -> None:
     assert 0 < found.error <= found.max_error and found.seconds < found.bf16
     timed = [whole for whole in found.wholes if whole.seconds < math.inf]
-    assert found.seconds == min(whole.seconds for whole in timed) and all(w.error <= found.max_error for w in timed)
+    assert found.seconds == min(whole.seconds for whole in timed) and all(
+        w.error <= found.max_error for w in timed
+    )
     others = [whole for whole in found.wholes if whole.seconds == math.inf]
-    assert {f"{candidate} everywhere" for candidate in FEW} <= {w.name for w in others}, "no recipe fits everywhere"
+    assert {f"{candidate} everywhere" for candidate in FEW} <= {w.name for w in others}, (
+        "no recipe fits everywhere"
+    )
     assert all(w.error > found.max_error for w in others)
     assert len(set(found.choice.values())) > 1
 
 
 @pytest.mark.slow
 def test_the_choice_is_the_best_of_all(found: fp8compile.Tuned) -> None:
-    """Of all choices, those of groups that are exact enough together, by the sum of squares: none is faster."""
+    """Of all choices, those of groups that are exact enough together, by the sum of squares: none is
+    faster."""
     seconds = []
     for rows in itertools.product(*(row.values() for row in found.alone)):
         if sum(error**2 for _, error in rows) <= found.max_error**2:
@@ -170,7 +186,9 @@ def test_the_choice_is_the_best_of_all(found: fp8compile.Tuned) -> None:
 def test_the_file_says_what_was_chosen_and_loads_back(found: fp8compile.Tuned, tmp_path) -> None:
     found.write(tmp_path / "policy.toml")
     text = (tmp_path / "policy.toml").read_text()
-    assert "Chosen by `fp8compile tune`" in text and "error too large" in text and "rowwise everywhere" in text
+    assert (
+        "Chosen by `fp8compile tune`" in text and "error too large" in text and "rowwise everywhere" in text
+    )
     assert max(map(len, text.splitlines())) < 400
     read = load(tmp_path / "policy.toml")
     assert read.rules == found.policy.rules and read.own == len(found.groups)
@@ -191,7 +209,9 @@ def test_a_policy_with_a_relative_path_is_extended_from_elsewhere(tmp_path, monk
     tokens = torch.randint(0, TOKENS, (4, 16), generator=torch.Generator().manual_seed(1))
     tuned = fp8compile.tune(model, tokens, device="h100", max_error=0.7, options={"policy": "mine.toml"})
     assert list(tuned.choice) == ["layers.*.up", "layers.*.down"]
-    assert all(group.modules == (group.name.replace("*", "1"),) for group in tuned.groups), "the rule of the file comes first"
+    assert all(group.modules == (group.name.replace("*", "1"),) for group in tuned.groups), (
+        "the rule of the file comes first"
+    )
     tuned.write("out/policy.toml")
     assert load("out/policy.toml").rules == tuned.policy.rules
     assert 'extends = "../mine.toml"' in (tmp_path / "out" / "policy.toml").read_text()
@@ -203,7 +223,7 @@ def test_the_result_of_all_recipes_depends_on_the_arguments_alone(found: fp8comp
     assert tuned(FEW, found.max_error)[0].to_dict() == found.to_dict()
 
 
-# -- what it refuses ---------------------------------------------------------------------------------------------------
+# -- what it refuses -----------------------------------------------------------------------------------------
 
 
 def one_line(error: pytest.ExceptionInfo[Any]) -> str:
@@ -214,7 +234,9 @@ def one_line(error: pytest.ExceptionInfo[Any]) -> str:
 def test_an_error_that_nothing_meets() -> None:
     with pytest.raises(TuneError) as error:
         tuned_mlp(1e-4)
-    assert "has an error of gradients of at most 0.0001" in one_line(error) and "Raise max_error" in str(error.value)
+    assert "has an error of gradients of at most 0.0001" in one_line(error) and "Raise max_error" in str(
+        error.value
+    )
 
 
 def test_where_fp8_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +274,12 @@ def test_wrong_options() -> None:
         fp8compile.tune(models.Mlp(), noise(64, WIDTH), device="a100")
     with pytest.raises(OptionError, match="like has no module with a name"):
         tuned_mlp(like=(nn.Sequential(nn.Linear(256, 256)), (torch.ones(64, 256),)))
-    for like in (models.Mlp(), (models.Mlp(),), (models.Mlp(), 3), (models.Mlp(), (noise(64, WIDTH),), {}, {})):
+    for like in (
+        models.Mlp(),
+        (models.Mlp(),),
+        (models.Mlp(), 3),
+        (models.Mlp(), (noise(64, WIDTH),), {}, {}),
+    ):
         with pytest.raises(OptionError, match="like has to be"):
             tuned_mlp(like=like)
 
@@ -261,7 +288,8 @@ def test_wrong_options() -> None:
 @pytest.mark.compiled
 @pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 def test_with_the_times_of_larger_sizes() -> None:
-    """With the times of a described GPU. A batch of 64 tokens for the errors; 16384 tokens, 2048 wide, for the times."""
+    """With the times of a described GPU. A batch of 64 tokens for the errors; 16384 tokens, 2048 wide, for
+    the times."""
 
     class Net(nn.Module):
         def __init__(self, width: int, blocks: int) -> None:
@@ -280,6 +308,10 @@ def test_with_the_times_of_larger_sizes() -> None:
         with pytest.raises(Fp8CompileError, match="faster on NVIDIA H100"):
             fp8compile.tune(small, x, device="h100", max_error=0.5)
         found = fp8compile.tune(small, x, device="h100", max_error=0.5, like=like)
-    whole = fp8compile.estimate(like[0], *like[1], device="h100", options={"policy": found.policy}, extrapolate=True)
-    assert found.seconds == pytest.approx(whole.fp8.seconds, rel=1e-6) and found.bf16 == pytest.approx(whole.bf16.seconds)
+    whole = fp8compile.estimate(
+        like[0], *like[1], device="h100", options={"policy": found.policy}, extrapolate=True
+    )
+    assert found.seconds == pytest.approx(whole.fp8.seconds, rel=1e-6) and found.bf16 == pytest.approx(
+        whole.bf16.seconds
+    )
     assert found.speedup > 1.1

@@ -74,7 +74,8 @@ def test_it_changes_nothing_to_the_bit(in_place: bool) -> None:
 
 
 def test_rows_and_steps(tmp_path) -> None:
-    """A step of three runs; rows that `fp8compile plot` leaves out; the batch and the gradients are those of the step."""
+    """A step of three runs; rows that `fp8compile plot` leaves out; the batch and the gradients are those of
+    the step."""
     model = make(Mlp)
     run, file = compiled(model), io.StringIO()
     optimizer, calls = torch.optim.SGD(model.parameters(), 0.1), []
@@ -97,7 +98,12 @@ def test_rows_and_steps(tmp_path) -> None:
     whole, *others = rows
     assert whole["name"] == "Mlp" and whole["gradient"] > 20 and whole["flag"] == ""
     kinds = {(row["name"], row["compare"]) for row in others}
-    expected = {("up.weight", "layer"), ("down.weight", "layer"), ("up.bias", "parameter"), ("down.bias", "parameter")}
+    expected = {
+        ("up.weight", "layer"),
+        ("down.weight", "layer"),
+        ("up.bias", "parameter"),
+        ("down.bias", "parameter"),
+    }
     assert kinds == expected
     path = tmp_path / "run.jsonl"
     path.write_text(file.getvalue())
@@ -116,7 +122,11 @@ def test_it_warns_of_a_layer_that_leaves_its_band(caplog) -> None:
         with hooks.wrong_scale(model, "down.weight", "input", 2.0**10):
             optimizer.step()
     assert "out of range in FP8: down.weight: " in caplog.text and "saturate" in caplog.text
-    assert rows[0]["flag"] == "down.weight" and rows[1]["name"] == "down.weight" and rows[1]["compare"] == "layer"
+    assert (
+        rows[0]["flag"] == "down.weight"
+        and rows[1]["name"] == "down.weight"
+        and rows[1]["compare"] == "layer"
+    )
 
 
 def test_an_error_ends_the_comparisons_and_not_the_training(caplog) -> None:
@@ -140,7 +150,10 @@ def test_no_error_of_a_measurement_ends_a_training(place: str, caplog) -> None:
     """It is one warning, and the training is the one without a monitor."""
     plain, model = make(Mlp), make(Mlp)
     expected = train(compiled(plain), plain)
-    run, watched = compiled(model), dict(every=1, compare_every=1, to=lambda rows: 1 / int(place != "the user's"))
+    run, watched = (
+        compiled(model),
+        dict(every=1, compare_every=1, to=lambda rows: 1 / int(place != "the user's")),
+    )
     with hooks.failing_measurements().get(place, contextlib.nullcontext()):
         assert train(run, model, **watched) == expected
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -1,4 +1,5 @@
-"""Which features, models, protocols and recipes meet in a case: few cases, and each pair meets at least once."""
+"""Which features, models, protocols and recipes meet in a case: few cases, and each pair meets at least
+once."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ TRIES = 30  # random cases, of which the one with the most new pairs is taken
 
 @dataclass(frozen=True)
 class Case:
-    """Some features on one model with one recipe, and the training loops that use what was compiled for them."""
+    """Some features on one model with one recipe, and the training loops that use what was compiled for
+    them."""
 
     features: tuple[Feature, ...]
     model: str
@@ -63,8 +65,8 @@ def possible(features: Sequence[Feature]) -> set[Pair]:
 
 
 def covering(features: Sequence[Feature], most: int = 4, protocols: int = 4, seed: int = 0) -> list[Case]:
-    """Cases of at most so many features and protocols, in which every possible pair occurs. The same ones for the same
-    arguments."""
+    """Cases of at most so many features and protocols, in which every possible pair occurs. The same ones for
+    the same arguments."""
     draw, left, cases = random.Random(seed), possible(features), list[Case]()
     while left:
         tried = [_random(draw, features, most, protocols, left) for _ in range(TRIES)]
@@ -74,7 +76,9 @@ def covering(features: Sequence[Feature], most: int = 4, protocols: int = 4, see
     return cases
 
 
-def _random(draw: random.Random, features: Sequence[Feature], most: int, protocols: int, left: set[Pair]) -> Case:
+def _random(
+    draw: random.Random, features: Sequence[Feature], most: int, protocols: int, left: set[Pair]
+) -> Case:
     """A case that has a pair which has not occurred yet."""
     names = {f.name: f for f in features}
     pair = draw.choice(sorted(left))
@@ -87,5 +91,7 @@ def _random(draw: random.Random, features: Sequence[Feature], most: int, protoco
     models, loops, recipes = choices(tuple(chosen))
     model, recipe = (pair[1] if pair[1] in kind else draw.choice(kind) for kind in (models, recipes))
     new = [name for name in loops if any((f.name, name) in left for f in chosen)]
-    picked = sorted(draw.sample(new, len(new)), key=lambda name: -sum((f.name, name) in left for f in chosen))[:protocols]
+    picked = sorted(
+        draw.sample(new, len(new)), key=lambda name: -sum((f.name, name) in left for f in chosen)
+    )[:protocols]
     return Case(tuple(chosen), model, recipe, tuple(picked) or ("steps",))

@@ -1,7 +1,7 @@
 """What a user can switch on, each with its promise: the training with it equals the training without it.
 
-A new feature is an entry of `FEATURES`. The suite trains with it on every model, by every protocol and recipe that it takes,
-and beside every other feature.
+A new feature is an entry of `FEATURES`. The suite trains with it on every model, by every protocol and recipe
+that it takes, and beside every other feature.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BITWISE = math.inf
 BF16 = torch.bfloat16
 Options = Mapping[str, Any]
 
-# -- models: shared by all cases, [batch, length, 128] -> the same --------------------------------------------------------
+# -- models: shared by all cases, [batch, length, 128] -> the same -------------------------------------------
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -44,19 +44,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks": lambda: make(lambda: Stack(ResidualMlp(), ResidualMlp())),
 }
 
-# -- features ------------------------------------------------------------------------------------------------------------
+# -- features ------------------------------------------------------------------------------------------------
 
 ONE_SCALE = ("delayed", "tensorwise")
-CURRENT_WEIGHTS = {"current_scaling": (False, True, False)}  # how weights are scaled that are cast between calls
+# how weights are scaled that are cast between calls
+CURRENT_WEIGHTS = {"current_scaling": (False, True, False)}
 
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """`options`: what switches it on. `both`: options of both sides, {recipe: options}: where the documentation says that the
-    feature changes a setting, the side without it has this setting, too. `forward`, `backward`: outputs and gradients are
-    equal, or differ by so many dB. `around`: a context of compilation and calls. `compiled(model, how)`: compiles the model in
-    its own way. `called(model, call)`: wraps what is called. `optimizer(model, on)`: of both sides. `acted`: whether it did
-    anything; one that is ignored would pass every comparison. `dear`: it compiles slowly, and is left to the slow tests.
+    """`options`: what switches it on. `both`: options of both sides, {recipe: options}: where the
+    documentation says that the feature changes a setting, the side without it has this setting, too.
+    `forward`, `backward`: outputs and gradients are equal, or differ by so many dB. `around`: a context of
+    compilation and calls. `compiled(model, how)`: compiles the model in its own way. `called(model, call)`:
+    wraps what is called. `optimizer(model, on)`: of both sides. `acted`: whether it did anything; one that is
+    ignored would pass every comparison. `dear`: it compiles slowly, and is left to the slow tests.
     """
 
     name: str
@@ -115,7 +117,11 @@ def _casts(run: Run) -> bool:
 
 FEATURES = (
     Feature(
-        "cache_weights", {"cache_weights": True}, {"delayed": CURRENT_WEIGHTS}, refuses=frozenset({"schedule"}), acted=_casts
+        "cache_weights",
+        {"cache_weights": True},
+        {"delayed": CURRENT_WEIGHTS},
+        refuses=frozenset({"schedule"}),
+        acted=_casts,
     ),
     Feature(
         "one copy of cached weights",
@@ -168,11 +174,18 @@ FEATURES = (
         recipes=("mxfp8",),
         models=("mlp", "gated", "blocks"),
     ),
-    Feature("schedule", {"policy": {**ALL_FP8, "schedule": {"warmup_steps": 0}}}, refuses=frozenset({"compiled in blocks"})),
+    Feature(
+        "schedule",
+        {"policy": {**ALL_FP8, "schedule": {"warmup_steps": 0}}},
+        refuses=frozenset({"compiled in blocks"}),
+    ),
     Feature("dynamic", {"dynamic": True}, models=("mlp", "gated", "lora"), dear=True),
     Feature("compiled in place", compiled=_in_place, refuses=frozenset({"compiled in blocks"})),
     Feature("compiled in blocks", compiled=_by_blocks, models=("blocks",)),
-    Feature("without optional passes", around=_skipping("recast", "scatters", "flatten", "all_gathers", "all_to_alls")),
+    Feature(
+        "without optional passes",
+        around=_skipping("recast", "scatters", "flatten", "all_gathers", "all_to_alls"),
+    ),
     Feature("lowered", around=hooks.lowered, models=("mlp", "gated", "blocks", "lora"), dear=True),
     Feature(
         "measured calls",

@@ -1,14 +1,14 @@
 """Protocols: what a training loop does, as data. A letter is an event, and a space means nothing.
 
-    f   a forward of a new batch             b   the backward of the oldest forward that has none
-    s   the optimizer steps                  r   the backward of the newest forward that has none
-    z   gradients are dropped                e   an evaluation: eval(), no_grad()
-    c   a forward inside an eager checkpoint o   a forward whose saved tensors hooks copy, as offloading does
-    n   a batch with a NaN, both ways, and gradients are dropped: what loops with a GradScaler do
-    j   a forward of a batch 50 times as large: with delayed scaling, an overflow
-    d   a dry run, forward and backward      l   load_state_dict of smaller weights
-    m   the next call is a measured one      k   training is resumed by another model from the state of this one
-    1 2 3   the number of tokens of the next batches
+f   a forward of a new batch             b   the backward of the oldest forward that has none
+s   the optimizer steps                  r   the backward of the newest forward that has none
+z   gradients are dropped                e   an evaluation: eval(), no_grad()
+c   a forward inside an eager checkpoint o   a forward whose saved tensors hooks copy, as offloading does
+n   a batch with a NaN, both ways, and gradients are dropped: what loops with a GradScaler do
+j   a forward of a batch 50 times as large: with delayed scaling, an overflow
+d   a dry run, forward and backward      l   load_state_dict of smaller weights
+m   the next call is a measured one      k   training is resumed by another model from the state of this one
+1 2 3   the number of tokens of the next batches
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ SIZES = {"1": (2, 24), "2": (2, 40), "3": (1, 33)}  # batch and length
 
 @dataclass
 class Run:
-    """One training by a protocol. `compiled(model)` is what is called instead of the model; `optimizer(model)` steps.
+    """One training by a protocol. `compiled(model)` is what is called instead of the model;
+    `optimizer(model)` steps.
 
-    `seen` is what the two sides of a comparison must have in common: outputs, gradients, and at the end weights and histories.
+    `seen` is what the two sides of a comparison must have in common: outputs, gradients, and at the end
+    weights and histories.
     """
 
     build: Callable[[], nn.Module]
@@ -77,9 +79,20 @@ class Run:
 
     def events(self, protocol: str) -> None:
         events: dict[str, Callable[[], None]] = {
-            "f": self.forward, "b": self.backward, "r": lambda: self.backward(-1), "s": self.step, "z": self.zero,
-            "e": self.evaluate, "c": self.checkpointed, "o": self.offloaded, "n": self.bad, "j": lambda: self.forward(50.0),
-            "d": self.dry, "l": self.load, "m": self.measure, "k": self.resume,
+            "f": self.forward,
+            "b": self.backward,
+            "r": lambda: self.backward(-1),
+            "s": self.step,
+            "z": self.zero,
+            "e": self.evaluate,
+            "c": self.checkpointed,
+            "o": self.offloaded,
+            "n": self.bad,
+            "j": lambda: self.forward(50.0),
+            "d": self.dry,
+            "l": self.load,
+            "m": self.measure,
+            "k": self.resume,
         }
         for event in protocol.replace(" ", ""):
             if event in SIZES:

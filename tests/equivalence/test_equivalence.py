@@ -1,5 +1,6 @@
-"""Training with a feature equals training without it: every feature on every model, by every protocol and recipe that it
-takes, and beside every other feature. `features.py` has the promises, `protocols.py` the training loops."""
+"""Training with a feature equals training without it: every feature on every model, by every protocol and
+recipe that it takes, and beside every other feature. `features.py` has the promises, `protocols.py` the
+training loops."""
 
 from __future__ import annotations
 
@@ -26,12 +27,14 @@ def small_tensors() -> Iterator[None]:
 
 
 def difference(case: Case, on: Sequence[Feature]) -> str:
-    """"" if the training with these features keeps their promises. Promises of bits are kept beside features of another
-    promise: these are on, on both sides."""
+    """"" if the training with these features keeps their promises. Promises of bits are kept beside features
+    of another promise: these are on, on both sides."""
     bitwise = [f for f in on if f.bitwise]
     others = tuple(f for f in on if not f.bitwise)
     ours, theirs = trainings(case, on), trainings(case, others if bitwise else ())
-    wrong = [compared(ours[name].seen, theirs[name].seen, () if bitwise else others) for name in case.protocols]
+    wrong = [
+        compared(ours[name].seen, theirs[name].seen, () if bitwise else others) for name in case.protocols
+    ]
     return "; ".join(f"{name}: {found}" for name, found in zip(case.protocols, wrong, strict=True) if found)
 
 
@@ -54,7 +57,11 @@ def compared(got: dict[str, Tensor], expected: dict[str, Tensor], promises: Sequ
 
 CASES = [
     *covering([f for f in FEATURES if not f.dear]),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in covering(FEATURES, seed=1) if any(f.dear for f in case.features)),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in covering(FEATURES, seed=1)
+        if any(f.dear for f in case.features)
+    ),
 ]
 
 

@@ -20,9 +20,16 @@ def sgd(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
-def trainings(case: Case, on: Sequence[Feature], run: type[Run] = Run, lr: float | None = None) -> dict[str, Run]:
+def trainings(
+    case: Case, on: Sequence[Feature], run: type[Run] = Run, lr: float | None = None
+) -> dict[str, Run]:
     """The trainings of a case, by protocol, with these of its features."""
-    options: dict[str, Any] = {"policy": ALL_FP8, "recipe": case.recipe, "merge_matmuls": False, "recast_weights": False}
+    options: dict[str, Any] = {
+        "policy": ALL_FP8,
+        "recipe": case.recipe,
+        "merge_matmuls": False,
+        "recast_weights": False,
+    }
     for feature in case.features:
         options |= feature.both.get(case.recipe, {})
     for feature in on:
@@ -30,7 +37,9 @@ def trainings(case: Case, on: Sequence[Feature], run: type[Run] = Run, lr: float
     how = {"backend": "fp8", "dynamic": options.pop("dynamic", False), "options": options}
 
     def compiled(model: nn.Module) -> Callable[..., Tensor]:
-        call: Any = next((f.compiled for f in on if f.compiled is not None), lambda m, how: torch.compile(m, **how))(model, how)
+        call: Any = next(
+            (f.compiled for f in on if f.compiled is not None), lambda m, how: torch.compile(m, **how)
+        )(model, how)
         for feature in on:
             call = feature.called(model, call) if feature.called is not None else call
         return call
@@ -45,7 +54,9 @@ def trainings(case: Case, on: Sequence[Feature], run: type[Run] = Run, lr: float
     with contextlib.ExitStack() as stack:
         for feature in on:
             stack.enter_context(feature.around())
-        runs = {name: run(MODELS[case.model], compiled, optimizer)(PROTOCOLS[name]) for name in case.protocols}
+        runs = {
+            name: run(MODELS[case.model], compiled, optimizer)(PROTOCOLS[name]) for name in case.protocols
+        }
         ignored = [f.name for f in on if not any(map(f.acted, runs.values()))]
     if apart:
         torch._dynamo.reset()

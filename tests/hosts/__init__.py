@@ -1,1 +1,2 @@
-"""Training loops of other libraries, some on two processes with gloo. Skipped where one is not installed: `make hosts`."""
+"""Training loops of other libraries, some on two processes with gloo. Skipped where one is not installed:
+`make hosts`."""

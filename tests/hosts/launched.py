@@ -18,12 +18,20 @@ from tests.support.processes import on_ranks
 
 def launched(rank: int) -> None:
     """Set what torchrun sets. The process group exists already."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": dist.get_world_size()}
-    os.environ.update({name: str(number) for name, number in names.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": dist.get_world_size(),
+        "LOCAL_WORLD_SIZE": dist.get_world_size(),
+    }
+    os.environ.update(
+        {name: str(number) for name, number in names.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+    )
 
 
 def as_on_gpus() -> None:
-    """Accelerate shards nothing between processes of a CPU: tell it that these are GPUs, each time that it looks."""
+    """Accelerate shards nothing between processes of a CPU: tell it that these are GPUs, each time that it
+    looks."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -37,7 +45,8 @@ def as_on_gpus() -> None:
 
 
 def on_two_ranks(folder: Path, work: Callable[[int, str], Any]) -> tuple[Path, list[Any]]:
-    """`folder`, and what `work(rank, folder)` returns on each of two ranks. Hosts change their process for good."""
+    """`folder`, and what `work(rank, folder)` returns on each of two ranks. Hosts change their process for
+    good."""
     return folder, on_ranks(2, work, str(folder), once=True)
 
 
@@ -47,7 +56,9 @@ Tensors = Mapping[str, Tensor]
 def check_weights(found: Tensors, expected: Tensors, atol: float = 0.0) -> None:
     assert found.keys() == expected.keys()
     for name, x in expected.items():
-        torch.testing.assert_close(found[name], x, rtol=0.0, atol=atol, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(
+            found[name], x, rtol=0.0, atol=atol, msg=lambda said, name=name: f"{name}: {said}"
+        )
 
 
 def check_gradients(found: Sequence[Tensors], expected: Sequence[Tensors], steps: int, count: int) -> None:
@@ -81,8 +92,8 @@ def average(model: nn.Module) -> None:
 
 
 def facts(model: nn.Module) -> dict[str, Any]:
-    """`rows`: (module, gemm, decision) of every matmul in FP8 or not, sorted. `graphs`: the names of those with matmuls.
-    `state`: the names of the scaling state. `outside`: the parameters of no graph."""
+    """`rows`: (module, gemm, decision) of every matmul in FP8 or not, sorted. `graphs`: the names of those
+    with matmuls. `state`: the names of the scaling state. `outside`: the parameters of no graph."""
     report = fp8compile.report(model)
     return {
         "rows": sorted((m.fqn, m.gemm, m.decision) for m in report.matmuls),

@@ -27,7 +27,10 @@ def prepared(how: str) -> tuple[Any, Any, Any]:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = FP8Plugin(options={"recipe": "delayed"}, use_regional_compilation=how == "regional")
-    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    wrap = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
+    }
     fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **wrap)
     accelerator = Accelerator(cpu=True, fsdp_plugin=fsdp, dynamo_plugin=plugin)
     assert str(accelerator.distributed_type) == "DistributedType.FSDP"
@@ -36,7 +39,8 @@ def prepared(how: str) -> tuple[Any, Any, Any]:
 
 
 def _train(rank: int) -> dict[str, Any]:
-    """Two steps of each way, and of a replica whose blocks are compiled: losses, gradients, reports, names."""
+    """Two steps of each way, and of a replica whose blocks are compiled: losses, gradients, reports,
+    names."""
     launched(rank)
     as_on_gpus()
     found: dict[str, Any] = {"vanilla": sorted(llama(2).state_dict())}
@@ -78,7 +82,10 @@ def test_training_is_that_of_a_replica(trained, how: str) -> None:
     """Not to the bit: norms outside of the blocks add up in another order."""
     for found in trained:
         ours, replica = found[how], found["replica"]
-        assert ours["losses"] == pytest.approx(replica["losses"], abs=2e-5) and ours["losses"][1] != ours["losses"][0]
+        assert (
+            ours["losses"] == pytest.approx(replica["losses"], abs=2e-5)
+            and ours["losses"][1] != ours["losses"][0]
+        )
         for got, expected in zip(ours["gradients"], replica["gradients"], strict=True):
             assert got.keys() == expected.keys() and len(got) == 21
             assert min(sqnr(gradient, got[name]) for name, gradient in expected.items()) > 20.0
@@ -90,6 +97,9 @@ def test_report_state_and_checkpoint_have_the_names_of_the_user(trained, how: st
         ours, replica = found[how], found["replica"]
         assert {name for name, _, _ in ours["rows"]} == {name.split(".", 3)[3] for name in linears()}
         assert ours["rows"] == replica["rows"] and {row[2] for row in ours["rows"]} == {"fp8"}
-        assert set(ours["graphs"]) == {"LlamaDecoderLayer, training"} and ours["outside"] == ["lm_head.weight"]
+        assert set(ours["graphs"]) == {"LlamaDecoderLayer, training"} and ours["outside"] == [
+            "lm_head.weight"
+        ]
         assert ours["state"] == replica["state"] and len(ours["state"]) == 1 + 34
-    assert trained[0][how]["saved"] == trained[0]["vanilla"] and not trained[1][how]["saved"]  # gathered on the first rank
+    # gathered on the first rank
+    assert trained[0][how]["saved"] == trained[0]["vanilla"] and not trained[1][how]["saved"]

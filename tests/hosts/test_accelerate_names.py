@@ -1,4 +1,5 @@
-"""Accelerate by names alone: its list of backends, its launcher with a config file, its names for FP8 recipes."""
+"""Accelerate by names alone: its list of backends, its launcher with a config file, its names for FP8
+recipes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ NAMES = "fp8compile.integrations.accelerate"  # after its import, Accelerate kno
 
 def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """In a process of its own, with this package on the path."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FP8COMPILE_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "FP8COMPILE_"))
+    }
     environment = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
@@ -45,7 +50,11 @@ def test_registered_backends_are_accepted_and_nonsense_is_refused() -> None:
     assert TorchDynamoPlugin(backend="fp8").to_kwargs() == {"backend": "fp8"}
     assert DynamoBackend("FP8") is DynamoBackend("FP8") is pickle.loads(pickle.dumps(DynamoBackend("FP8")))
     assert copy.deepcopy(DynamoBackend("FP8")) is DynamoBackend("FP8")
-    assert "FP8" in DynamoBackend and "FP8" not in DynamoBackend.list() and DynamoBackend("INDUCTOR") is DynamoBackend.INDUCTOR
+    assert (
+        "FP8" in DynamoBackend
+        and "FP8" not in DynamoBackend.list()
+        and DynamoBackend("INDUCTOR") is DynamoBackend.INDUCTOR
+    )
     for nonsense in ("FP9", "Fp8", "", 8, None):
         with pytest.raises(ValueError, match="is not a valid DynamoBackend"):
             DynamoBackend(nonsense)
@@ -141,7 +150,9 @@ def test_wrong_launches_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_accelerates_own_launcher_refuses_the_name(tmp_path: Path) -> None:
     """docs/hosts.md says so. If this fails, it may work now."""
-    done = python("-m", "accelerate.commands.launch", "--cpu", "--dynamo_backend", "fp8", "train.py", folder=tmp_path)
+    done = python(
+        "-m", "accelerate.commands.launch", "--cpu", "--dynamo_backend", "fp8", "train.py", folder=tmp_path
+    )
     assert done.returncode != 0 and "invalid choice: 'fp8'" in done.stderr
 
 
@@ -176,8 +187,15 @@ def test_a_plugin_checks_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a config file become its own; without any, the policy of the environment is read."""
     from fp8compile.integrations.accelerate import FP8Plugin, recipe_options
 
-    section = {"backend": "TE", "fp8_format": "E4M3", "amax_history_length": 64, "amax_compute_algorithm": "max"}
-    options = recipe_options({**section, "override_linear_precision": [False, False, True], "use_autocast_during_eval": True})
+    section = {
+        "backend": "TE",
+        "fp8_format": "E4M3",
+        "amax_history_length": 64,
+        "amax_compute_algorithm": "max",
+    }
+    options = recipe_options(
+        {**section, "override_linear_precision": [False, False, True], "use_autocast_during_eval": True}
+    )
     assert (options["eval"], options["amax_history_len"], options["amax_compute_algo"]) == ("fp8", 64, "max")
     plugin = FP8Plugin(options=options, fullgraph=True)
     assert plugin.to_kwargs() == {"backend": "fp8", "options": options, "fullgraph": True}

@@ -1,7 +1,7 @@
 """The plugin in Axolotl's own plugin manager and configuration, with a real Trainer: two steps.
 
-Axolotl pins versions of transformers, TRL and Accelerate, so it is installed without its requirements, and its own training
-loop is not run.
+Axolotl pins versions of transformers, TRL and Accelerate, so it is installed without its requirements, and
+its own training loop is not run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def test_two_steps(manager: Any, tmp_path: Path) -> None:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             self.seen.append(dict(logs))
 
-    config = validated({"fp8compile": {"recipe": "tensorwise", "schedule": {"warmup_steps": 0}, "measure_every": 1}})
+    config = validated(
+        {"fp8compile": {"recipe": "tensorwise", "schedule": {"warmup_steps": 0}, "measure_every": 1}}
+    )
     run = trainer(tmp_path / "run", logger := Logger())
     manager.post_trainer_create(config, run)
     run.train()

@@ -1,5 +1,6 @@
-"""`axolotl train` itself, with a YAML file, a tiny model and Inductor's code. Axolotl 0.19 does not start with a newer TRL
-than the one that it pins (`No module named 'trl.experimental.prm'`): `make axolotl` installs those, and runs this."""
+"""`axolotl train` itself, with a YAML file, a tiny model and Inductor's code. Axolotl 0.19 does not start
+with a newer TRL than the one that it pins (`No module named 'trl.experimental.prm'`): `make axolotl` installs
+those, and runs this."""
 
 from __future__ import annotations
 
@@ -19,10 +20,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SETTINGS: dict[str, Any] = {"base_model": "./model", "plugins": ["fp8compile.integrations.axolotl.FP8Plugin"]}
 SETTINGS |= {"datasets": [{"path": "./data.jsonl", "ds_type": "json", "type": "completion", "field": "text"}]}
-SETTINGS |= {"dataset_prepared_path": "./prepared", "output_dir": "./out", "val_set_size": 0, "sequence_len": 64}
-SETTINGS |= {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2, "logging_steps": 1, "save_steps": 2}
+SETTINGS |= {
+    "dataset_prepared_path": "./prepared",
+    "output_dir": "./out",
+    "val_set_size": 0,
+    "sequence_len": 64,
+}
+SETTINGS |= {
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "save_steps": 2,
+}
 SETTINGS |= {"learning_rate": 1e-4, "optimizer": "adamw_torch", "lr_scheduler": "constant"}
-SETTINGS |= {"bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa", "special_tokens": {"pad_token": "1"}}
+SETTINGS |= {
+    "bf16": False,
+    "fp16": False,
+    "tf32": False,
+    "attn_implementation": "sdpa",
+    "special_tokens": {"pad_token": "1"},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +62,14 @@ def train(folder: Path, *arguments: str, **section: Any) -> subprocess.Completed
     (folder / "config.yaml").write_text(json.dumps({**SETTINGS, "fp8compile": section}))  # JSON is YAML
     variables = {**os.environ, "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"  # of the launcher
-    command = [sys.executable, "-c", "from axolotl.cli.main import main; main()", "train", "config.yaml", *arguments]
+    command = [
+        sys.executable,
+        "-c",
+        "from axolotl.cli.main import main; main()",
+        "train",
+        "config.yaml",
+        *arguments,
+    ]
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=240)
 
 
@@ -52,10 +77,16 @@ def train(folder: Path, *arguments: str, **section: Any) -> subprocess.Completed
 def test_two_steps_in_fp8(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     ended = train(tmp_path, *launcher, recipe="delayed", measure_every=2)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "Plugin loaded successfully: fp8compile.integrations.axolotl.FP8Plugin" in ended.stdout + ended.stderr
+    assert (
+        "Plugin loaded successfully: fp8compile.integrations.axolotl.FP8Plugin" in ended.stdout + ended.stderr
+    )
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     first, second = [row for row in state["log_history"] if "loss" in row]
-    assert first["fp8/matmuls"] == 21 and first["fp8/share"] == pytest.approx(5 / 6) and first["fp8/gradient/amax"] > 0
+    assert (
+        first["fp8/matmuls"] == 21
+        and first["fp8/share"] == pytest.approx(5 / 6)
+        and first["fp8/gradient/amax"] > 0
+    )
     assert 20 < second["fp8/input/sqnr"] < 50 and 0 < second["loss"] < first["loss"]
     names = vanilla(llama(), tmp_path / "vanilla")
     assert saved(tmp_path / "out") == saved(tmp_path / "out" / "checkpoint-2") == names

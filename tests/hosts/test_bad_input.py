@@ -15,7 +15,8 @@ from fp8compile.integrations.recipe_names import recipe_options
 from fp8compile.integrations.requirement import host, numbers
 
 INTEGRATIONS = {"accelerate": "1.13", "lightning": "2.6", "transformers": "5.16", "axolotl": "0.19"}
-OTHERS = {"transformers": ("accelerate",), "axolotl": ("accelerate", "transformers")}  # which are imported first
+# which are imported first
+OTHERS = {"transformers": ("accelerate",), "axolotl": ("accelerate", "transformers")}
 
 
 @pytest.mark.parametrize("package", INTEGRATIONS)
@@ -47,7 +48,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(version: str, text: str) -> None:
         (tmp_path / "somehost.py").write_text(text)
         (tmp_path / f"somehost-{version}.dist-info").mkdir()
-        (tmp_path / f"somehost-{version}.dist-info" / "METADATA").write_text(f"Name: somehost\nVersion: {version}\n")
+        (tmp_path / f"somehost-{version}.dist-info" / "METADATA").write_text(
+            f"Name: somehost\nVersion: {version}\n"
+        )
         importlib.invalidate_caches()
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -90,12 +93,18 @@ def test_a_host_that_fits(installed: Any, version: str) -> None:
     [
         ({"backend": "MSAMP"}, "accelerate's 'backend' is 'MSAMP' .*Leave it out"),
         ({"opt_level": "O2"}, "accelerate's 'opt_level' has no counterpart: .*fp8compile.optim.AdamW"),
-        ({"enable_fsdp_float8_all_gather": True}, "has no counterpart: call fp8compile.distributed.fp8_all_gather"),
+        (
+            {"enable_fsdp_float8_all_gather": True},
+            "has no counterpart: call fp8compile.distributed.fp8_all_gather",
+        ),
         ({"pad_inner_dim": True}, "'pad_inner_dim' has no counterpart: .*Leave it out"),
         ({"fp8_format": "E5M2"}, "'fp8_format': 'E5M2' .*Write 'HYBRID'"),
         ({"fp8_format": "E3M4"}, "'fp8_format' must be one of 'hybrid', 'e4m3'"),
         ({"amax_history": 3}, "no key 'amax_history' .*Did you mean 'amax_history_len'"),
-        ({"amax_history_len": 3, "amax_history_length": 4}, "'amax_history_length' is given twice, as 3 and as 4"),
+        (
+            {"amax_history_len": 3, "amax_history_length": 4},
+            "'amax_history_length' is given twice, as 3 and as 4",
+        ),
         ({"use_autocast_during_eval": "yes"}, "'use_autocast_during_eval' must be True or False"),
         ({"margin": 1.5}, "'margin' must be an integer"),
         (3, "'recipe' must be a dict of accelerate's names"),

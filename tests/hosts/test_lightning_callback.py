@@ -1,4 +1,5 @@
-"""PyTorch Lightning with FP8Callback, and Fabric: two steps of two MLPs in one process, graphs interpreted."""
+"""PyTorch Lightning with FP8Callback, and Fabric: two steps of two MLPs in one process, graphs
+interpreted."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ class Lit(lightning.LightningModule):
 
 
 def batches(same: bool = False) -> Any:
-    rows = [torch.randn(32, 128, generator=torch.Generator().manual_seed(0 if same else step)) for step in range(4)]
+    rows = [
+        torch.randn(32, 128, generator=torch.Generator().manual_seed(0 if same else step))
+        for step in range(4)
+    ]
     return torch.utils.data.DataLoader(rows, batch_size=None)
 
 
@@ -60,7 +64,9 @@ def trainer(folder: Path, callback: Any, steps: int = 2, **more: Any) -> Any:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "devices": 1}
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     logger = CSVLogger(folder, name="", version="")
-    return lightning.Trainer(max_steps=steps, logger=logger, log_every_n_steps=1, callbacks=[callback, keep], **quiet, **more)
+    return lightning.Trainer(
+        max_steps=steps, logger=logger, log_every_n_steps=1, callbacks=[callback, keep], **quiet, **more
+    )
 
 
 def callback(*args: Any, **options: Any) -> Any:
@@ -80,22 +86,31 @@ def test_two_steps_report_log_and_checkpoint(tmp_path: Path, late: bool) -> None
     assert in_fp8(lit) == LINEARS and len(report.graphs) == 2 and not report.outside
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     first, second = rows
-    assert {name for name in STATE if first[name]} == STATE and float(first["fp8/matmuls"]) == len(report.matmuls) == 11
-    assert first["fp8/share"] == "1.0" and not first["fp8/input/sqnr"] and 20 < float(second["fp8/input/sqnr"]) < 50
+    assert {name for name in STATE if first[name]} == STATE and float(first["fp8/matmuls"]) == len(
+        report.matmuls
+    ) == 11
+    assert (
+        first["fp8/share"] == "1.0"
+        and not first["fp8/input/sqnr"]
+        and 20 < float(second["fp8/input/sqnr"]) < 50
+    )
     state = torch.load(tmp_path / "step=2.ckpt", weights_only=False)["state_dict"]
     assert list(state) == list(Lit().state_dict()) and len(state) == 8
     Lit().load_state_dict(state)
 
 
 def test_a_run_that_resumes_goes_on_in_its_phase(tmp_path: Path) -> None:
-    """Warm-up ends after step 1. A second `fit` compiles nothing again. All batches are equal: Lightning skips none."""
+    """Warm-up ends after step 1. A second `fit` compiles nothing again. All batches are equal: Lightning
+    skips none."""
     options = {"recipe": "tensorwise", "schedule": {"warmup_steps": 1}}
     whole = Lit()
     trainer(tmp_path, callback(**options)).fit(whole, batches(same=True))
     assert whole.seen == [0, 1]
     torch._dynamo.reset()
     again, ours = Lit(), callback(**options)
-    trainer(tmp_path / "again", ours).fit(again, batches(same=True), ckpt_path=tmp_path / "step=1.ckpt", weights_only=False)
+    trainer(tmp_path / "again", ours).fit(
+        again, batches(same=True), ckpt_path=tmp_path / "step=1.ckpt", weights_only=False
+    )
     assert again.seen == [1] and again.losses == [pytest.approx(whole.losses[1], abs=1e-6)]
     graphs = len(fp8compile.report(again).graphs)
     trainer(tmp_path / "third", ours).fit(again, batches(same=True))
@@ -106,12 +121,19 @@ def test_a_network_by_its_name(tmp_path: Path) -> None:
     lit = Lit()
     trainer(tmp_path, callback(network="blocks.0"), 1).fit(lit, batches())
     report = fp8compile.report(lit)
-    assert len(report.graphs) == 1 and {record.parameter for record in report.outside} == {"net.up.weight", "net.down.weight"}
-    with pytest.raises(OptionError, match="'network' must be the name of a module .* got 'nte'.*Did you mean 'net'"):
+    assert len(report.graphs) == 1 and {record.parameter for record in report.outside} == {
+        "net.up.weight",
+        "net.down.weight",
+    }
+    with pytest.raises(
+        OptionError, match="'network' must be the name of a module .* got 'nte'.*Did you mean 'net'"
+    ):
         trainer(tmp_path, callback(network="nte"), 1).fit(Lit(), batches())
 
 
-def test_a_network_that_is_compiled_already_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_network_that_is_compiled_already_stays_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is said once."""
     lit = Lit()
     lit.net.compile(backend="fp8")
@@ -147,4 +169,7 @@ def test_fabric(tmp_path: Path) -> None:
         losses.append(loss.item())
     assert in_fp8(bare) == LINEARS and {m.recipe for m in fp8compile.report(bare).matmuls} == {"rowwise"}
     fabric.save(tmp_path / "state.ckpt", {"model": model})
-    assert list(fabric.load(tmp_path / "state.ckpt")["model"]) == list(bare.state_dict()) and losses[0] != losses[1]
+    assert (
+        list(fabric.load(tmp_path / "state.ckpt")["model"]) == list(bare.state_dict())
+        and losses[0] != losses[1]
+    )

@@ -1,4 +1,5 @@
-"""PyTorch Lightning on two processes, under DDP and under ModelParallelStrategy (FSDP2), against replicas without it."""
+"""PyTorch Lightning on two processes, under DDP and under ModelParallelStrategy (FSDP2), against replicas
+without it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ import torch
 from torch import nn
 
 from fp8compile.runtime.optimizer_steps import steps_of
-from tests.hosts.launched import average, check_gradients, check_weights, facts, gradients, launched, on_two_ranks, whole
+from tests.hosts.launched import (
+    average,
+    check_gradients,
+    check_weights,
+    facts,
+    gradients,
+    launched,
+    on_two_ranks,
+    whole,
+)
 from tests.hosts.small import STATE
 from tests.support.models import ResidualMlp
 from tests.support.processes import warnings
@@ -20,7 +30,12 @@ lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 3
-WAYS = {"ddp": "replica", "accumulated": "accumulated replica", "fsdp2": "replica", "fsdp2 by hand": "replica"}
+WAYS = {
+    "ddp": "replica",
+    "accumulated": "accumulated replica",
+    "fsdp2": "replica",
+    "fsdp2 by hand": "replica",
+}
 
 
 class Lit(lightning.LightningModule):
@@ -74,14 +89,23 @@ def fitted(folder: Path, rank: int, how: str) -> Lit:
     by_hand, sharded = "by hand" in how, "fsdp2" in how
     strategy = ModelParallelStrategy(2, 1) if sharded else DDPStrategy(bucket_cap_mb=1)  # DDP cuts the graphs
     callbacks = [] if by_hand else [FP8Callback(measure_every=STEPS)]
-    callbacks += [] if sharded else [ModelCheckpoint(folder / how, "{step}", save_top_k=-1, every_n_train_steps=1)]
+    callbacks += (
+        [] if sharded else [ModelCheckpoint(folder / how, "{step}", save_top_k=-1, every_n_train_steps=1)]
+    )
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": not sharded}
     quiet |= {"logger": CSVLogger(folder, how, version=""), "log_every_n_steps": 1}
     counts = {"devices": 2, "max_steps": STEPS, "accumulate_grad_batches": 2 if how == "accumulated" else 1}
     trainer = lightning.Trainer(
-        accelerator="cpu", strategy=strategy, use_distributed_sampler=False, callbacks=callbacks, **counts, **quiet
+        accelerator="cpu",
+        strategy=strategy,
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+        **counts,
+        **quiet,
     )
-    batches = torch.utils.data.DataLoader([batch(number, rank) for number in range(2 * STEPS)], batch_size=None)
+    batches = torch.utils.data.DataLoader(
+        [batch(number, rank) for number in range(2 * STEPS)], batch_size=None
+    )
     trainer.fit(lit := Lit(by_hand), batches)
     return lit
 
@@ -112,7 +136,12 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
     launched(rank)
     warned = warnings()
     found = {how: ran(fitted(Path(folder), rank, how)) for how in WAYS}
-    return {**found, "replica": ran(replica(rank)), "accumulated replica": ran(replica(rank, 2)), "warned": list(warned)}
+    return {
+        **found,
+        "replica": ran(replica(rank)),
+        "accumulated replica": ran(replica(rank, 2)),
+        "warned": list(warned),
+    }
 
 
 @pytest.fixture(scope="module")

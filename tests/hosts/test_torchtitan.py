@@ -22,11 +22,18 @@ from tests.support.processes import on_ranks
 pytest.importorskip("torchtitan")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-LINEARS = {"attention.qkv_linear.wqkv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"}
+LINEARS = {
+    "attention.qkv_linear.wqkv",
+    "attention.wo",
+    "feed_forward.w1",
+    "feed_forward.w2",
+    "feed_forward.w3",
+}
 
 
 def on_cpu() -> None:
-    """The device is the CPU. `torch.distributed.set_timeout`, which torchtitan calls, is new in torch 2.15."""
+    """The device is the CPU. `torch.distributed.set_timeout`, which torchtitan calls, is new in torch
+    2.15."""
     import torchtitan.tools.utils as utils
 
     memory = types.SimpleNamespace(total_memory=1 << 30)
@@ -74,12 +81,16 @@ def configured(folder: Path, *flags: str) -> Any:
         class Config(BaseDataLoader.Config):
             pass
 
-        def __init__(self, config: Any, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> None:
+        def __init__(
+            self, config: Any, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+        ) -> None:
             self.rank, self.shape = dp_rank, (local_batch_size, seq_len + 1)
 
         def __iter__(self) -> Iterator[Any]:
             for step in range(100):
-                tokens = torch.randint(0, 2048, self.shape, generator=torch.Generator().manual_seed(10 * step + self.rank))
+                tokens = torch.randint(
+                    0, 2048, self.shape, generator=torch.Generator().manual_seed(10 * step + self.rank)
+                )
                 positions = torch.arange(self.shape[1] - 1).expand(self.shape[0], -1)
                 yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
 
@@ -91,15 +102,23 @@ def configured(folder: Path, *flags: str) -> Any:
 
     small = ("--training.steps", "2", "--training.seq-len", "64", "--training.local-batch-size", "2")
     # spmd_types, its default, asks torch 2.13 for parameters that are DTensors, and then has none
-    here = ("--training.disable-cuda-graphs", "--dump-folder", str(folder), "--parallelism.spmd-backend", "partial_dtensor")
-    config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *small, *here, *flags])
+    here = (
+        "--training.disable-cuda-graphs",
+        "--dump-folder",
+        str(folder),
+        "--parallelism.spmd-backend",
+        "partial_dtensor",
+    )
+    config = ConfigManager().parse_args(
+        ["--module", "llama3", "--config", "llama3_debugmodel", *small, *here, *flags]
+    )
     config.tokenizer, config.dataloader = Tokenizer.Config(), Tokens.Config()
     return config
 
 
 def without_flex(config: Any) -> Any:
-    """torchtitan's own attention for models without masks: it refuses FlexAttention with other backends than Inductor, and
-    variable-length attention needs a GPU."""
+    """torchtitan's own attention for models without masks: it refuses FlexAttention with other backends than
+    Inductor, and variable-length attention needs a GPU."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     for layer in config.model_spec.model.layers:
@@ -123,14 +142,17 @@ def trained(config: Any) -> tuple[list[float], torch.nn.Module]:
 
 
 def _train(rank: int, folder: str) -> dict[str, Any]:
-    """Losses in high precision and in FP8, with what a report says and the policy that FP8COMPILE_POLICY names."""
+    """Losses in high precision and in FP8, with what a report says and the policy that FP8COMPILE_POLICY
+    names."""
     launched(rank)
     torch.set_num_threads(1)
     on_cpu()
     compiled = ("--compile.enable", "--compile.backend", "fp8")
     plain, _ = trained(without_flex(configured(Path(folder))))
     torch._dynamo.reset()
-    (policy := Path(folder) / f"{rank}.toml").write_text('[defaults]\nmargin = 1\n[[rules]]\nmodule = "*.w2"\nfp8 = "off"\n')
+    (policy := Path(folder) / f"{rank}.toml").write_text(
+        '[defaults]\nmargin = 1\n[[rules]]\nmodule = "*.w2"\nfp8 = "off"\n'
+    )
     os.environ["FP8COMPILE_POLICY"] = str(policy)
     losses, model = trained(without_flex(configured(Path(folder), *compiled)))
     found = {"plain": plain, "losses": losses, **facts(model)}
@@ -147,7 +169,8 @@ def results(tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def test_training_follows_high_precision(results) -> None:
-    """The losses that its Trainer logs, of two steps, within 0.02 of about 8; and not those of high precision."""
+    """The losses that its Trainer logs, of two steps, within 0.02 of about 8; and not those of high
+    precision."""
     for found in results:
         assert len(found["losses"]) == 2 and found["losses"] != found["plain"]
         assert found["losses"] == pytest.approx(found["plain"], abs=0.02)
@@ -155,8 +178,12 @@ def test_training_follows_high_precision(results) -> None:
 
 def test_report_and_state_have_every_linear_of_the_blocks(results) -> None:
     for found in results:
-        assert {(name, decision == "fp8") for name, _, decision in found["rows"]} == {(x, "w2" not in x) for x in LINEARS}
-        assert set(found["graphs"]) == {"Llama3TransformerBlock, training"} and found["outside"] == ["lm_head.weight"]
+        assert {(name, decision == "fp8") for name, _, decision in found["rows"]} == {
+            (x, "w2" not in x) for x in LINEARS
+        }
+        assert set(found["graphs"]) == {"Llama3TransformerBlock, training"} and found["outside"] == [
+            "lm_head.weight"
+        ]
         assert all(name.startswith(("fp8compile.version", "layers.")) for name in found["state"])
         wrappers = ("_checkpoint_wrapped", "_orig_mod", ".forward.")
         assert not any(wrapper in name for name in found["state"] for wrapper in wrappers)

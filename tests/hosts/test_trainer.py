@@ -15,7 +15,17 @@ import fp8compile
 from fp8compile.errors import OptionError, StrictError
 from fp8compile.runtime.optimizer_steps import steps_of
 from tests.hosts.launched import check_weights
-from tests.hosts.small import STATE, examples, in_fp8, linears, llama, logged, saved, training_arguments, vanilla
+from tests.hosts.small import (
+    STATE,
+    examples,
+    in_fp8,
+    linears,
+    llama,
+    logged,
+    saved,
+    training_arguments,
+    vanilla,
+)
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("interpreted")]
@@ -42,7 +52,11 @@ def test_two_steps_report_log_and_checkpoint(tmp_path: Path) -> None:
     run.train()
     assert in_fp8(run.model) == LINEARS
     first, second = logged(run)
-    assert first.keys() & STATE == STATE and first["fp8/matmuls"] == 21 and math.isclose(first["fp8/share"], 5 / 6)
+    assert (
+        first.keys() & STATE == STATE
+        and first["fp8/matmuls"] == 21
+        and math.isclose(first["fp8/share"], 5 / 6)
+    )
     assert first["loss"] != second["loss"]
     measured = {key for key in second if key.endswith(("overflows%", "underflows%", "sqnr"))}
     assert len(measured) == 9 and not measured & first.keys()
@@ -56,8 +70,8 @@ def test_two_steps_report_log_and_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_run_that_resumes_goes_on_in_its_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Warm-up ends after step 1: what resumes at step 1 is in FP8 at once, and its second loss is that of an unbroken run.
-    A second `train` of the same Trainer begins at step 0, and compiles nothing again."""
+    """Warm-up ends after step 1: what resumes at step 1 is in FP8 at once, and its second loss is that of an
+    unbroken run. A second `train` of the same Trainer begins at step 0, and compiles nothing again."""
     from transformers import TrainerCallback
 
     class Phases(TrainerCallback):
@@ -88,9 +102,12 @@ def test_a_run_that_resumes_goes_on_in_its_phase(tmp_path: Path, caplog: pytest.
 
 
 def test_by_the_name_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TrainingArguments(torch_compile_backend="fp8"), with the policy of the environment, and a callback that only logs."""
+    """TrainingArguments(torch_compile_backend="fp8"), with the policy of the environment, and a callback that
+    only logs."""
     monkeypatch.setenv("FP8COMPILE_POLICY", str(policy := tmp_path / "policy.toml"))
-    policy.write_text('[defaults]\nrecipe = "tensorwise"\n[[rules]]\nmodule = "model.layers.0.self_attn.*"\nfp8 = "off"\n')
+    policy.write_text(
+        '[defaults]\nrecipe = "tensorwise"\n[[rules]]\nmodule = "model.layers.0.self_attn.*"\nfp8 = "off"\n'
+    )
     run = trainer(tmp_path / "run", callback(measure_every=2), torch_compile_backend="fp8")
     run.train()
     assert in_fp8(run.model) == {name for name in LINEARS if "mlp" in name}
@@ -102,7 +119,9 @@ def test_by_the_name_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_trainer_compiles_with_and_the_options_agree(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="'torch_compile_backend' must be 'fp8', or left out"):
         trainer(tmp_path, callback(), torch_compile=True).train()
-    with pytest.raises(OptionError, match=r"'torch_compile_backend' must be left out if FP8Callback has options \(recipe\)"):
+    with pytest.raises(
+        OptionError, match=r"'torch_compile_backend' must be left out if FP8Callback has options \(recipe\)"
+    ):
         trainer(tmp_path, callback(recipe="rowwise"), torch_compile_backend="fp8").train()
     with pytest.raises(ValueError, match="not a valid DynamoBackend"):
         trainer(tmp_path, torch_compile_backend="fp9").train()
@@ -119,7 +138,9 @@ def test_a_model_that_is_compiled_stays_so(tmp_path: Path, caplog: pytest.LogCap
     assert logged(run)[0]["fp8/matmuls"] == 21
 
 
-def test_nothing_in_fp8_is_one_line_and_with_strict_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_in_fp8_is_one_line_and_with_strict_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     nothing = {"rules": [{"fp8": "off"}]}
     with caplog.at_level(logging.WARNING, "fp8compile"):
         trainer(tmp_path, callback(nothing)).train()
@@ -145,20 +166,27 @@ def test_bad_input_is_found_before_training() -> None:
 
 
 def test_peft(tmp_path: Path) -> None:
-    """The frozen layers have no wgrad. Adapters of rank 8 stay in high precision, and are all that is saved."""
+    """The frozen layers have no wgrad. Adapters of rank 8 stay in high precision, and are all that is
+    saved."""
     peft = pytest.importorskip("peft")
     from safetensors.torch import load_file
 
     def adapted() -> Any:
-        return peft.get_peft_model(llama(), peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
+        return peft.get_peft_model(
+            llama(), peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+        )
 
     run = trainer(tmp_path / "run", callback(), adapted())
     run.train()
     assert {m.gemm for m in fp8compile.report(run.model).matmuls if m.decision == "fp8"} == {"fprop", "dgrad"}
-    assert {name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in in_fp8(run.model)} == LINEARS
+    assert {
+        name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in in_fp8(run.model)
+    } == LINEARS
     assert logged(run)[0].keys() >= {"fp8/share", "fp8/matmuls"}
     adapted().save_pretrained(tmp_path / "vanilla")
-    ours, theirs = (load_file(tmp_path / of / "adapter_model.safetensors") for of in ("run/checkpoint-2", "vanilla"))
+    ours, theirs = (
+        load_file(tmp_path / of / "adapter_model.safetensors") for of in ("run/checkpoint-2", "vanilla")
+    )
     assert ours.keys() == theirs.keys()
 
 
@@ -170,7 +198,9 @@ def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
 
     def adapted(frozen: str) -> Any:
         torch._dynamo.reset()
-        config = peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
         run = trainer(tmp_path / frozen, callback(frozen=frozen), peft.get_peft_model(llama(), config))
         run.train()
         return run.model
@@ -180,8 +210,13 @@ def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
     assert state.keys() == wanted.keys() and all(type(x) is torch.Tensor for x in state.values())
     assert all(torch.equal(x, state[name]) for name, x in wanted.items() if "lora" in name)
     kinds = {x.parameter: not x.reason for graph in fp8compile.report(model).graphs for x in graph.frozen}
-    assert {name.removesuffix(".weight").removesuffix(".base_layer") for name in kinds if kinds[name]} == LINEARS
-    files = [load_file(tmp_path / of / "checkpoint-2/adapter_model.safetensors") for of in ("high_precision", "fp8")]
+    assert {
+        name.removesuffix(".weight").removesuffix(".base_layer") for name in kinds if kinds[name]
+    } == LINEARS
+    files = [
+        load_file(tmp_path / of / "checkpoint-2/adapter_model.safetensors")
+        for of in ("high_precision", "fp8")
+    ]
     check_weights(files[1], files[0])
     for safe in (False, True):
         with pytest.raises(fp8compile.Fp8CompileError, match="restore_frozen_weights"):

@@ -1,4 +1,5 @@
-"""Trainer and TRL with FP8Callback on two processes (DDP and FSDP2, gloo, as torchrun starts them), against replicas."""
+"""Trainer and TRL with FP8Callback on two processes (DDP and FSDP2, gloo, as torchrun starts them), against
+replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +21,17 @@ from tests.hosts.launched import (
     on_two_ranks,
     whole,
 )
-from tests.hosts.small import STATE, examples, linears, llama, logged, saved, tokenizer, training_arguments, vanilla
+from tests.hosts.small import (
+    STATE,
+    examples,
+    linears,
+    llama,
+    logged,
+    saved,
+    tokenizer,
+    training_arguments,
+    vanilla,
+)
 from tests.support.processes import warnings
 
 pytest.importorskip("accelerate")
@@ -28,15 +39,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS, LR = 3, 1e-3
 PLAIN = {"lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.0, "optim": "adamw_torch"}
-PLAIN |= {"max_steps": STEPS, "learning_rate": LR, "ddp_backend": "gloo", "ddp_bucket_cap_mb": 1}  # DDP cuts the graph
-BF16 = {"bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": "SHARDED_STATE_DICT"}
+# DDP cuts the graph
+PLAIN |= {"max_steps": STEPS, "learning_rate": LR, "ddp_backend": "gloo", "ddp_bucket_cap_mb": 1}
+BF16 = {
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
+FSDP = {
+    "version": 2,
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "state_dict_type": "SHARDED_STATE_DICT",
+}
 SHARDED = {"fsdp": True, "fsdp_config": FSDP}
 BY_NAME = {"torch_compile_backend": "fp8"}
 
 
-def trained(folder: str, options: Any = None, resume: str | None = None, trl: bool = False, **more: Any) -> dict[str, Any]:
-    """With FP8Callback. `fed`: the batches of this rank; `gradients` and `steps`: those before each step of the optimizer."""
+def trained(
+    folder: str, options: Any = None, resume: str | None = None, trl: bool = False, **more: Any
+) -> dict[str, Any]:
+    """With FP8Callback. `fed`: the batches of this rank; `gradients` and `steps`: those before each step of
+    the optimizer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from fp8compile.integrations.transformers import FP8Callback
@@ -52,7 +75,9 @@ def trained(folder: str, options: Any = None, resume: str | None = None, trl: bo
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             found["steps"].append(steps_of(model))
 
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        def on_pre_optimizer_step(
+            self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+        ) -> None:
             found["gradients"].append(gradients(model))
 
     torch._dynamo.reset()
@@ -69,11 +94,18 @@ def trained(folder: str, options: Any = None, resume: str | None = None, trl: bo
         run = Recording(llama(2), TrainingArguments(**settings), train_dataset=examples(24), **how)
     run.train(resume_from_checkpoint=resume)
     weights = {name: whole(x) for name, x in run.model.state_dict().items()}
-    return {**found, **facts(run.model), "wrapper": type(run.model_wrapped).__name__, "weights": weights, "log": logged(run)}
+    return {
+        **found,
+        **facts(run.model),
+        "wrapper": type(run.model_wrapped).__name__,
+        "weights": weights,
+        "log": logged(run),
+    }
 
 
 def replica(batches: list[dict[str, torch.Tensor]], accumulate: int = 1) -> dict[str, Any]:
-    """The same model in FP8, without Trainer and DDP, on the batches of this rank; gradients are averaged over the ranks."""
+    """The same model in FP8, without Trainer and DDP, on the batches of this rank; gradients are averaged
+    over the ranks."""
     torch._dynamo.reset()
     model = llama(2)
     model.compile(backend="fp8")
@@ -145,12 +177,16 @@ def test_ddp_report_log_and_checkpoint(ddp, tmp_path: Path, how: str) -> None:
         ours = one[how]
         assert ours["wrapper"] == ("OptimizedModule" if how == "name" else "DistributedDataParallel")
         assert {name for name, _, decision in ours["rows"] if decision == "fp8"} == linears(2)
-        assert ours["log"][-1].keys() & STATE >= {"fp8/share", "fp8/matmuls"} and ours["log"][-1]["fp8/matmuls"] == 42
+        assert (
+            ours["log"][-1].keys() & STATE >= {"fp8/share", "fp8/matmuls"}
+            and ours["log"][-1]["fp8/matmuls"] == 42
+        )
         assert ours["steps"] == [0, 1, 2] and one["warned"] == []
     first, second = (one[how] for one in found)
     check_weights(first["weights"], second["weights"])
     losses = [[row["loss"] for row in one["log"]] for one in (first, second)]
-    assert losses[0] == losses[1] and losses[0][0] != losses[0][-1]  # Trainer's losses are the means of both ranks
+    # Trainer's losses are the means of both ranks
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][-1]
     if how != "bf16":
         assert saved(folder / how / f"checkpoint-{STEPS}") == vanilla(llama(2), tmp_path)
 
@@ -159,8 +195,11 @@ def test_under_ddp_report_state_and_log_are_those_of_a_replica(ddp) -> None:
     for one in ddp[1]:
         ours, theirs = one["ddp"], one["replicas"]["ddp"]
         assert ours["rows"] == theirs["rows"] and len(ours["graphs"]) > 1  # DDP has cut the graph
-        assert set(ours["state"]) >= set(theirs["state"])  # each part of a graph has a slot of its own for what both read
-        assert {name.split(".weight.")[0] for name in ours["state"]} == {name.split(".weight.")[0] for name in theirs["state"]}
+        # each part of a graph has a slot of its own for what both read
+        assert set(ours["state"]) >= set(theirs["state"])
+        assert {name.split(".weight.")[0] for name in ours["state"]} == {
+            name.split(".weight.")[0] for name in theirs["state"]
+        }
         first, *_, last = ours["log"]
         assert first.keys() & STATE == STATE
         assert 20 < last["fp8/input/sqnr"] < 50 and "fp8/input/sqnr" not in first
@@ -188,7 +227,8 @@ def test_fsdp2_report_log_and_checkpoint(fsdp2, how: str) -> None:
 
 
 def test_a_run_that_resumes_goes_on_in_its_phase(fsdp2) -> None:
-    """Warm-up ends after step 1. The resumed run is in FP8 at once, and has the losses of the unbroken one."""
+    """Warm-up ends after step 1. The resumed run is in FP8 at once, and has the losses of the unbroken
+    one."""
     for one in fsdp2[1]:
         whole, resumed = one["unbroken"], one["resumed"]
         assert whole["steps"] == [0, 1, 2] and resumed["steps"] == [1, 2]

@@ -96,7 +96,8 @@ def test_a_replaced_forward_is_no_part_of_a_name() -> None:
 
 
 def test_a_decorated_forward_is_no_part_of_a_name() -> None:
-    """As in transformers, where a report had "0.model.layers", and a rule for "model.layers.*" held for nothing."""
+    """As in transformers, where a report had "0.model.layers", and a rule for "model.layers.*" held for
+    nothing."""
 
     class Decorated(Net):
         forward = _decorated(Net.forward)
@@ -118,7 +119,10 @@ CALLS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "list": ("0.net", lambda x: IN_A_LIST[0](x)),
     "attribute": ("model.net", lambda x: SPACE.model(x)),
     "default": ("net", lambda x: _default(x)),
-    "functional_call": ("net", lambda x: torch.func.functional_call(MODEL, dict(MODEL.named_parameters()), (x,))),
+    "functional_call": (
+        "net",
+        lambda x: torch.func.functional_call(MODEL, dict(MODEL.named_parameters()), (x,)),
+    ),
     "partial": ("net", functools.partial(MODEL.forward)),
 }
 
@@ -130,4 +134,7 @@ def test_rows_of_a_report(how: str) -> None:
     with hooks.traced():
         torch.compile(call, backend="fp8")(noise(16, 128)).sum().backward()
     assert {record.fqn for record in fp8compile.report(MODEL).matmuls} == {f"{name}.0", f"{name}.2"}
-    assert {record.parameter for record in fp8compile.report(MODEL).matmuls} == {"net.0.weight", "net.2.weight"}
+    assert {record.parameter for record in fp8compile.report(MODEL).matmuls} == {
+        "net.0.weight",
+        "net.2.weight",
+    }

@@ -1,7 +1,7 @@
 """Small and large gradients, infinities, NaN and zeros, and the cast at the edges of its formats.
 
-test_reference.py has the oracle's floors in dB on normal data, and test_agreement.py shows that the package computes what the
-oracle does.
+test_reference.py has the oracle's floors in dB on normal data, and test_agreement.py shows that the package
+computes what the oracle does.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def test_first_step_of_small_and_large_gradients(recipe: str) -> None:
         assert_close(*sides, 24.0, f"scale {scale}")
 
 
-# These tests see the cast through a linear whose weight is 1.75 times the identity. 448 = 1.75 * 2**8 and 57344 = 1.75 * 2**15,
-# so with an amax of 1.75 * 2**n every scale is a power of two, no product rounds, and output and input gradient are FP8 values.
+# These tests see the cast through a linear whose weight is 1.75 times the identity. 448 = 1.75 * 2**8 and
+# 57344 = 1.75 * 2**15, so with an amax of 1.75 * 2**n every scale is a power of two, no product rounds, and
+# output and input gradient are FP8 values.
 
 
 def identity() -> nn.Linear:
@@ -61,7 +62,8 @@ def identity() -> nn.Linear:
 
 
 def edges(dtype: torch.dtype, fp8_max: float) -> Tensor:
-    """[16, 128] of float32, up to fp8_max: every value of the format, every tie, and both sides of every tie."""
+    """[16, 128] of float32, up to fp8_max: every value of the format, every tie, and both sides of every
+    tie."""
     values = torch.arange(256).to(torch.uint8).view(dtype).double()
     values = values[values.isfinite()].unique()
     ties = (values[1:] + values[:-1]) / 2
@@ -103,7 +105,8 @@ def test_values_over_the_scale_saturate() -> None:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_infinity_and_nan_show(recipe: str) -> None:
-    """As in bf16: rows that contain one are not finite. All other rows are unchanged (delayed), or at least finite."""
+    """As in bf16: rows that contain one are not finite. All other rows are unchanged (delayed), or at least
+    finite."""
     for bad in (math.inf, -math.inf, math.nan):
         model = linear()
         run = compiled(model, recipe, dynamic=False)
@@ -119,7 +122,8 @@ def test_infinity_and_nan_show(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
-    """An amax of 0 gives scale 1, not 448 / 0; an amax of 1e-45 gives the largest scale, FLT_MAX, not infinity."""
+    """An amax of 0 gives scale 1, not 448 / 0; an amax of 1e-45 gives the largest scale, FLT_MAX, not
+    infinity."""
     model = linear()
     run = compiled(model, recipe, dynamic=False)
     for value in (0.0, 1e-45, 1e-38, 0.0):
@@ -136,24 +140,34 @@ def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "fp8_max"), FNUZ, ids=["e4m3", "e5m2"])
 def test_fnuz_cast(dtype: torch.dtype, fp8_max: float) -> None:
-    """Both layouts have torch's bytes of each value, of ties and both sides of them, saturated; and the edges by hand."""
+    """Both layouts have torch's bytes of each value, of ties and both sides of them, saturated; and the edges
+    by hand."""
     codes = torch.arange(256).to(torch.uint8)
     values = codes.view(dtype).float()
     assert values[0x7F] == fp8_max and values.isnan().tolist() == [code == 0x80 for code in range(256)]
 
     def bytes_of(x: Tensor) -> Tensor:
         made = ops.quantize(x.reshape(1, -1), torch.ones(1), dtype, fp8_max, False).view(torch.uint8)
-        across = ops.quantize(x.reshape(-1, 1), torch.ones(1), dtype, fp8_max, True).view(torch.uint8)[0, : x.numel()]
-        assert torch.equal(made[0], across) and torch.equal(made, cast(x.reshape(1, -1), 1.0, dtype, fp8_max).view(torch.uint8))
+        across = ops.quantize(x.reshape(-1, 1), torch.ones(1), dtype, fp8_max, True).view(torch.uint8)[
+            0, : x.numel()
+        ]
+        assert torch.equal(made[0], across) and torch.equal(
+            made, cast(x.reshape(1, -1), 1.0, dtype, fp8_max).view(torch.uint8)
+        )
         return across
 
     assert torch.equal(bytes_of(values), codes)
     low, high = values[:0x7F], values[1:0x80]
     middle, step = (low + high) / 2, (high - low) / 1024
     even = torch.arange(0x7F) + torch.arange(0x7F) % 2  # the even byte of two neighbours
-    for x, expected in ((middle, even), (middle - step, torch.arange(0x7F)), (middle + step, torch.arange(1, 0x80))):
+    for x, expected in (
+        (middle, even),
+        (middle - step, torch.arange(0x7F)),
+        (middle + step, torch.arange(1, 0x80)),
+    ):
         assert torch.equal(bytes_of(x).long(), expected)
-        assert torch.equal(bytes_of(-x).long(), torch.where(expected > 0, expected + 0x80, 0))  # zero has no sign: 0x80 is NaN
+        # zero has no sign: 0x80 is NaN
+        assert torch.equal(bytes_of(-x).long(), torch.where(expected > 0, expected + 0x80, 0))
     edges = torch.tensor([0.0, -0.0, -1e-30, 1.01 * fp8_max, -3e38, math.inf, -math.inf, math.nan])
     assert bytes_of(edges).tolist() == [0x00, 0x00, 0x00, 0x7F, 0xFF, 0x80, 0x80, 0x80]
 
@@ -166,4 +180,9 @@ def test_scales_and_inverses_are_finite_and_positive(power_of_2, margin):
     for fp8_max in (240.0, 448.0, 57344.0):
         scale = scale_of(amaxes, fp8_max, margin, power_of_2)
         inverse = inverse_of(scale)
-        assert (scale >= least).all() and scale.isfinite().all() and (inverse > 0).all() and inverse.isfinite().all()
+        assert (
+            (scale >= least).all()
+            and scale.isfinite().all()
+            and (inverse > 0).all()
+            and inverse.isfinite().all()
+        )

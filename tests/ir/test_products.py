@@ -1,4 +1,5 @@
-"""The matmuls of the reference operators on a GPU, without one: what they call there, and that they give the same bits."""
+"""The matmuls of the reference operators on a GPU, without one: what they call there, and that they give the
+same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from tests.support.reference_casts import FNUZ, OCP
 aten = torch.ops.aten
 ENCODINGS = tuple(dtype for dtype, _ in (*OCP, *FNUZ))
 ROW, WHOLE = (1, 0), (0, 0)
-PAIRS = [(WHOLE, WHOLE), (ROW, ROW), (ROW, WHOLE), (LINE, SQUARE), (LINE, LINE), (MX_BLOCK, MX_TILE), (ROW, SQUARE)]
+PAIRS = [
+    (WHOLE, WHOLE),
+    (ROW, ROW),
+    (ROW, WHOLE),
+    (LINE, SQUARE),
+    (LINE, LINE),
+    (MX_BLOCK, MX_TILE),
+    (ROW, SQUARE),
+]
 
 
 class Seen(TorchDispatchMode):
@@ -49,13 +58,18 @@ def on_cuda(call: Callable[..., Tensor], *given: Tensor) -> tuple[Seen, Tensor]:
         FakeTensorMode(),
         Seen() as seen,
     ):
-        result = call(*(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in given))
+        result = call(
+            *(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in given)
+        )
     return seen, result
 
 
-@pytest.mark.parametrize(("pair", "bias"), [*zip(PAIRS, itertools.cycle([F32, None, BF16]), strict=False)], ids=str)
+@pytest.mark.parametrize(
+    ("pair", "bias"), [*zip(PAIRS, itertools.cycle([F32, None, BF16]), strict=False)], ids=str
+)
 def test_what_a_matmul_calls_on_cuda(pair: tuple[Any, Any], bias: torch.dtype | None) -> None:
-    """One matmul, of a bf16 copy of each operand; no float32 tensor is larger than the result, which is scaled in place."""
+    """One matmul, of a bf16 copy of each operand; no float32 tensor is larger than the result, which is
+    scaled in place."""
     m, n, k = 48, 80, 528  # no size is a multiple of 128
     (a, a_inv), (b, b_inv) = operand(m, k, pair[0]), operand(n, k, pair[1])
     more = [] if bias is None else [torch.zeros(n, dtype=bias)]
@@ -75,7 +89,8 @@ def test_what_a_matmul_calls_on_cuda(pair: tuple[Any, Any], bias: torch.dtype | 
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The GPU's branch, on the CPU, where torch has no `mm.dtype`: an exact one. Yields the operands of its calls."""
+    """The GPU's branch, on the CPU, where torch has no `mm.dtype`: an exact one. Yields the operands of its
+    calls."""
     calls: list[tuple[Tensor, Tensor]] = []
 
     def exact(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,32 +105,48 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Tensor, T
 
 def whole_numbers(rows: int, k: int, dtype: torch.dtype, seed: int) -> Tensor:
     """FP8 values whose sums of products are exact in float32, in any order."""
-    return torch.randint(-200, 201, (rows, k), generator=torch.Generator().manual_seed(seed)).float().to(dtype)
+    return (
+        torch.randint(-200, 201, (rows, k), generator=torch.Generator().manual_seed(seed)).float().to(dtype)
+    )
 
 
 def operators(dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    """Calls of the three operators that multiply: each with its arguments. All results are exact in float32."""
+    """Calls of the three operators that multiply: each with its arguments. All results are exact in
+    float32."""
     k = 144
     a, b, stack = (whole_numbers(rows, k, dtype, seed) for seed, rows in enumerate((48, 80, 3 * 80)))
-    calls: list[tuple[Any, ...]] = [(ops.scaled_mm, a, b, torch.tensor([0.5]), torch.tensor([2.0**-9]), None, F32, False)]
+    calls: list[tuple[Any, ...]] = [
+        (ops.scaled_mm, a, b, torch.tensor([0.5]), torch.tensor([2.0**-9]), None, F32, False)
+    ]
     for pair in PAIRS[1:]:
         inverses = [operand(rows, k, block)[1] for rows, block in zip((48, 80), pair, strict=True)]
         inverses = [torch.where(inverse > 1, 2.0, 0.5) for inverse in inverses]
         calls.append((ops.block_mm, a, b, *inverses, torch.arange(80).to(BF16), BF16, False, *pair))
-    one, lines, tiles = torch.ones(1), torch.tensor([[0.5, 2.0]]), torch.tensor([[[4.0, 0.25]]]).expand(3, 1, 2)
+    one, lines, tiles = (
+        torch.ones(1),
+        torch.tensor([[0.5, 2.0]]),
+        torch.tensor([[[4.0, 0.25]]]).expand(3, 1, 2),
+    )
     stack, offs = stack.view(3, 80, k), ends([16, 0, 32])
     for weights in (stack, stack.transpose(1, 2).contiguous().transpose(1, 2)):
         calls.append((grouped.grouped_mm, a, weights, one, one, offs, F32, False, WHOLE, WHOLE))
-        calls.append((grouped.grouped_mm, a, weights, lines.expand(48, 2), tiles, offs, F32, False, LINE, SQUARE))
+        calls.append(
+            (grouped.grouped_mm, a, weights, lines.expand(48, 2), tiles, offs, F32, False, LINE, SQUARE)
+        )
     columns = ends([128, 0, 16])
     calls.append((grouped.grouped_mm, a, b, one, one, columns, BF16, False, WHOLE, WHOLE))
-    calls.append((grouped.grouped_mm, a, b, lines.expand(48, 2), lines.expand(80, 2), columns, BF16, False, LINE, LINE))
+    calls.append(
+        (grouped.grouped_mm, a, b, lines.expand(48, 2), lines.expand(80, 2), columns, BF16, False, LINE, LINE)
+    )
     return calls
 
 
 @pytest.mark.parametrize("dtype", ENCODINGS, ids=str)
-def test_the_same_bits_as_on_a_cpu(dtype: torch.dtype, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where float32 sums are exact, bf16 copies give the bits of float32 ones; and every operator multiplies in one place."""
+def test_the_same_bits_as_on_a_cpu(
+    dtype: torch.dtype, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where float32 sums are exact, bf16 copies give the bits of float32 ones; and every operator multiplies
+    in one place."""
     expected = [operator(*given) for operator, *given in operators(dtype)]
     calls = request.getfixturevalue("as_on_cuda")
     monkeypatch.setattr(torch, "mm", None)  # nobody else multiplies
@@ -127,11 +158,15 @@ def test_the_same_bits_as_on_a_cpu(dtype: torch.dtype, request: pytest.FixtureRe
 
 
 @pytest.mark.parametrize("pair", [(LINE, SQUARE), (LINE, LINE), (ROW, SQUARE)], ids=str)
-def test_scales_of_blocks_that_are_no_powers_of_two(pair: tuple[Any, Any], request: pytest.FixtureRequest) -> None:
+def test_scales_of_blocks_that_are_no_powers_of_two(
+    pair: tuple[Any, Any], request: pytest.FixtureRequest
+) -> None:
     """Values are rounded once to bf16: an error of about 52 dB, where FP8's own is 28."""
     (a, a_inv), (b, b_inv) = operand(200, 528, pair[0]), operand(144, 528, pair[1], seed=1)
     generator = torch.Generator().manual_seed(2)
-    a_inv, b_inv = (inverse * (1 + torch.rand(inverse.shape, generator=generator)) for inverse in (a_inv, b_inv))
+    a_inv, b_inv = (
+        inverse * (1 + torch.rand(inverse.shape, generator=generator)) for inverse in (a_inv, b_inv)
+    )
     given = a, b, a_inv, b_inv, None, F32, False, *pair
     expected = products.block_product(*given)
     request.getfixturevalue("as_on_cuda")

@@ -1,15 +1,18 @@
-"""The delayed update rule of TransformerEngine, written down from its description, against ours on the same amaxes.
+"""The delayed update rule of TransformerEngine, written down from its description, against ours on the same
+amaxes.
 
-From transformer_engine/common/recipe/delayed_scaling.cu: the history of a tensor has `length` entries. A step writes its amax
-into entry 0. The update reads the amax: the largest of all entries for "max" (by fmaxf, which ignores NaN), or entry 0 for
-"most_recent". It shifts the history, so that entry 0 becomes 0 and the oldest entry is dropped, and sets
+From transformer_engine/common/recipe/delayed_scaling.cu: the history of a tensor has `length` entries. A step
+writes its amax into entry 0. The update reads the amax: the largest of all entries for "max" (by fmaxf, which
+ignores NaN), or entry 0 for "most_recent". It shifts the history, so that entry 0 becomes 0 and the oldest
+entry is dropped, and sets
 
     scale = fp8_max * 2^-margin / amax        if amax is finite and greater than 0, otherwise the old scale
     scale = FLT_MAX                           if the quotient is infinite
     scale_inv = 1 / scale
 
-all in float32. Scales begin at 1. Ours have the same bits for every sequence of finite amaxes. We differ only on purpose;
-the tests at the end show where. A trained model's scales follow this rule in test_agreement.py: the oracle has it, too.
+all in float32. Scales begin at 1. Ours have the same bits for every sequence of finite amaxes. We differ only
+on purpose; the tests at the end show where. A trained model's scales follow this rule in test_agreement.py:
+the oracle has it, too.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ def fmaxf(values: list[float]) -> float:
 
 
 def divided(a: float, b: float) -> float:
-    """a / b of float32 numbers as float32, without double rounding: float64 has more than twice the digits."""
+    """a / b of float32 numbers as float32, without double rounding: float64 has more than twice the
+    digits."""
     return float32(a / b)
 
 
@@ -62,7 +66,9 @@ class TransformerEngine:
 class Ours:
     """The same interface for a page of ours with one slot."""
 
-    def __init__(self, length: int, algo: str, fp8_max: float = E4M3, margin: int = 0, limit: float = INF) -> None:
+    def __init__(
+        self, length: int, algo: str, fp8_max: float = E4M3, margin: int = 0, limit: float = INF
+    ) -> None:
         window = 1 if algo == "most_recent" else length
         slot = state_page.SlotSettings(fp8_max / 2.0**margin, window, 1, limit)
         self.page = state_page.new_page(1, length, torch.device("cpu"), [slot])
@@ -102,7 +108,8 @@ SEQUENCES = {
     "long": [abs(math.sin(i * i)) * 10.0 ** (i % 7 - 3) for i in range(100)],
 }
 every_rule = pytest.mark.parametrize(
-    ("length", "algo"), [(1, "max"), (1, "most_recent"), (2, "max"), (4, "max"), (5, "most_recent"), (1024, "max")]
+    ("length", "algo"),
+    [(1, "max"), (1, "most_recent"), (2, "max"), (4, "max"), (5, "most_recent"), (1024, "max")],
 )
 
 
@@ -123,7 +130,12 @@ finite = st.one_of(st.just(0.0), st.floats(0.0, FLT_MAX, width=32), st.floats(2.
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(finite, max_size=24), st.integers(1, 9), st.sampled_from(["max", "most_recent"]), st.integers(0, 8))
+@given(
+    st.lists(finite, max_size=24),
+    st.integers(1, 9),
+    st.sampled_from(["max", "most_recent"]),
+    st.integers(0, 8),
+)
 def test_equal_on_any_finite_amaxes(amaxes: list[float], length: int, algo: str, margin: int) -> None:
     theirs, mine = pair(length, algo, E5M2, margin)
     for amax in amaxes:
@@ -132,11 +144,12 @@ def test_equal_on_any_finite_amaxes(amaxes: list[float], length: int, algo: str,
         assert_equal(theirs, mine, amaxes)
 
 
-# -- where we differ ---------------------------------------------------------------------------------------------------
+# -- where we differ -----------------------------------------------------------------------------------------
 
 
 def test_the_first_amax_is_used_at_once() -> None:
-    """TransformerEngine's scale is 1 until an update after a non-zero amax; ours is used in the step of that amax."""
+    """TransformerEngine's scale is 1 until an update after a non-zero amax; ours is used in the step of that
+    amax."""
     theirs, mine = pair(4, "max")
     for amax in (0.0, 0.0):
         assert theirs.step(amax) == mine.step(amax) == 1.0
@@ -153,7 +166,8 @@ def unmarked(page: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_an_infinity_leaves_no_trace(algo: str) -> None:
-    """TransformerEngine keeps an infinity in its history, and "max" cannot change meanwhile; ours continues at once."""
+    """TransformerEngine keeps an infinity in its history, and "max" cannot change meanwhile; ours continues
+    at once."""
     theirs, mine = pair(4, algo)
     stuck = 0
     for amax, scale in ((1.0, 448.0), (INF, 448.0), *[(2.0, 224.0)] * 6):
@@ -181,7 +195,8 @@ def test_nan_leaves_no_trace(algo: str) -> None:
 
 
 def test_one_tensor_that_is_not_finite_stops_all() -> None:
-    """Slots of one direction of a graph move together: in a step with a bad tensor, the other amaxes are not reliable."""
+    """Slots of one direction of a graph move together: in a step with a bad tensor, the other amaxes are not
+    reliable."""
     slot = state_page.SlotSettings(E4M3, 4, 1)
     page = state_page.new_page(2, 4, torch.device("cpu"), [slot, slot])
     page = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor([1.0, 2.0]))
@@ -192,7 +207,8 @@ def test_one_tensor_that_is_not_finite_stops_all() -> None:
 
 
 def test_an_overflow_uses_the_current_amax_next() -> None:
-    """After an amax over twice the range of its scale, TransformerEngine scales the next step by it, ours by the next amax."""
+    """After an amax over twice the range of its scale, TransformerEngine scales the next step by it, ours by
+    the next amax."""
     theirs, mine = pair(4, "max")[0], Ours(4, "max", limit=state_page.JUMP * E4M3)
     for amax in (1.0, 2.0, 4.0):  # at most twice the range of the scale: no overflow
         assert theirs.step(amax) == mine.step(amax) or amax == 1.0
@@ -208,7 +224,10 @@ def test_an_overflow_uses_the_current_amax_next() -> None:
 
 def test_a_page_moves_every_slot_by_its_own_rule() -> None:
     rules = [(E4M3, 1, 0), (E4M3, 4, 0), (E5M2, 4, 2)]
-    theirs = [TransformerEngine(4, "most_recent" if w == 1 else "max", fp8_max, margin) for fp8_max, w, margin in rules]
+    theirs = [
+        TransformerEngine(4, "most_recent" if w == 1 else "max", fp8_max, margin)
+        for fp8_max, w, margin in rules
+    ]
     slots = [state_page.SlotSettings(fp8_max / 2.0**margin, window, 1) for fp8_max, window, margin in rules]
     page: Tensor = state_page.new_page(4, 4, torch.device("cpu"), slots)
     for step, factor in enumerate(MOVING):

@@ -1,10 +1,10 @@
 """torchao 0.18 as an independent oracle: its casts byte for byte, and its Float8Linear on a CPU (`emulate`).
 
-Our operators are compared with torchao's functions on one tensor, and a compiled linear with Float8Linear. Its matmuls are sums
-of equal numbers, and differ at most by the rounding to bf16.
+Our operators are compared with torchao's functions on one tensor, and a compiled linear with Float8Linear.
+Its matmuls are sums of equal numbers, and differ at most by the rounding to bf16.
 
-torchao clamps amaxes to at least 1e-12, and computes powers of two from float32 logarithms. The tests at the end show the
-differences, and both packages' treatment of zeros, infinities and NaN.
+torchao clamps amaxes to at least 1e-12, and computes powers of two from float32 logarithms. The tests at the
+end show the differences, and both packages' treatment of zeros, infinities and NaN.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ CASES = {
     "zero rows": zero_rows,
     "zeros": lambda r, c: torch.zeros(r, c),
     "huge": lambda r, c: noise(r, c, seed=2) * 1e28,
-    "tiny": lambda r, c: (noise(r, c, seed=2).sign() + noise(r, c, seed=6) / 8) * 1e-10,  # every amax over 1e-12
+    # every amax over 1e-12
+    "tiny": lambda r, c: (noise(r, c, seed=2).sign() + noise(r, c, seed=6) / 8) * 1e-10,
     "one outlier": outlier,
     "subnormal in FP8": lambda r, c: ramp(r, c, -6.0, 0.0),
     "wide": lambda r, c: ramp(r, c, -4.0, 4.0),
@@ -70,7 +71,9 @@ def raw(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def ours(x: Tensor, block: Block, power_of_2: bool, transposed: bool = False, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...]:
+def ours(
+    x: Tensor, block: Block, power_of_2: bool, transposed: bool = False, dtype: torch.dtype = E4M3
+) -> tuple[Tensor, ...]:
     """-> values, scales and inverses, from the operators that the package's graphs contain."""
     amax = ops.amax(x) if block == WHOLE else ops.amax_blocks(x, transposed, block)
     scale = ops.current_scale(amax, MAX[dtype], 0, power_of_2)
@@ -78,10 +81,16 @@ def ours(x: Tensor, block: Block, power_of_2: bool, transposed: bool = False, dt
 
 
 def theirs(x: Tensor, dim: int | None, power_of_2: bool, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    """-> values and scales: one scale for the tensor (`dim` None), or one for each vector along this dimension."""
+    """-> values and scales: one scale for the tensor (`dim` None), or one for each vector along this
+    dimension."""
     granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
     made: Any = hp_tensor_to_float8_dynamic(
-        x, dtype, None, scaling_granularity=granularity, axiswise_dim=dim, round_scales_to_power_of_2=power_of_2
+        x,
+        dtype,
+        None,
+        scaling_granularity=granularity,
+        axiswise_dim=dim,
+        round_scales_to_power_of_2=power_of_2,
     )
     return made._data, made._scale
 
@@ -119,8 +128,10 @@ def check_tensors_and_rows(x: Tensor) -> None:
 @every_dtype
 @every_case
 def test_casts_of_blocks(case: str, dtype: torch.dtype) -> None:
-    """1 x 128, 128 x 1 (along the tokens, for wgrad) and 128 x 128; scales are no powers of two, as in torchao."""
-    kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")  # has Triton kernels: needs triton
+    """1 x 128, 128 x 1 (along the tokens, for wgrad) and 128 x 128; scales are no powers of two, as in
+    torchao."""
+    # has Triton kernels: needs triton
+    kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
     x = CASES[case](384, 256).to(dtype)
     values, scale_inv = kernels.torch_blockwise_scale_act_quant_lhs(x)
     columns, columns_inv = kernels.torch_blockwise_scale_act_quant_rhs(x)
@@ -154,7 +165,7 @@ def test_casts_of_microscaling_blocks(case: str, dtype: torch.dtype) -> None:
         assert (raw(scale)[~seen] == 0).all() and (got_inv[~seen] == 1.0).all()
 
 
-# -- a linear ----------------------------------------------------------------------------------------------------------
+# -- a linear ------------------------------------------------------------------------------------------------
 
 
 def both(recipe: str, x: Tensor, dy: Tensor, w: Tensor) -> list[dict[str, Tensor]]:
@@ -163,7 +174,8 @@ def both(recipe: str, x: Tensor, dy: Tensor, w: Tensor) -> list[dict[str, Tensor
     with torch.no_grad():
         linear.weight.copy_(w)
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    rounded: dict[str, Any] = {"power_of_2_scale": True} if recipe != "tensorwise" else {}  # torchao's rowwise scales are, too
+    # torchao's rowwise scales are, too
+    rounded: dict[str, Any] = {"power_of_2_scale": True} if recipe != "tensorwise" else {}
     results = []
     for run in (Float8Linear.from_float(linear, config), compiled(linear, recipe, dynamic=False, **rounded)):
         linear.zero_grad()
@@ -190,18 +202,25 @@ def assert_bf16(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_linear(recipe: str) -> None:
     w = noise(144, 160, seed=7, scale=0.05).bfloat16()
-    for case, size in (("normal", 1e-3), ("zero rows", 1e-3), ("huge", 1e-20), ("one outlier", 1e-3), ("wide", 1e-3)):
+    for case, size in (
+        ("normal", 1e-3),
+        ("zero rows", 1e-3),
+        ("huge", 1e-20),
+        ("one outlier", 1e-3),
+        ("wide", 1e-3),
+    ):
         assert_bf16(*both(recipe, CASES[case](37, 160).bfloat16(), CASES[case](37, 144).bfloat16() * size, w))
     expected, got = both(recipe, noise(48, 160, seed=1), noise(48, 144, seed=2, scale=1e-5), w.float())
     for name, tensor in expected.items():
         assert sqnr(tensor, got[name]) > 110.0
 
 
-# -- where we differ ---------------------------------------------------------------------------------------------------
+# -- where we differ -----------------------------------------------------------------------------------------
 
 
 def test_next_to_a_power_of_two() -> None:
-    """A scale just below a power of two: torchao's float32 logarithm rounds it up to that power, and the amax saturates."""
+    """A scale just below a power of two: torchao's float32 logarithm rounds it up to that power, and the amax
+    saturates."""
     amax = torch.nextafter(torch.tensor(448.0 * 2.0**-30), torch.tensor(1.0))
     x = amax.reshape(1, 1)
     _, scale = theirs(x, -1, True)
@@ -220,7 +239,8 @@ def test_microscaling_of_zeros_infinities_and_nan() -> None:
     assert raw(scale).flatten().tolist() == [0, 254, 255, 0]
     assert expected.float()[1, 3] == 448.0 and expected.float()[2].isnan().all()
     assert not expected[3].float().any()  # an amax under 448 * 2^-127 is lost
-    # ours: 1 for all three, and only the value itself is lost; the scales of the smallest amaxes use all of E8M0's range
+    # ours: 1 for all three, and only the value itself is lost; the scales of the smallest amaxes use all of
+    # E8M0's range
     assert got_inv.flatten().tolist() == [1.0, 1.0, 1.0, 2.0**-127]
     for row in (1, 2):
         assert got.float()[row, 3].isnan() and (got.float()[row].nan_to_num(1.0) == 1.0).all()

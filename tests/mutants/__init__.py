@@ -3,7 +3,8 @@
     python -m tests.mutants check          is each place there, exactly once? (a fast test does the same)
     python -m tests.mutants run [ID ...]   plant each in a copy of the tree, and say which tier finds it, and by which test
 
-The mutants are in `compiler.toml` (what happens to a graph) and `training.toml` (what happens in calls, and around them):
+The mutants are in `compiler.toml` (what happens to a graph) and `training.toml` (what happens in calls, and
+around them):
 
     id, area       "S1", "state"
     fault          what is wrong then, in words
@@ -11,8 +12,8 @@ The mutants are in `compiler.toml` (what happens to a graph) and `training.toml`
     line, becomes  the text, which is there once, and what is put in its place
     tests          test files, with or without -k, that are likely to find it, in tests/
 
-`results.txt` has a row for each: the quickest known tier that finds it (check, test, slow or none), the test, and its seconds.
-`before.txt` is that table for the suite before it was made quick (commit 95cd8da).
+`results.txt` has a row for each: the quickest known tier that finds it (check, test, slow or none), the test,
+and its seconds. `before.txt` is that table for the suite before it was made quick (commit 95cd8da).
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _meaning(text: str) -> str:
 
 
 def problems(root: Path = ROOT) -> list[str]:
-    """What is wrong with the list itself: a place that is not there once, a fault that is none, a test file that is gone."""
+    """What is wrong with the list itself: a place that is not there once, a fault that is none, a test file
+    that is gone."""
     found = []
     every = mutants()
     for twice in sorted({mutant.id for mutant in every if sum(mutant.id == other.id for other in every) > 1}):

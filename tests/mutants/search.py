@@ -6,8 +6,9 @@ room      the files of the same room, those with similar names first
 tier      the whole of `make test`
 all       the whole of `make slow`
 
-In the first three, tests of the quick tiers run before those of the slow one. A test that was renamed is looked for as one with
-other parameters. A test that has not found this mutant before must pass without it: else it proves nothing, and is left out.
+In the first three, tests of the quick tiers run before those of the slow one. A test that was renamed is
+looked for as one with other parameters. A test that has not found this mutant before must pass without it:
+else it proves nothing, and is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from .tree import NOT_FOUND, TIMEOUT, Run, Tree
 
 FAST, SLOW = ("-m", MARKS["test"]), ("-m", MARKS["slow"])
 STEPS = ("killer", "named", "room", "tier", "all")
-PROCESSES = ("all_gather", "gathered_scales", "compression", "wire", "checkpoint", "amax_groups", "collectives", "all_to_alls")
+PROCESSES = (
+    "all_gather",
+    "gathered_scales",
+    "compression",
+    "wire",
+    "checkpoint",
+    "amax_groups",
+    "collectives",
+    "all_to_alls",
+)
 
 
 class Search:
@@ -43,7 +53,9 @@ class Search:
         for arguments in self._runs(mutant, killer):
             while True:
                 with self.tree.planted(mutant):
-                    run = self.tree.run([*arguments, *(part for test in self.broken for part in ("--deselect", test))])
+                    run = self.tree.run(
+                        [*arguments, *(part for test in self.broken for part in ("--deselect", test))]
+                    )
                 found = self._found(run, arguments)
                 if not found:
                     break
@@ -85,7 +97,10 @@ class Search:
         words = set(path.stem.split("_"))
         files = {}
         for file in sorted((self.tree.folder / "tests").rglob("test_*.py")):
-            alike = len(words & {part.removesuffix("s") for part in file.stem.split("_")} | words & set(file.stem.split("_")))
+            alike = len(
+                words & {part.removesuffix("s") for part in file.stem.split("_")}
+                | words & set(file.stem.split("_"))
+            )
             if alike or file.parent.name in rooms:
                 files[file.relative_to(self.tree.folder).as_posix()] = (-alike, file.parent.name not in rooms)
         return sorted(files, key=lambda name: files[name])

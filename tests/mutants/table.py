@@ -14,8 +14,8 @@ TIERS = ("check", "test", "slow", "weekly", "none")
 
 @dataclass(frozen=True)
 class Row:
-    """`tier`: the quickest known one that finds the mutant, "none" if no test did. `test`: its node id, in tests/. `seconds`:
-    CPU seconds of the run that found it, up to its failure."""
+    """`tier`: the quickest known one that finds the mutant, "none" if no test did. `test`: its node id, in
+    tests/. `seconds`: CPU seconds of the run that found it, up to its failure."""
 
     id: str
     tier: str
@@ -43,7 +43,10 @@ def write(path: Path, rows: Mapping[str, Row], mutants: Iterable[Mutant]) -> Non
             row = rows[mutant.id]
             cells.append((mutant.id, mutant.area, mutant.fault, row.tier, row.test, f"{row.seconds:.0f}"))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = [
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -1,7 +1,8 @@
 """A copy of the tree in which one fault at a time is planted, and runs of pytest in it.
 
-Starting costs more than most tests: torch, Inductor and transformers take 8 seconds to import. So they are imported once, and
-each run is a process that is forked from there. Nothing of fp8compile and of its tests is imported before.
+Starting costs more than most tests: torch, Inductor and transformers take 8 seconds to import. So they are
+imported once, and each run is a process that is forked from there. Nothing of fp8compile and of its tests is
+imported before.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Run:
 
 
 class Watcher:
-    """A plugin of pytest that writes what happens into a file, line by line: a test that hangs tells nothing at its end."""
+    """A plugin of pytest that writes what happens into a file, line by line: a test that hangs tells nothing
+    at its end."""
 
     def __init__(self, path: Path):
         self.file = path.open("w")
@@ -60,7 +62,8 @@ class Watcher:
 
 
 class Tree:
-    """A copy of the tree at `root`. `limit`: the seconds that a test may take. `show`: print what pytest prints."""
+    """A copy of the tree at `root`. `limit`: the seconds that a test may take. `show`: print what pytest
+    prints."""
 
     def __init__(self, root: Path, limit: float, show: bool = False):
         self.limit, self.show = limit, show

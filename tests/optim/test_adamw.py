@@ -11,7 +11,12 @@ import torch
 from fp8compile.optim import AdamW
 from fp8compile.optim.update import compiled as compiled_update
 
-MASTERS = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "bf16+remainder"), (torch.bfloat16, "float32")]
+MASTERS = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.bfloat16, "bf16+remainder"),
+    (torch.bfloat16, "float32"),
+]
 
 
 def parameters(dtype=torch.float32, shapes=((64, 96), (100, 77), (33,)), seed=0):
@@ -48,7 +53,8 @@ def spread(decades):
 
 
 def update_error(make, decades):
-    """The norm of the error of an update, by that of float32 Adam's update, over the last twenty of 200 steps."""
+    """The norm of the error of an update, by that of float32 Adam's update, over the last twenty of 200
+    steps."""
     steps = spread(decades)
     mine, theirs = (torch.zeros(64, 128).requires_grad_() for _ in range(2))
     optimizer, reference = make([mine]), torch.optim.Adam([theirs], lr=1.0)
@@ -71,9 +77,12 @@ def test_the_update_is_right_for_any_spread_of_gradients(decades):
     assert update_error(lambda p: AdamW(p, lr=1.0, weight_decay=0, compiled=False), decades) <= 0.06
 
 
-@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"weight_decay": 0.3}, {"betas": (0.8, 0.95), "eps": 1e-4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"maximize": True}, {"weight_decay": 0.3}, {"betas": (0.8, 0.95), "eps": 1e-4}]
+)
 def test_parameters_are_updated_as_by_torch(options):
-    """Those that are too small for packed moments exactly, and large ones nearly: also one that is not contiguous."""
+    """Those that are too small for packed moments exactly, and large ones nearly: also one that is not
+    contiguous."""
     shapes = ((40, 90), (7,), (4095,), (4096,), (4097,), (3, 40, 50), (64, 96))
     mine, theirs, start = (parameters(shapes=shapes) for _ in range(3))
     mine[-1] = mine[-1].detach().t().contiguous().t().requires_grad_()
@@ -100,7 +109,8 @@ def test_a_master_is_the_float32_weight_to_the_bit(master):
     saved = ours.state_dict()["state"]
     for index, (p, q) in enumerate(zip(halves, whole, strict=True)):
         assert torch.equal(saved[index]["master_param"], q.detach())
-        assert ((p.float() - q).abs() <= (q.bfloat16().float() - q).abs()).all()  # nearest; a half may go either way
+        # nearest; a half may go either way
+        assert ((p.float() - q).abs() <= (q.bfloat16().float() - q).abs()).all()
 
 
 def test_a_weight_that_somebody_changes_is_what_he_made_it():
@@ -128,9 +138,12 @@ def test_the_compiled_update_is_the_plain_one(dtype, master):
         found.append((weights, optimizer.state_dict()["state"]))
     (plain, states), (fast, theirs) = found
     for one, other in zip(plain, fast, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2 if master is None and dtype != torch.float32 else 1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            one, other, rtol=2e-2 if master is None and dtype != torch.float32 else 1e-5, atol=1e-5
+        )
     for index, state in states.items():
-        for key, value in state.items():  # a contracted multiply-add may move a moment over a border of rounding
+        # a contracted multiply-add may move a moment over a border of rounding
+        for key, value in state.items():
             differs = (value - theirs[index][key]).abs() > 1e-6 * value.abs().max()
             assert differs.float().mean() <= 1e-3, (index, key)
 
@@ -159,7 +172,9 @@ def test_the_bytes():
         weights = parameters(torch.bfloat16, ((512, 512), (100, 300)))
         optimizer = AdamW(weights, master=master, compiled=False)
         train(weights, optimizer, [0])
-        assert sum(x.nbytes for p in weights for x in optimizer.state[p].values()) <= most * sum(p.numel() for p in weights)
+        assert sum(x.nbytes for p in weights for x in optimizer.state[p].values()) <= most * sum(
+            p.numel() for p in weights
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -211,7 +226,10 @@ def test_optimizers_are_copied_and_saved_whole_with_all_they_know(tmp_path):
 
 
 def test_groups_closures_schedules_and_missing_gradients():
-    one, two, idle, empty = *parameters(shapes=((64, 96), (64, 96), (64, 64))), torch.zeros(0, 5000, requires_grad=True)
+    one, two, idle, empty = (
+        *parameters(shapes=((64, 96), (64, 96), (64, 64))),
+        torch.zeros(0, 5000, requires_grad=True),
+    )
     start = [p.detach().clone() for p in (one, two, idle)]
     groups = [{"params": [one, idle, empty]}, {"params": [two], "lr": 0.0, "weight_decay": 0.0}]
     optimizer = AdamW(groups, lr=torch.tensor(0.1), compiled=False)

@@ -23,7 +23,8 @@ def test_the_scale_is_the_smallest_power_of_two(amax, dtype):
 
 @pytest.mark.parametrize(("dtype", "precision"), [(FIRST, 2**-4), (SECOND, 2**-11)])
 def test_rounding_is_to_nearest(dtype, precision):
-    values = torch.rand(64, 128, generator=torch.Generator().manual_seed(0)) + 0.01  # less than seven binades: no subnormals
+    # less than seven binades: no subnormals
+    values = torch.rand(64, 128, generator=torch.Generator().manual_seed(0)) + 0.01
     error = (unpack(*pack(values, dtype)) - values).abs() / values
     assert precision / 2 < error.max() <= precision
 

@@ -1,4 +1,5 @@
-"""`AdamW(.., fp8_weights=True)`: the step makes the FP8 weights of the next step, bitwise as the next forward would.
+"""`AdamW(.., fp8_weights=True)`: the step makes the FP8 weights of the next step, bitwise as the next forward
+would.
 
 tests/equivalence trains with it and without; here is when weights are cast.
 """
@@ -51,7 +52,9 @@ def both(build: Callable[[], nn.Module], run: Run, **more: Any) -> list[str]:
     return [where for where, _ in found]
 
 
-def step(call: Callable[..., Tensor], model: nn.Module, seed: int, dtype: torch.dtype = BF16) -> list[dict[str, Tensor]]:
+def step(
+    call: Callable[..., Tensor], model: nn.Module, seed: int, dtype: torch.dtype = BF16
+) -> list[dict[str, Tensor]]:
     y = call(noise(1, 48, 128, seed=seed, dtype=dtype))
     y.sum().backward()
     return [{"y": y.detach()}, grads_of(model)]
@@ -62,7 +65,8 @@ def mlp(dtype: torch.dtype = BF16) -> nn.Module:
 
 
 class Odd(nn.Module):
-    """One weight is small, so that it is updated with others; one lies transposed; one is read by slices, too."""
+    """One weight is small, so that it is updated with others; one lies transposed; one is read by slices,
+    too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,9 +89,11 @@ class Odd(nn.Module):
         (lambda: make(Odd), "tensorwise", None, "+"),
     ],
 )
-def test_the_same_bits_and_no_cast_in_a_forward(build: Callable[[], nn.Module], recipe: str, master: Any, given: str) -> None:
-    """Three micro-batches come before the first step, when nobody knows that there is an optimizer. "+": amaxes of the weights
-    are those that the update has computed."""
+def test_the_same_bits_and_no_cast_in_a_forward(
+    build: Callable[[], nn.Module], recipe: str, master: Any, given: str
+) -> None:
+    """Three micro-batches come before the first step, when nobody knows that there is an optimizer. "+":
+    amaxes of the weights are those that the update has computed."""
 
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
         return trained(model, compiled(model, True, recipe, policy={"rules": [{"fp8": "on"}]}), optimizer)
@@ -117,7 +123,7 @@ def test_several_graphs() -> None:
     assert both(lambda: make(Tied), run) == ["forward"] * 2 * 3 + ["step+"] * 3 * 3
 
 
-# -- weights that others change ----------------------------------------------------------------------------------------
+# -- weights that others change ------------------------------------------------------------------------------
 
 
 def another_step(_: nn.Module) -> None:
@@ -226,8 +232,8 @@ def test_a_step_on_nan(value: float, recipe: str) -> None:
 
 @pytest.mark.parametrize("split", ["by kind", "by layer"])
 def test_two_optimizers(split: str) -> None:
-    """By kind: what the first one casts is old after the second one's step, so it stops to cast. By layer: a weight that an
-    optimizer lacks is cast in forward, and so are all of its graph's."""
+    """By kind: what the first one casts is old after the second one's step, so it stops to cast. By layer: a
+    weight that an optimizer lacks is cast in forward, and so are all of its graph's."""
     results = []
     for early in (False, True):
         model: Any = mlp()
@@ -250,7 +256,7 @@ def test_two_optimizers(split: str) -> None:
     assert [where for where, _ in found] == (by_kind if split == "by kind" else ["forward"] * 5)
 
 
-# -- what is called, kept and said -------------------------------------------------------------------------------------
+# -- what is called, kept and said ---------------------------------------------------------------------------
 
 
 def test_a_graph_that_is_not_called_is_not_cast() -> None:

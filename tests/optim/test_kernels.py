@@ -31,7 +31,9 @@ pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_
         pytest.param(torch.float32, None, 4 + 4 + 4 + 2 + 4, True, marks=pytest.mark.slow),
     ],
 )
-def test_one_kernel_that_moves_each_byte_once(dtype: torch.dtype, master: str | None, most: int, with_amax: bool) -> None:
+def test_one_kernel_that_moves_each_byte_once(
+    dtype: torch.dtype, master: str | None, most: int, with_amax: bool
+) -> None:
     weight = torch.zeros(1024, 4096, dtype=dtype).requires_grad_()
     weight.grad = torch.zeros_like(weight)
     optimizer = AdamW([weight], master=master, fp8_weights=with_amax)
@@ -41,7 +43,8 @@ def test_one_kernel_that_moves_each_byte_once(dtype: torch.dtype, master: str | 
     compiled.cache_clear()
     (kernel,) = step.kernels
     assert kernel.bytes <= (most + 0.13 + with_amax * weight.itemsize / 128) * weight.numel()
-    assert "triton_per_fused" in step.code and "r0_numel = 128" in step.code  # a loop over a block would read everything twice
+    # a loop over a block would read everything twice
+    assert "triton_per_fused" in step.code and "r0_numel = 128" in step.code
 
 
 def test_before_ada_the_update_is_not_compiled() -> None:
@@ -59,8 +62,8 @@ def test_before_ada_the_update_is_not_compiled() -> None:
 
 @pytest.mark.weekly
 def test_the_plan_of_a_gpu() -> None:
-    """Executed on a CPU: casts between calls, and the update with its amaxes and the casts that take them, whose bits are those
-    without. The plan of a forward that casts rounds otherwise."""
+    """Executed on a CPU: casts between calls, and the update with its amaxes and the casts that take them,
+    whose bits are those without. The plan of a forward that casts rounds otherwise."""
     results = []
     for cache, early in ((False, False), (True, False), (True, True)):
         torch._dynamo.reset()

@@ -50,7 +50,9 @@ def build(kind: str, rows: int) -> tuple[nn.Module, AdamW]:
     if kind == "hsdp":
         fully_shard(net, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard")))
     if kind == "tp":
-        parallelize_module(net, init_device_mesh("cpu", (ranks,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        parallelize_module(
+            net, init_device_mesh("cpu", (ranks,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
     return net, AdamW(net.parameters(), lr=0.01, master="bf16+remainder", compiled=False)
 
 
@@ -66,7 +68,8 @@ def trained(rank: int, kind: str, rows: int) -> Any:
 
 def equal(one: Any, other: Any) -> bool:
     return one.keys() == other.keys() and all(
-        equal(value, other[key]) if isinstance(value, dict) else torch.equal(value, other[key]) for key, value in one.items()
+        equal(value, other[key]) if isinstance(value, dict) else torch.equal(value, other[key])
+        for key, value in one.items()
     )
 
 
@@ -77,10 +80,12 @@ def near(weights: dict[str, Tensor], net: nn.Module) -> bool:
     return all((weights[n] - v).float().norm() <= 0.1 * (v - start[n]).float().norm() for n, v in theirs)
 
 
-@pytest.mark.parametrize(("kind", "ranks", "rows"), [("fsdp", 2, 256), ("hsdp", 4, 256), ("fsdp", 2, 255), ("tp", 2, 256)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "rows"), [("fsdp", 2, 256), ("hsdp", 4, 256), ("fsdp", 2, 255), ("tp", 2, 256)]
+)
 def test_shards_are_updated_as_one_process_updates_the_whole(kind: str, ranks: int, rows: int) -> None:
-    """To the bit where rows have 128 elements, so that no block spans two shards. Tensor parallelism adds up in another order;
-    of 255 columns of the second weight, blocks span shards."""
+    """To the bit where rows have 128 elements, so that no block spans two shards. Tensor parallelism adds up
+    in another order; of 255 columns of the second weight, blocks span shards."""
     weights, moments = on_ranks(ranks, trained, kind, rows)[0]
     net, optimizer = build("one", rows)
     train(net, optimizer, range(4))
@@ -93,7 +98,10 @@ def test_shards_are_updated_as_one_process_updates_the_whole(kind: str, ranks: i
 def saved(rank: int, folder: str) -> Any:
     net, optimizer = build("fsdp", 256)
     train(net, optimizer, range(3))
-    dcp.save({"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=folder)
+    dcp.save(
+        {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)},
+        checkpoint_id=folder,
+    )
     train(net, optimizer, range(3, 6))
     return get_model_state_dict(net, options=WHOLE), states(net, optimizer)
 
@@ -109,7 +117,9 @@ def resumed(rank: int, folder: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("one", 1), ("fsdp", 4)])
-def test_a_checkpoint_of_two_ranks_resumes_to_the_bit_on_others(kind: str, ranks: int, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_to_the_bit_on_others(
+    kind: str, ranks: int, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "checkpoint")
     weights, moments = on_ranks(2, saved, folder)[0]
     theirs, found = on_ranks(ranks, resumed, folder, kind)[0]

@@ -1,6 +1,8 @@
-"""Weights that are computed from parameters in each call run in FP8, and all these parameters get the right gradients.
+"""Weights that are computed from parameters in each call run in FP8, and all these parameters get the right
+gradients.
 
-All operands are 0 or plus or minus one number, which FP8 represents exactly: any difference to high precision is an error.
+All operands are 0 or plus or minus one number, which FP8 represents exactly: any difference to high precision
+is an error.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
         **{name: parameter(128, 128, seed=i) for i, name in enumerate("qkv")},
     ),
     "half": lambda: Model(lambda m, x: F.linear(x, m.w * 0.5), w=parameter(256, 128)),
-    "stacked": lambda: Model(lambda m, x: torch.einsum("td,edf->etf", x, m.w).sum(0), w=parameter(4, 128, 64)),
+    "stacked": lambda: Model(
+        lambda m, x: torch.einsum("td,edf->etf", x, m.w).sum(0), w=parameter(4, 128, 64)
+    ),
     # one scale for each input feature, and a mask in a buffer
     "by_input": lambda: Model(
         lambda m, x: x @ (m.w * m.mask * m.s).t(),
@@ -88,7 +92,8 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def train(build: Callable[[], nn.Module], *inputs: Tensor, steps: int = 3, **options: object) -> nn.Module:
-    """A few steps in FP8 and in high precision: the same outputs and gradients. Returns the compiled model."""
+    """A few steps in FP8 and in high precision: the same outputs and gradients. Returns the compiled
+    model."""
     model, plain = build(), build()
     run = torch.compile(model, backend="fp8", options=options)
     for step in range(steps):
@@ -99,12 +104,16 @@ def train(build: Callable[[], nn.Module], *inputs: Tensor, steps: int = 3, **opt
             outputs = call(*given)
             outputs = outputs if isinstance(outputs, list) else [outputs]
             sum((y * ternary(*y.shape, seed=7)).sum() for y in outputs).backward()
-            found = {f"y {i}": y.detach() for i, y in enumerate(outputs)} | {f"x {i}": x.grad for i, x in enumerate(given)}
+            found = {f"y {i}": y.detach() for i, y in enumerate(outputs)} | {
+                f"x {i}": x.grad for i, x in enumerate(given)
+            }
             results.append(found | {name: p.grad for name, p in module.named_parameters()})
         expected, got = results
         low = {name: sqnr(expected[name], got[name]) for name in expected if expected[name] is not None}
         assert all(ratio > EXACT for ratio in low.values()), (step, low)
-        assert {name for name in got if got[name] is None} == {name for name in expected if expected[name] is None}
+        assert {name for name in got if got[name] is None} == {
+            name for name in expected if expected[name] is None
+        }
     return model
 
 
@@ -124,14 +133,19 @@ def test_exact(recipe: str) -> None:
         count = 2 if name == "twice" else 1
         assert gemms(model, f"{i}.") == sorted(count * ["fprop fp8", "dgrad fp8", "wgrad fp8"]), name
         if recipe == "delayed":
-            roles = sorted(role for parameter, role, _ in hooks.slots_of(model) if parameter.startswith(f"{i}."))
+            roles = sorted(
+                role for parameter, role, _ in hooks.slots_of(model) if parameter.startswith(f"{i}.")
+            )
             assert roles == ["gradient", *count * ["input"]], name
 
 
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
 def test_other_recipes(recipe: str) -> None:
-    parts, inputs = [BUILDS[name] for name in ("weight_norm", "fused")], [ternary(32, 128, seed=i) for i in (1, 2)]
+    parts, inputs = (
+        [BUILDS[name] for name in ("weight_norm", "fused")],
+        [ternary(32, 128, seed=i) for i in (1, 2)],
+    )
     model = train(lambda: Several(part() for part in parts), *inputs, steps=1, recipe=recipe)
     kept = "wgrad recipe rowwise_with_gw_hp keeps wgrad" if recipe == "rowwise_with_gw_hp" else "wgrad fp8"
     assert gemms(model) == sorted(2 * ["dgrad fp8", "fprop fp8", kept])
@@ -139,7 +153,11 @@ def test_other_recipes(recipe: str) -> None:
 
 def test_the_largest_source_has_the_slots() -> None:
     def build() -> nn.Module:
-        parts = {"scale": parameter(1, 128), "small": parameter(128, 128), "large": parameter(256, 128, seed=2)}
+        parts = {
+            "scale": parameter(1, 128),
+            "small": parameter(128, 128),
+            "large": parameter(256, 128, seed=2),
+        }
         return Model(lambda m, x: F.linear(x, m.scale * torch.cat([m.small, m.large])), **parts)
 
     model = train(build, ternary(32, 128))
@@ -192,7 +210,9 @@ def test_experts_in_an_einsum() -> None:
     torch.compile(model, backend="fp8")(ternary(32, 128).requires_grad_()).sum().backward()
     batched = "batched: one weight matrix per batch entry"
     found = sorted((r.fqn, r.gemm, r.reason) for r in fp8compile.report(model).matmuls)
-    assert found == [(w, gemm, why) for w, why in (("w1", ""), ("w2", batched)) for gemm in ("dgrad", "fprop", "wgrad")]
+    assert found == [
+        (w, gemm, why) for w, why in (("w1", ""), ("w2", batched)) for gemm in ("dgrad", "fprop", "wgrad")
+    ]
 
 
 class Two(nn.Module):
@@ -219,24 +239,34 @@ def test_a_dict_of_plain_tensors() -> None:
         p = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
         run(p, x).sum().backward()
         assert all(torch.equal(p[name].grad, gradient) for name, gradient in expected.items())
-    matmuls = [r for graph in fp8compile.report().graphs if graph.name.startswith("function") for r in graph.matmuls]
-    assert {(r.fqn, r.decision, r.recipe) for r in matmuls} == {(f"n.{i}", "fp8", "tensorwise") for i in (0, 2)}
+    matmuls = [
+        r for graph in fp8compile.report().graphs if graph.name.startswith("function") for r in graph.matmuls
+    ]
+    assert {(r.fqn, r.decision, r.recipe) for r in matmuls} == {
+        (f"n.{i}", "fp8", "tensorwise") for i in (0, 2)
+    }
     assert len(matmuls) == 5 and not hooks.slots_of(model)
 
 
 @pytest.mark.slow
 def test_what_is_computed_from_a_learned_input_is_an_activation() -> None:
     """Layers on latents that are parameters: the gradient of the latents is a weight's gradient."""
-    model = Model(lambda m, x: m.two(m.latents * x.abs().amax().detach().clamp(1, 1)), latents=parameter(32, 128), two=Two())
+    model = Model(
+        lambda m, x: m.two(m.latents * x.abs().amax().detach().clamp(1, 1)),
+        latents=parameter(32, 128),
+        two=Two(),
+    )
     plain = Model(lambda m, x: m.two(m.latents), latents=parameter(32, 128), two=Two())
     for m, first in ((model, "dgrad fp8"), (plain, "wgrad fp8")):
-        policy = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}  # otherwise the last matmul is an output head
+        # otherwise the last matmul is an output head
+        policy = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}
         torch.compile(m, backend="fp8", options={"policy": policy})(ternary(32, 128)).sum().backward()
         assert gemms(m) == sorted([*2 * ["fprop fp8", "wgrad fp8"], "dgrad fp8", first])
 
 
 def test_strict_says_that_plain_tensors_are_no_weights() -> None:
-    """The backend cannot know which argument of a function is a weight, but it knows that none is a parameter."""
+    """The backend cannot know which argument of a function is a weight, but it knows that none is a
+    parameter."""
 
     def product(x: Tensor, w: Tensor) -> Tensor:
         return x @ w
@@ -245,4 +275,5 @@ def test_strict_says_that_plain_tensors_are_no_weights() -> None:
     with pytest.raises(Exception, match="no matmul of function becomes FP8"):
         run(ternary(32, 128), signs(128, 128).requires_grad_())
     torch._dynamo.reset()
-    run(ternary(128, 128).requires_grad_(), signs(128, 128).requires_grad_()).sum().backward()  # as two activations
+    # as two activations
+    run(ternary(128, 128).requires_grad_(), signs(128, 128).requires_grad_()).sum().backward()

@@ -1,4 +1,5 @@
-"""Training steps with generated kernels, run in Triton's interpreter, against the same steps without kernels."""
+"""Training steps with generated kernels, run in Triton's interpreter, against the same steps without
+kernels."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class Alone(nn.Module):
 
 
 class Trained(NamedTuple):
-    """Outputs and gradients (also of inputs) of each step, the kernels in the order of their launches, their descriptions, and
-    the arguments of each launch."""
+    """Outputs and gradients (also of inputs) of each step, the kernels in the order of their launches, their
+    descriptions, and the arguments of each launch."""
 
     steps: list[dict[str, Tensor]]
     made: list[Interpreted]
@@ -73,7 +74,8 @@ def train(build: Callable[[], nn.Module], shapes: list[tuple], fused: bool = Tru
 
 
 def compared(build: Callable[[], nn.Module], shapes: list[tuple], **options: Any) -> Trained:
-    """Fused and unfused steps agree. Sums over rows have another order, so a few elements may round differently."""
+    """Fused and unfused steps agree. Sums over rows have another order, so a few elements may round
+    differently."""
     expected, found = (train(build, shapes, fused, **options) for fused in (False, True))
     assert not expected.arguments and found.made
     for number, (a, b) in enumerate(zip(expected.steps, found.steps, strict=True)):
@@ -97,7 +99,11 @@ def of(name: str, recipe: str) -> Trained:
     return compared(build, [shape] * 2, recipe=recipe)
 
 
-CASES = [("mlps", "delayed"), *(("rms norm, swiglu", recipe) for recipe in ("delayed", "mxfp8")), ("experts", "delayed")]
+CASES = [
+    ("mlps", "delayed"),
+    *(("rms norm, swiglu", recipe) for recipe in ("delayed", "mxfp8")),
+    ("experts", "delayed"),
+]
 CASES += [("block", "tensorwise"), ("checkpointed", "delayed"), ("checkpointed", "rowwise")]
 CASES += [("rms norm, swiglu", recipe) for recipe in ("rowwise", "rowwise_with_gw_hp", "blockwise")]
 CASES += [("experts", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")]
@@ -121,8 +127,12 @@ def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
     found = compared(lambda: nn.Sequential(Gated(), Gated()), [(130, 128)], recipe="blockwise")
     over_rows = [kernel.group for kernel in found.kernels if kernel.group.passes]
     assert all(group.block[0] == 1 for group in over_rows)
-    assert any("value" in [x.content for x in group.outputs] for group in over_rows), "a gradient that the residual reads"
-    assert any({x.content for x in group.outputs} == {"row"} for group in over_rows), "a norm that nobody else reads"
+    assert any("value" in [x.content for x in group.outputs] for group in over_rows), (
+        "a gradient that the residual reads"
+    )
+    assert any({x.content for x in group.outputs} == {"row"} for group in over_rows), (
+        "a norm that nobody else reads"
+    )
 
 
 def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast() -> None:
@@ -131,14 +141,19 @@ def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast() -> None:
 
 
 def test_launches_with_one_source_share_one_function_whatever_their_slots() -> None:
-    """Inductor tunes each function separately, so equal launches of different layers must share a function."""
+    """Inductor tunes each function separately, so equal launches of different layers must share a
+    function."""
     found = of("mlps", "delayed")
-    assert found.arguments and not any(isinstance(x, int) for given in found.arguments for x in given.values())
+    assert found.arguments and not any(
+        isinstance(x, int) for given in found.arguments for x in given.values()
+    )
     assert len(set(found.names)) < len(found.names) / 2
 
 
 def test_both_gradients_of_a_gated_activation_and_what_backward_needs_of_it_are_one_kernel() -> None:
-    (backward,) = [kernel for kernel in of("rms norm, swiglu", "delayed").made if "silu_backward" in kernel.name]
+    (backward,) = [
+        kernel for kernel in of("rms norm, swiglu", "delayed").made if "silu_backward" in kernel.name
+    ]
     stores = [line for line in backward.source.splitlines() if "tl.store(y" in line]
     assert len(stores) == 5 and sum("tl.trans(" in line for line in stores) == 3
 
@@ -146,7 +161,8 @@ def test_both_gradients_of_a_gated_activation_and_what_backward_needs_of_it_are_
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "saved"), [({}, 2), ({"recast_weights": True}, 0)])
 def test_a_weight_is_read_once_for_both_layouts(options: dict[str, Any], saved: int) -> None:
-    """Two weights, both with a dgrad: their transposed copies are kept from the forward, or made in the backward."""
+    """Two weights, both with a dgrad: their transposed copies are kept from the forward, or made in the
+    backward."""
     found = train(lambda: Mlp(bias=False), [(48, 128)], **options)
     sizes = ("x0: bfloat16 [256, 128]", "x0: bfloat16 [128, 256]")
     weights = [kernel for kernel in found.made if any(size in kernel.source for size in sizes)]
@@ -174,11 +190,16 @@ def test_the_log_says_what_stays_with_inductor_and_why(caplog: pytest.LogCapture
 def test_the_update_kernel_is_next_page(
     slots: int, history: int, count: int, interval: int, most_recent: bool, margin: int, bits: bool
 ) -> None:
-    """Equal bit by bit, over steps with zeros, a NaN and an infinity, overflows and underflows; some slots without an amax;
-    more slots than a block."""
+    """Equal bit by bit, over steps with zeros, a NaN and an infinity, overflows and underflows; some slots
+    without an amax; more slots than a block."""
     watched = state_page.limit_of(448.0, margin, False), state_page.limit_of(57344.0, 11, True)
-    settings = [state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval, watched[0])] * slots
-    recipes = state_page.SlotSettings(28.0, max(1, history - 1), 2, watched[1]), state_page.SlotSettings(57344.0, 1, 1)
+    settings = [
+        state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval, watched[0])
+    ] * slots
+    recipes = (
+        state_page.SlotSettings(28.0, max(1, history - 1), 2, watched[1]),
+        state_page.SlotSettings(57344.0, 1, 1),
+    )
     for i, other in enumerate(recipes):  # recipes may share a page
         settings[i::3] = [other] * len(settings[i::3])
     kernel = Interpreted(triton_kernels.fp8_update, state_kernels.configuration(history))
@@ -187,14 +208,18 @@ def test_the_update_kernel_is_next_page(
     expected = state_page.new_page(slots, history, torch.device("cpu"), settings)
     page, forgotten, marked = expected.clone(), 0, set()
     for step in range(9):
-        amax = torch.rand(count, generator=generator) * 10.0 ** torch.randint(-6, 6, (count,), generator=generator)
+        amax = torch.rand(count, generator=generator) * 10.0 ** torch.randint(
+            -6, 6, (count,), generator=generator
+        )
         amax[torch.rand(count, generator=generator) < 0.2] = 0
         amax[step % count] = {4: float("nan"), 6: float("inf")}.get(step, 1.0)
         snapshot = state_page.snapshot_of(expected)
         expected = state_page.next_page(expected, snapshot, amax)
         vector = torch.zeros(count, launch.AMAX_STRIDE)
         vector[:, 0] = amax
-        kernel[(1, 1, 1)](page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax, **sizes)
+        kernel[(1, 1, 1)](
+            page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax, **sizes
+        )
         assert torch.equal(page, expected), step
         marked |= set() if amax.isfinite().all() else {step % count}
         assert {*torch.nonzero(state_page.Rows(page).not_finite).flatten().tolist()} == marked, step

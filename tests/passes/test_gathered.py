@@ -1,5 +1,5 @@
-"""Weights that were gathered in FP8: what FP8 matmuls read of them, and what everything else does. (tests/distributed has the
-all-gather itself.)"""
+"""Weights that were gathered in FP8: what FP8 matmuls read of them, and what everything else does.
+(tests/distributed has the all-gather itself.)"""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def of_blocks(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Ga
     weight = (torch.randn(rows, columns) * torch.logspace(-3, 3, columns)).to(dtype)
     blocks = [128, 128]
     scale = scale_of(ops.amax_blocks(weight, False, blocks) * 2.5, MAX, 0, True)
-    return GatheredWeight(ops.quantize(weight, scale, E4M3, MAX, False, blocks), inverse_of(scale), dtype, block=128)
+    return GatheredWeight(
+        ops.quantize(weight, scale, E4M3, MAX, False, blocks), inverse_of(scale), dtype, block=128
+    )
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +69,9 @@ def test_fp8_matmuls_read_what_was_gathered(recast: bool) -> None:
     assert torch.equal(y, ops.scaled_mm(x8, data, x_inverse, inverse, None, torch.float32, True))
     dy8, dy_inverse = cast(dy, torch.float8_e5m2, 57344.0)
     transposed = data.t().contiguous()
-    assert torch.equal(x.grad, ops.scaled_mm(dy8, transposed, dy_inverse, inverse, None, torch.float32, False))
+    assert torch.equal(
+        x.grad, ops.scaled_mm(dy8, transposed, dy_inverse, inverse, None, torch.float32, False)
+    )
     assert fp8compile.report(layer).fp8_flop_fraction == 1
     assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype == torch.float32
 
@@ -118,7 +122,8 @@ def trained(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_a_matmul_with_other_scales_casts_what_fp8_left(recipe: str) -> None:
-    """One scale for all cannot read bytes that have a scale a block, nor a scale a row bytes that have one."""
+    """One scale for all cannot read bytes that have a scale a block, nor a scale a row bytes that have
+    one."""
     weight = of_blocks(128, 256) if recipe == "tensorwise" else gathered()[0]
     results = [trained(given, recipe) for given in (weight, weight + 0)]
     for one, other in zip(*results, strict=True):
@@ -127,13 +132,16 @@ def test_a_matmul_with_other_scales_casts_what_fp8_left(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_a_weight_that_arrives_in_fp8_is_charged_no_cast(recipe: str) -> None:
-    """In the cost model: fprop reads it as it is, dgrad transposes it. A cast with other scales is charged as any other."""
+    """In the cost model: fprop reads it as it is, dgrad transposes it. A cast with other scales is charged as
+    any other."""
     found = []
     for weight in (gathered(1024, 512, torch.bfloat16)[0], of_blocks(1024, 512, torch.bfloat16)):
         torch._dynamo.reset()
         layer, x = Layer(weight), torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
         with hooks.traced():
-            torch.compile(layer, backend="fp8", options={"recipe": recipe, "device": "h200"})(x).sum().backward()
+            torch.compile(layer, backend="fp8", options={"recipe": recipe, "device": "h200"})(
+                x
+            ).sum().backward()
         found.append({record.gemm: record.cast_us for record in fp8compile.report(layer).matmuls})
     arrives, cast = found if recipe == "tensorwise" else reversed(found)
     assert arrives["fprop"] < cast["fprop"] and arrives["dgrad"] < cast["dgrad"]

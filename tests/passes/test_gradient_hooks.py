@@ -1,4 +1,5 @@
-"""Matmuls in gradient hooks exist only in the backward. They are not taken for gradients of weights, and are not rewritten."""
+"""Matmuls in gradient hooks exist only in the backward. They are not taken for gradients of weights, and are
+not rewritten."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def of_output(m: nn.Module, x: Tensor) -> Tensor:
 # two matmuls of each hook, and these
 HOOKS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], list[str]]] = {
     "of the output": (of_output, TRAINED),
-    "of the output and an activation": (lambda m, x: hooked(F.relu(x @ m.w), lambda g: projected(g, m.q)), TRAINED),
+    "of the output and an activation": (
+        lambda m, x: hooked(F.relu(x @ m.w), lambda g: projected(g, m.q)),
+        TRAINED,
+    ),
     "of the input": (lambda m, x: hooked(x * 1, lambda g: projected(g, m.q)) @ m.w, TRAINED),
     # into a small space and back, as some optimizers do
     "of the weight": (lambda m, x: x @ hooked(m.w * 1, lambda g: (g @ m.q) @ m.q.t()), TRAINED),
@@ -57,12 +61,17 @@ HOOKS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], list[str]]] = {
     # matmuls of one input with two weights; only one has a hook
     "one of two": (lambda m, x: of_output(m, x) + x @ m.v, [*TRAINED, *TRAINED]),
     # the hook's matrix is also the weight of a matmul
-    "of a buffer that multiplies": (lambda m, x: of_output(m, x) + x.flip(0) @ m.q, [*TRAINED, "fprop fp8", "dgrad fp8"]),
+    "of a buffer that multiplies": (
+        lambda m, x: of_output(m, x) + x.flip(0) @ m.q,
+        [*TRAINED, "fprop fp8", "dgrad fp8"],
+    ),
 }
 
 
 def build(function: Callable) -> nn.Module:
-    return Model(function, w=parameter(128, 128), v=parameter(128, 128, seed=2), q=signs(128, 128, seed=3) / 16)
+    return Model(
+        function, w=parameter(128, 128), v=parameter(128, 128, seed=2), q=signs(128, 128, seed=3) / 16
+    )
 
 
 def test_hooks() -> None:
@@ -83,7 +92,8 @@ def test_hooks() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_hook_is_exact(recipe: str) -> None:
-    """The hook multiplies by a matrix and its inverse, with intermediate numbers that FP8 cannot represent."""
+    """The hook multiplies by a matrix and its inverse, with intermediate numbers that FP8 cannot
+    represent."""
     corner = torch.zeros(128, 128)
     corner[:64, 64:] = ternary(64, 64, seed=6) * 3  # its square is zero
     there, back = torch.eye(128) + corner, torch.eye(128) - corner
@@ -141,36 +151,52 @@ class Norming(torch.autograd.Function):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_custom_functions(recipe: str) -> None:
-    """The weight is cast as a weight in the backward, too: its numbers from 8 to 15 are exact in E4M3, but not in E5M2."""
-    drawn = torch.randint(8, 16, (128, 128), generator=torch.Generator().manual_seed(0)).float() * signs(128, 128)
+    """The weight is cast as a weight in the backward, too: its numbers from 8 to 15 are exact in E4M3, but
+    not in E5M2."""
+    drawn = torch.randint(8, 16, (128, 128), generator=torch.Generator().manual_seed(0)).float() * signs(
+        128, 128
+    )
     functions, x = (Copying, Rounding, Norming), ternary(32, 128)
-    model = Several(Model(lambda m, x, f=f: f.apply(x, m.w), w=nn.Parameter(drawn.clone())) for f in functions)
-    options: dict[str, Any] = {"recipe": recipe} | ({"power_of_2_scale": True} if recipe == "tensorwise" else {})
+    model = Several(
+        Model(lambda m, x, f=f: f.apply(x, m.w), w=nn.Parameter(drawn.clone())) for f in functions
+    )
+    options: dict[str, Any] = {"recipe": recipe} | (
+        {"power_of_2_scale": True} if recipe == "tensorwise" else {}
+    )
     floor, results = EXACT if recipe == "tensorwise" else 28, []
     for f in (model, torch.compile(model, backend="fp8", options=options)):
         model.zero_grad()
         given = [x.clone().requires_grad_() for _ in functions]
         sum((y * ternary(32, 128, seed=5)).sum() for y in f(*given)).backward()
         results.append([*(x.grad for x in given), *(part.w.grad for part in model)])
-    assert all(sqnr(a, b) > floor for a, b in zip(*results, strict=True)), [sqnr(a, b) for a, b in zip(*results, strict=True)]
+    assert all(sqnr(a, b) > floor for a, b in zip(*results, strict=True)), [
+        sqnr(a, b) for a, b in zip(*results, strict=True)
+    ]
     found = sorted(r.gemm for r in fp8compile.report(model).matmuls if r.decision == "fp8")
     assert found == sorted(["dgrad", "fprop", "wgrad"] * len(functions))
 
 
 def test_a_product_of_two_weights() -> None:
-    """Both gradients are gradients of weights: `rowwise_with_gw_hp` and a rule for wgrads keep both in high precision."""
+    """Both gradients are gradients of weights: `rowwise_with_gw_hp` and a rule for wgrads keep both in high
+    precision."""
 
     def product(m: nn.Module, x: Tensor) -> Tensor:
         return F.linear(x, m.b @ m.a)
 
     policy = {"rules": [{"gemm": "wgrad", "fp8": "off", "name": "no wgrads"}]}
-    for options, why in (({"recipe": "rowwise_with_gw_hp"}, "recipe"), ({"policy": policy}, "no wgrads"), ({}, "")):
+    for options, why in (
+        ({"recipe": "rowwise_with_gw_hp"}, "recipe"),
+        ({"policy": policy}, "no wgrads"),
+        ({}, ""),
+    ):
         model = Model(product, a=parameter(128, 128), b=parameter(128, 128, seed=2))
         with hooks.traced():
             torch.compile(model, backend="fp8", options=options)(ternary(32, 128)).sum().backward()
         weights = [r for r in fp8compile.report(model).matmuls if r.gemm != "matmul"]
         assert sorted(r.gemm for r in weights) == ["fprop", "wgrad", "wgrad"]
-        assert all(r.reason.startswith(why) and bool(r.reason) == bool(why) for r in weights if r.gemm == "wgrad")
+        assert all(
+            r.reason.startswith(why) and bool(r.reason) == bool(why) for r in weights if r.gemm == "wgrad"
+        )
 
 
 ADDED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -185,18 +211,24 @@ ADDED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_what_is_added_to_a_product(recipe: str) -> None:
-    """A matmul that adds another FP8 matmul's result, or whose operands are such results, which are not exact in FP8."""
+    """A matmul that adds another FP8 matmul's result, or whose operands are such results, which are not exact
+    in FP8."""
 
     def models() -> nn.Module:
         return Several(Model(f, w=parameter(128, 128), v=parameter(128, 128, seed=2)) for f in ADDED.values())
 
     plain, model = models(), models()
     results = []
-    for each, call in ((plain, plain), (model, torch.compile(model, backend="fp8", options={"recipe": recipe}))):
+    for each, call in (
+        (plain, plain),
+        (model, torch.compile(model, backend="fp8", options={"recipe": recipe})),
+    ):
         given = [ternary(32, 128).requires_grad_() for _ in ADDED]
         outputs = call(*given)
         sum((y * ternary(32, 128, seed=5)).sum() for y in outputs).backward()
-        results.append([(y.detach(), x.grad, m.w.grad, m.v.grad) for y, x, m in zip(outputs, given, each, strict=True)])
+        results.append(
+            [(y.detach(), x.grad, m.w.grad, m.v.grad) for y, x, m in zip(outputs, given, each, strict=True)]
+        )
     for name, expected, got in zip(ADDED, *results, strict=True):
         floor = 20 if name in ("chain", "a row") else EXACT
         assert min(sqnr(a, b) for a, b in zip(expected, got, strict=True)) > floor, name

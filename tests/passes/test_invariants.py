@@ -1,4 +1,5 @@
-"""Invariants of the joint graph and of caching that results do not show: tags for the partitioner, cache keys, errors."""
+"""Invariants of the joint graph and of caching that results do not show: tags for the partitioner, cache
+keys, errors."""
 
 from __future__ import annotations
 
@@ -53,14 +54,18 @@ def test_each_half_writes_its_page() -> None:
 
 def test_a_lost_write_is_an_error() -> None:
     """If the write is lost all the same, training stops with an error."""
-    with hooks.interpreted(), hooks.losing_updates(), pytest.raises(Exception, match="was lost in this graph"):
+    with (
+        hooks.interpreted(),
+        hooks.losing_updates(),
+        pytest.raises(Exception, match="was lost in this graph"),
+    ):
         torch.compile(make(Mlp), backend="fp8")(noise(128, 128)).sum().backward()
 
 
 @pytest.mark.slow
 def test_aotautograd_does_not_cache_our_graphs() -> None:
-    """A cache hit would skip the joint pass, and with it the state and the report. It is for code of Inductor's alone, which
-    `runtime.warm_start` keeps beside both."""
+    """A cache hit would skip the joint pass, and with it the state and the report. It is for code of
+    Inductor's alone, which `runtime.warm_start` keeps beside both."""
     with torch._functorch.config.patch(enable_autograd_cache=True), hooks.cached_by_aotautograd() as seen:
         train(make(Mlp))
     assert seen and not seen[0]  # the forward; torch asks the cache before compiling it
@@ -97,7 +102,7 @@ def test_an_operator_of_ours_that_is_left_is_an_error() -> None:
         pipeline.lower(graph)
 
 
-# -- passes that are left out --------------------------------------------------------------------------------------------
+# -- passes that are left out --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -114,7 +119,9 @@ def test_optional_passes_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_weighing_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(Mlp)
-    assert {r.decision for r in fp8compile.explain(model, noise(128, 128), device="h100").matmuls} == {"high_precision"}
+    assert {r.decision for r in fp8compile.explain(model, noise(128, 128), device="h100").matmuls} == {
+        "high_precision"
+    }
     monkeypatch.setenv("FP8COMPILE_SKIP", "weigh")
     assert {r.decision for r in fp8compile.explain(model, noise(128, 128), device="h100").matmuls} == {"fp8"}
 
@@ -131,7 +138,20 @@ def test_the_debug_log_tells_what_a_pass_changed(caplog: pytest.LogCaptureFixtur
     with caplog.at_level("DEBUG", "fp8compile.passes.pipeline"), hooks.lowered():
         torch.compile(make(Mlp), backend="fp8")(noise(128, 128)).sum().backward()
     told = {line.split(":")[0]: line for line in caplog.messages}
-    assert {"collect", "decide", "weigh", "plan", "quantize", "update_state", "lower_scales", "fuse", "lower"} <= told.keys()
-    assert "+6 fp8compile.scaled_mm.default" in told["quantize"] or "+5 fp8compile.scaled_mm.default" in told["quantize"]
+    assert {
+        "collect",
+        "decide",
+        "weigh",
+        "plan",
+        "quantize",
+        "update_state",
+        "lower_scales",
+        "fuse",
+        "lower",
+    } <= told.keys()
+    assert (
+        "+6 fp8compile.scaled_mm.default" in told["quantize"]
+        or "+5 fp8compile.scaled_mm.default" in told["quantize"]
+    )
     assert "aten.mm.default" in told["quantize"] or "aten.addmm.default" in told["quantize"]
     assert ";" not in told["collect"]  # it changes nothing

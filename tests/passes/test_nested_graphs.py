@@ -1,4 +1,5 @@
-"""Operators of higher order: matmuls in their graphs stay in high precision, with a reason, and count in the share."""
+"""Operators of higher order: matmuls in their graphs stay in high precision, with a reason, and count in the
+share."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def checkpointed(model: nn.Module) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("around", [itself, checkpointed])
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
 def test_regions(recipe: str, around: Any) -> None:
-    """A model with regions trains as the one without them, bitwise, and has the same report: its share, names and rules."""
+    """A model with regions trains as the one without them, bitwise, and has the same report: its share, names
+    and rules."""
     found = []
     for region in (False, True):
         torch._dynamo.reset()
@@ -109,7 +111,9 @@ def test_regions(recipe: str, around: Any) -> None:
             y = run(x)
             y.sum().backward()
         report = fp8compile.report(model)
-        records = sorted((record.fqn, record.gemm, record.decision, record.reason) for record in report.matmuls)
+        records = sorted(
+            (record.fqn, record.gemm, record.decision, record.reason) for record in report.matmuls
+        )
         found.append(([y.detach(), x.grad, *grads_of(model).values()], records))
     (tensors, records), (others, same) = found
     assert records == same and any(decision == "fp8" for _, _, decision, _ in records)
@@ -127,7 +131,8 @@ def test_a_region_with_options_of_its_own_stays() -> None:
 
 
 def test_branches() -> None:
-    """Of both branches, since nobody knows which one runs. (The backward of the sine computes its input again.)"""
+    """Of both branches, since nobody knows which one runs. (The backward of the sine computes its input
+    again.)"""
     kept = [record for record in trained(branches).matmuls if record.decision != "fp8"]
     assert len(kept) >= 6 and {record.reason for record in kept} == {"in a nested graph: cond"}
 

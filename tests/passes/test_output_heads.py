@@ -1,4 +1,5 @@
-"""Output heads are recognised by their place in the model, whatever their name. Other matmuls at the end of a graph are not."""
+"""Output heads are recognised by their place in the model, whatever their name. Other matmuls at the end of a
+graph are not."""
 
 from __future__ import annotations
 
@@ -43,10 +44,18 @@ def norm() -> nn.Module:
 def kept(model: nn.Module, x: Tensor, **options: Any) -> dict[str, str]:
     """The modules in high precision, with the reasons."""
     report = fp8compile.explain(model, x, options=options)
-    return {record.fqn: record.reason for record in report.matmuls if record.gemm == "fprop" and record.decision != "fp8"}
+    return {
+        record.fqn: record.reason
+        for record in report.matmuls
+        if record.gemm == "fprop" and record.decision != "fp8"
+    }
 
 
-TOKENS, FEATURES, PIXELS = torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, WIDTH), torch.zeros(2, 3, 32, 32)
+TOKENS, FEATURES, PIXELS = (
+    torch.zeros(2, 16, dtype=torch.long),
+    torch.zeros(2, 16, WIDTH),
+    torch.zeros(2, 3, 32, 32),
+)
 
 
 def trunk(m: Any, x: Tensor) -> Tensor:
@@ -80,7 +89,9 @@ def heads_of_a_trunk(m: Any, tokens: Tensor) -> Any:
 def test_heads_of_a_trunk() -> None:
     """Of all that becomes of the trunk's output, only the linears before the last ones are no heads."""
     wide, square = (CLASSES, WIDTH), (WIDTH, WIDTH)
-    sizes = dict.fromkeys(("fc", "of_the_stream", "of_a_class_token", "pooled", "padded", "boxes", "one", "other"), wide)
+    sizes = dict.fromkeys(
+        ("fc", "of_the_stream", "of_a_class_token", "pooled", "padded", "boxes", "one", "other"), wide
+    )
     sizes |= dict.fromkeys(("mlp_head", "decoder", "to_image", "to_words", "output", "lora_down"), wide)
     sizes |= {"softcap": square, "in_an_mlp": square, "lora_up": (CLASSES, CLASSES)}
     model = text(heads_of_a_trunk, **{name: linear(*size) for name, size in sizes.items()})
@@ -97,7 +108,10 @@ HEADS: dict[str, tuple[Model, Tensor]] = {
         Model(lambda m, x: m.fc(m.norm(F.gelu(m.body(x)))), body=linear(WIDTH), norm=norm(), fc=linear()),
         FEATURES,
     ),
-    "back to the width of the input": (Model(lambda m, x: m.fc(m.block(x)), block=ResidualMlp(), fc=linear(WIDTH)), FEATURES),
+    "back to the width of the input": (
+        Model(lambda m, x: m.fc(m.block(x)), block=ResidualMlp(), fc=linear(WIDTH)),
+        FEATURES,
+    ),
 }
 
 
@@ -127,12 +141,18 @@ def parallel(m: Any, x: Tensor) -> Tensor:
 OF_TOKENS = {
     "a trunk": text(trunk),
     "a trunk with a pooler": text(lambda m, x: m.pooler(trunk(m, x)[:, 0]).tanh(), pooler=linear(WIDTH)),
-    "post-norm": Model(lambda m, x: m.norm((h := m.embed(x)) + m.mlp(h)), embed=embedding(), mlp=Mlp(), norm=norm()),
-    "norm of the branch": Model(lambda m, x: (h := m.embed(x)) + m.norm(m.mlp(h)), embed=embedding(), mlp=Mlp(), norm=norm()),
+    "post-norm": Model(
+        lambda m, x: m.norm((h := m.embed(x)) + m.mlp(h)), embed=embedding(), mlp=Mlp(), norm=norm()
+    ),
+    "norm of the branch": Model(
+        lambda m, x: (h := m.embed(x)) + m.norm(m.mlp(h)), embed=embedding(), mlp=Mlp(), norm=norm()
+    ),
     "a parallel block": Model(parallel, embed=embedding(), norm=norm(), a=Mlp(), b=Attention()),
     "a gated residual": Model(gated_residual, embed=embedding(), norm=norm(), mlp=Mlp(), gate=linear(WIDTH)),
     "added to some rows": Model(into_some_rows, embed=embedding(), block=ResidualMlp(), mlp=Mlp()),
-    "a convolution after": text(lambda m, x: m.conv(m.fc(trunk(m, x)).mT), fc=linear(), conv=nn.Conv1d(CLASSES, 4, 1)),
+    "a convolution after": text(
+        lambda m, x: m.conv(m.fc(trunk(m, x)).mT), fc=linear(), conv=nn.Conv1d(CLASSES, 4, 1)
+    ),
 }
 OF_FEATURES = {
     "a linear": linear(),
@@ -148,20 +168,24 @@ OF_FEATURES = {
 
 
 @pytest.mark.cases(test=0, slow=1)
-@pytest.mark.parametrize(("models", "x"), [(OF_TOKENS, TOKENS), (OF_FEATURES, FEATURES)], ids=["of tokens", "of features"])
+@pytest.mark.parametrize(
+    ("models", "x"), [(OF_TOKENS, TOKENS), (OF_FEATURES, FEATURES)], ids=["of tokens", "of features"]
+)
 def test_what_is_no_head(models: dict[str, nn.Module], x: Tensor) -> None:
     """Each of them ends in a matmul, and none of these is a head."""
     assert kept(Several(models), x) == {}
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
-    return {record.fqn: record.reason for record in fp8compile.report(model).matmuls if record.gemm == "fprop"}
+    return {
+        record.fqn: record.reason for record in fp8compile.report(model).matmuls if record.gemm == "fprop"
+    }
 
 
 @pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
-    """Two parts that would each end in a head as a model of their own. The first takes tokens, the second features. If an
-    eager module calls the parts, the backend knows which modules follow a part."""
+    """Two parts that would each end in a head as a model of their own. The first takes tokens, the second
+    features. If an eager module calls the parts, the backend knows which modules follow a part."""
     tower = text(lambda m, x: m.project(trunk(m, x)), project=linear(WIDTH))
     decoder = Model(lambda m, x: m.out(m.block(x)), block=ResidualMlp(), out=linear())
     model = Model(lambda m, x: m.decoder(m.tower(x)), tower=tower, decoder=decoder)
@@ -175,7 +199,8 @@ def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
 
 @pytest.mark.slow
 def test_a_model_whose_graph_breaks() -> None:
-    """The last matmul of a graph is no head if other matrices of the model follow; the last one of the model is a head."""
+    """The last matmul of a graph is no head if other matrices of the model follow; the last one of the model
+    is a head."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         x = m.embed(x)
@@ -191,8 +216,8 @@ def test_a_model_whose_graph_breaks() -> None:
 
 @pytest.mark.parametrize("dim, kept", [(1, True), (-1, False)])
 def test_a_maximum_over_tokens_is_a_choice(dim: int, kept: bool) -> None:
-    """The projection in front of the maximum stays in high precision: rounding may change the winner, which gets all the
-    gradient. A maximum over features is no choice between tokens."""
+    """The projection in front of the maximum stays in high precision: rounding may change the winner, which
+    gets all the gradient. A maximum over features is no choice between tokens."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         return x.amax(dim, keepdim=True) + m.up(x).unflatten(1, (8, -1)).max(dim + (dim > 0)).values.mean()
@@ -209,7 +234,10 @@ def looked_up(m: Any, places: Tensor) -> Tensor:
 
 CHOICES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "nearest": lambda m, x: looked_up(
-        m, (x.square().sum(-1, keepdim=True) + m.up.weight.square().sum(-1) - 2 * x @ m.up.weight.t()).argmin(-1)
+        m,
+        (x.square().sum(-1, keepdim=True) + m.up.weight.square().sum(-1) - 2 * x @ m.up.weight.t()).argmin(
+            -1
+        ),
     ),
     "largest": lambda m, x: looked_up(m, m.up(x).max(-1).indices),
     "with noise": lambda m, x: (m.up(x) + F.softplus(m.spread(x))).topk(4).values,
@@ -220,7 +248,8 @@ CHOICES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.cases(test=2, slow=2)
 @pytest.mark.parametrize("name", CHOICES)
 def test_what_chooses_entries_is_in_high_precision(name: str) -> None:
-    """With other rounding a codebook's entry, a key or an expert is another one. Matmuls before and after are FP8."""
+    """With other rounding a codebook's entry, a key or an expert is another one. Matmuls before and after are
+    FP8."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         h = x + CHOICES[name](m, m.first(x)).sum(-1, keepdim=True)
@@ -228,4 +257,6 @@ def test_what_chooses_entries_is_in_high_precision(name: str) -> None:
 
     model = Model(forward, first=linear(WIDTH), up=linear(256), spread=linear(256), last=Mlp())
     chooses = {"up", "spread"} if name == "with noise" else {"up"}
-    assert kept(model, FEATURES) == dict.fromkeys(chooses, "router gate: its output decides which entries are chosen")
+    assert kept(model, FEATURES) == dict.fromkeys(
+        chooses, "router gate: its output decides which entries are chosen"
+    )

@@ -26,11 +26,19 @@ def rules(*given: dict[str, Any], **rest: Any) -> dict[str, Any]:
     return {"rules": list(given), **rest}
 
 
-def decisions(model: nn.Module, rows: int = 32, width: int = 128, **options: Any) -> dict[tuple[str, str], Any]:
+def decisions(
+    model: nn.Module, rows: int = 32, width: int = 128, **options: Any
+) -> dict[tuple[str, str], Any]:
     """(module, gemm) -> the matmul's record of a training step, which is not run."""
     with hooks.traced():
-        torch.compile(model, backend="fp8", options=options)(noise(2, rows, width).requires_grad_()).sum().backward()
-    return {(record.fqn, record.gemm): record for record in fp8compile.report(model).matmuls if record.gemm != "matmul"}
+        torch.compile(model, backend="fp8", options=options)(
+            noise(2, rows, width).requires_grad_()
+        ).sum().backward()
+    return {
+        (record.fqn, record.gemm): record
+        for record in fp8compile.report(model).matmuls
+        if record.gemm != "matmul"
+    }
 
 
 SIDE_BY_SIDE = {"gate": CAREFUL, "up": {"recipe": "delayed", **SHORT}}  # they read one tensor
@@ -53,7 +61,9 @@ def test_settings_of_rules(build: type[nn.Module], default: str, settings: dict[
 
 
 def test_a_rule_for_one_gemm() -> None:
-    found = decisions(make(Mlp), policy=rules({"module": "up", "gemm": "wgrad", "fp8": "off", "name": "exact wgrad"}))
+    found = decisions(
+        make(Mlp), policy=rules({"module": "up", "gemm": "wgrad", "fp8": "off", "name": "exact wgrad"})
+    )
     kept = {key: (record.reason, record.rule) for key, record in found.items() if record.decision != "fp8"}
     assert kept == {("up", "wgrad"): ("exact wgrad", "exact wgrad")}
 
@@ -86,13 +96,17 @@ def test_conditions_see_the_model() -> None:
         elif module.endswith((".gate", ".up")):
             assert (record.decision, record.rule) == ("fp8", "wide")
         else:
-            assert (record.decision, record.rule) == ("fp8", "down projection" if module.endswith(".down") else "")
+            assert (record.decision, record.rule) == (
+                "fp8",
+                "down projection" if module.endswith(".down") else "",
+            )
     assert len({module for module, _ in found}) == 3 * 7 + 1
 
 
 @pytest.mark.slow
 def test_layers_by_position() -> None:
-    """Also in parts: graph breaks leave three graphs, the first layer is in one of them, and the last in another."""
+    """Also in parts: graph breaks leave three graphs, the first layer is in one of them, and the last in
+    another."""
     edge = [{"name": side, "layers": f"{side} 1", "fp8": "off"} for side in ("first", "last")]
     model = make(lambda: Broken(Mlp(), Mlp(), Mlp()))
     found = decisions(model, policy=rules(*edge, extends="none"))
@@ -114,11 +128,13 @@ def wrapped(block: nn.Module, how: str, **options: Any) -> nn.Module:
 @pytest.mark.parametrize("key", ["blocks", "layers"])
 @pytest.mark.parametrize("how", ["in place", "torch.compile", "checkpointed"])
 def test_positions_of_blocks_that_are_compiled_one_by_one(how: str, key: str, edges: list[str]) -> None:
-    """They are those in the model: rules decide as they do when it is compiled whole. Blocks that they treat alike share a
-    graph."""
+    """They are those in the model: rules decide as they do when it is compiled whole. Blocks that they treat
+    alike share a graph."""
     policy = rules({"name": "edge", key: edges, "fp8": "off"})
     whole = make(lambda: Stack(*(Mlp() for _ in range(5))))
-    expected = {(name, gemm): record.decision for (name, gemm), record in decisions(whole, policy=policy).items()}
+    expected = {
+        (name, gemm): record.decision for (name, gemm), record in decisions(whole, policy=policy).items()
+    }
     torch._dynamo.reset()
     model = make(lambda: Stack(*(Mlp() for _ in range(5))))
     blocks = list(model.inner)
@@ -149,7 +165,9 @@ def test_what_cannot_be_fp8_is_nobodys_choice() -> None:
     options = {"policy": rules({"name": "mine", "module": "up", "fp8": "off"})}
     with hooks.traced():
         torch.compile(model, backend="fp8", options=options)(noise(32, 128).double()).sum().backward()
-    assert {record.reason.partition(":")[0] for record in fp8compile.report(model).matmuls} == {"dtype float64"}
+    assert {record.reason.partition(":")[0] for record in fp8compile.report(model).matmuls} == {
+        "dtype float64"
+    }
 
 
 def test_a_function_as_policy() -> None:
@@ -161,14 +179,22 @@ def test_a_function_as_policy() -> None:
         return name != "inner.1.down"
 
     found = decisions(make(lambda: Stack(Mlp(), Mlp())), policy=wanted)
-    assert {module for (module, _), record in found.items() if record.reason == "policy function"} == {"inner.1.down"}
+    assert {module for (module, _), record in found.items() if record.reason == "policy function"} == {
+        "inner.1.down"
+    }
     assert {module for (module, _), record in found.items() if record.decision != "fp8"} == {"inner.1.down"}
     assert set(asked) == {(nn.Linear, f"inner.{i}.{name}") for i in range(2) for name in ("up", "down")}
     torch._dynamo.reset()
-    norms = decisions(make(lambda: Stack(Mlp(), Mlp())), policy=lambda module, name: isinstance(module, nn.Linear), strict=True)
+    norms = decisions(
+        make(lambda: Stack(Mlp(), Mlp())),
+        policy=lambda module, name: isinstance(module, nn.Linear),
+        strict=True,
+    )
     assert all(record.decision == "fp8" for record in norms.values())
     torch._dynamo.reset()
-    with pytest.raises(fp8compile.OptionError, match="policy function raises AttributeError.* for 'inner.0.up', a Linear"):
+    with pytest.raises(
+        fp8compile.OptionError, match="policy function raises AttributeError.* for 'inner.0.up', a Linear"
+    ):
         decisions(make(lambda: Stack(Mlp())), policy=lambda module, name: module.nothing)
 
 
@@ -223,7 +249,8 @@ def test_edges() -> None:
 
 @pytest.mark.slow
 def test_evaluation_in_fp8() -> None:
-    """Evaluation in FP8 uses current amaxes; histories neither move nor matter. By default, evaluation is exact."""
+    """Evaluation in FP8 uses current amaxes; histories neither move nor matter. By default, evaluation is
+    exact."""
     model = make(Mlp)
     x = noise(32, 128)
     expected = model(x).detach()
@@ -246,7 +273,8 @@ def test_evaluation_in_fp8() -> None:
 
 
 def test_operands_of_two_dtypes_are_an_error_as_everywhere() -> None:
-    """bf16 weights and float32 activations without autocast: an error in eager mode, and quantizing must not hide it."""
+    """bf16 weights and float32 activations without autocast: an error in eager mode, and quantizing must not
+    hide it."""
     model = nn.Linear(128, 128).bfloat16()
     with pytest.raises(Exception, match="dtype"):
         compiled(nn.Sequential(model))(noise(32, 128)).sum().backward()

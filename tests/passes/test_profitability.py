@@ -1,4 +1,5 @@
-"""`weigh`: the matmuls that become FP8 on a described device. The tests rewrite the graphs of models and never run them."""
+"""`weigh`: the matmuls that become FP8 on a described device. The tests rewrite the graphs of models and
+never run them."""
 
 from __future__ import annotations
 
@@ -80,13 +81,16 @@ class Fused(nn.Module):
 
 
 class Step(NamedTuple):
-    """Matmuls with weights of a training step by (name, gemm): their records; those weighed, with the decisions before."""
+    """Matmuls with weights of a training step by (name, gemm): their records; those weighed, with the
+    decisions before."""
 
     records: Records
     weighed: dict[tuple[str, str], tuple[Any, str]]
 
 
-def step(build: Callable[[], nn.Module], *shape: int, autocast: bool = False, dynamic: bool = False, **options: Any) -> Step:
+def step(
+    build: Callable[[], nn.Module], *shape: int, autocast: bool = False, dynamic: bool = False, **options: Any
+) -> Step:
     model = unallocated(build, torch.float32 if autocast else BF16)
     x = torch.empty(shape, dtype=BF16).requires_grad_()
     if dynamic:
@@ -111,17 +115,23 @@ def records(name: str, tokens: int, width: int, **options: Any) -> Records:
     return made(name, tokens, width, **options).records
 
 
-# -- decisions ---------------------------------------------------------------------------------------------------------
+# -- decisions -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_copies_of_weights_that_are_kept_cost_nothing_and_one_kept_copy_costs_its_transposition() -> None:
-    """With few tokens, casts of weights are most of what FP8 costs. A transposition, of the weight with dgrad, costs less than
-    a cast and more than nothing."""
-    how: tuple[dict[str, bool], ...] = ({}, {"cache_weights": True, "recast_weights": True}, {"cache_weights": True})
+    """With few tokens, casts of weights are most of what FP8 costs. A transposition, of the weight with
+    dgrad, costs less than a cast and more than nothing."""
+    how: tuple[dict[str, bool], ...] = (
+        {},
+        {"cache_weights": True, "recast_weights": True},
+        {"cache_weights": True},
+    )
     cast, turned, kept = (records("mlp", 256, 4096, **options) for options in how)
     assert all(kept[key].cast_us < record.cast_us for key, record in cast.items() if key[1] != "wgrad")
-    assert sum(record.decision == FP8 for record in cast.values()) < sum(x.decision == FP8 for x in kept.values())
+    assert sum(record.decision == FP8 for record in cast.values()) < sum(
+        x.decision == FP8 for x in kept.values()
+    )
     differ = [key for key in cast if kept[key].cast_us < turned[key].cast_us]
     assert differ and all(turned[key].cast_us < cast[key].cast_us for key in differ)
     assert all(turned[key].cast_us == kept[key].cast_us for key in cast if key not in differ)
@@ -140,7 +150,10 @@ class Five(nn.Module):
 
 @pytest.mark.slow
 def test_equal_layers_whose_casts_cost_otherwise_begin_to_pay_elsewhere() -> None:
-    rules = [{"module": "b", "cache_weights": True}, {"module": "c", "cache_weights": True, "recast_weights": True}]
+    rules = [
+        {"module": "b", "cache_weights": True},
+        {"module": "c", "cache_weights": True, "recast_weights": True},
+    ]
     options = {"recipe": "tensorwise", "recast_weights": False, "policy": {"rules": rules}}
     found = step(lambda: Five(4096), 1, 512, 4096, **options).records
     starts = {name: found[name, "fprop"].break_even_m for name in "bcd"}
@@ -167,7 +180,10 @@ def test_a_large_layer_becomes_fp8() -> None:
     assert 1.4 < bf16 / fp8 < 1.75
     assert all(record.break_even_m < 16384 for record in found.values())
     # us for 2 * 16384 * 16384 * 4096 FLOP at the sustained rates, and a little for waves and launches
-    assert found["up", "fprop"].bf16_us == pytest.approx(2783, rel=0.1) and found["up", "fprop"].fp8_us < 0.7 * 2783
+    assert (
+        found["up", "fprop"].bf16_us == pytest.approx(2783, rel=0.1)
+        and found["up", "fprop"].fp8_us < 0.7 * 2783
+    )
 
 
 @pytest.mark.slow
@@ -177,7 +193,10 @@ def test_the_stated_break_even_is_where_the_decision_turns_and_later_with_tensor
     for options in ({}, {"recipe": "tensorwise"}):
         start = records("mlp", 16384, 4096, **options)["up", "fprop"].break_even_m
         for tokens, pays in ((start // 2, False), (2 * start, True)):
-            assert (records("mlp", tokens, 4096, **options)["up", "fprop"].decision == FP8) is pays, (options, tokens)
+            assert (records("mlp", tokens, 4096, **options)["up", "fprop"].decision == FP8) is pays, (
+                options,
+                tokens,
+            )
         assert starts[-1] < start < 32768
         starts.append(start)
 
@@ -197,7 +216,9 @@ def test_a_graph_that_saves_less_than_its_scales_cost() -> None:
     assert len(both) == 6 and all(record.decision == FP8 for record in both.values())
     assert len(found) == 3 and all(record.decision != FP8 for record in found.values())
     said = {record.reason for record in found.values()}
-    stated = re.fullmatch(r"slower in FP8: all of the graph would save ([\d.]+) us, and scaling costs it 8\.0 us", said.pop())
+    stated = re.fullmatch(
+        r"slower in FP8: all of the graph would save ([\d.]+) us, and scaling costs it 8\.0 us", said.pop()
+    )
     assert stated and not said and 0 < float(stated[1]) <= 8
 
 
@@ -219,7 +240,9 @@ def test_what_the_policy_insists_on_stays_and_pays_for_others() -> None:
     assert all(record.decision != FP8 for record in found["auto"].values())
     assert all(found["on"]["q", gemm].decision == FP8 for gemm in ("fprop", "dgrad", "wgrad"))
     assert found["on"]["q", "fprop"].bf16_us > 0  # every matmul has estimates
-    ratios = [float(re.search(r"(\d\.\d\d)x", found[choice]["k", "fprop"].reason)[1]) for choice in ("auto", "on")]
+    ratios = [
+        float(re.search(r"(\d\.\d\d)x", found[choice]["k", "fprop"].reason)[1]) for choice in ("auto", "on")
+    ]
     assert ratios[0] < ratios[1]  # another matmul already pays for the cast of h
 
 
@@ -236,13 +259,28 @@ def test_dynamic_sizes_are_not_specialised() -> None:
     assert any(record.dynamic for record in found.values())
 
 
-# -- the choice is a good one ------------------------------------------------------------------------------------------
+# -- the choice is a good one --------------------------------------------------------------------------------
 
 SIZES = [(16, 256), (512, 1024), (4096, 768), (2048, 4096), (16384, 4096)]  # tokens, width
-CHOICES = [("attention", "delayed", 1), ("mlp", "delayed", 1), ("fused", "delayed", 1), ("mlp", "tensorwise", 0)]
+CHOICES = [
+    ("attention", "delayed", 1),
+    ("mlp", "delayed", 1),
+    ("fused", "delayed", 1),
+    ("mlp", "tensorwise", 0),
+]
 CHOICES += [("attention", "tensorwise", 3), ("fused", "tensorwise", 2), ("mlp", "delayed", 4)]
-SLOW = [("attention", "delayed", 0), ("fused", "tensorwise", 0), ("attention", "delayed", 2), ("mlp", "tensorwise", 2)]
-SLOW += [("mlp", "delayed", 3), ("fused", "delayed", 3), ("attention", "tensorwise", 4), ("fused", "tensorwise", 4)]
+SLOW = [
+    ("attention", "delayed", 0),
+    ("fused", "tensorwise", 0),
+    ("attention", "delayed", 2),
+    ("mlp", "tensorwise", 2),
+]
+SLOW += [
+    ("mlp", "delayed", 3),
+    ("fused", "delayed", 3),
+    ("attention", "tensorwise", 4),
+    ("fused", "tensorwise", 4),
+]
 
 
 @pytest.mark.cases(test=3, slow=4)
@@ -261,8 +299,12 @@ def test_no_choice_within_a_component_is_better(name: str, recipe: str, size: in
     for part in parts:
         part.improve()
         ours = part.seconds(part.chosen)
-        assert ours <= part.seconds(set()) * (1 + 1e-12) and ours <= part.seconds(part.everything) * (1 + 1e-12)
-        subsets = itertools.chain.from_iterable(itertools.combinations(part.gemms, n) for n in range(len(part.gemms) + 1))
+        assert ours <= part.seconds(set()) * (1 + 1e-12) and ours <= part.seconds(part.everything) * (
+            1 + 1e-12
+        )
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(part.gemms, n) for n in range(len(part.gemms) + 1)
+        )
         best = min(part.seconds(set(subset)) for subset in subsets)
         assert ours <= best * 1.01
         # the shares of the gemms add up to the time of the component
@@ -272,7 +314,7 @@ def test_no_choice_within_a_component_is_better(name: str, recipe: str, size: in
         assert told == pytest.approx(spent)
 
 
-# -- the producer and the readers of a tensor ----------------------------------------------------------------------------------
+# -- the producer and the readers of a tensor ----------------------------------------------------------------
 
 
 def of(step: Step, name: str, gemm: str, role: str) -> Any:
@@ -288,7 +330,8 @@ def test_traffic_of_an_mlp() -> None:
     assert gelu.fused and gelu.producer_bytes == 4 * elements * 2  # the output of `up`
     dy, dh = of(found, "down", "dgrad", "gradient"), of(found, "up", "dgrad", "gradient")
     assert not dy.fused and dy.shared  # the output gradient of the model, which the residual reads, too
-    assert dh.fused and dh.producer_bytes == 2 * 4 * elements * 2  # GELU's input and the gradient of its output
+    # GELU's input and the gradient of its output
+    assert dh.fused and dh.producer_bytes == 2 * 4 * elements * 2
     weight = of(found, "up", "fprop", "weight")
     assert not weight.fused and not weight.shared and weight.itemsize == 2 and len(weight.readers) == 2
 
@@ -316,13 +359,16 @@ def test_float32_weights_under_autocast() -> None:
 
 
 def test_a_float32_residual_is_written_beside_the_copy_for_bf16() -> None:
-    """Under autocast, the gradient that a residual passes on is float32, and the matmuls read a bf16 copy of it. In FP8 they do
-    not, so the write of that copy is saved, and the float32 tensor is written either way."""
+    """Under autocast, the gradient that a residual passes on is float32, and the matmuls read a bf16 copy
+    of it. In FP8 they do not, so the write of that copy is saved, and the float32 tensor is written either
+    way."""
     dy = of(made("mlp", 512, 1024, autocast=True), "down", "dgrad", "gradient")
     base = replace(dy, fused=True, shared=True, itemsize=4)
     gemm = mock.Mock(dtype=torch.bfloat16)
     cost = profitability.Base(base, weight=False, outside=False)
-    cost.casts.append(profitability.CastCost(cost, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))]))
+    cost.casts.append(
+        profitability.CastCost(cost, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))])
+    )
     high, fp8 = (1e6 * cost.seconds(H200, chosen) for chosen in (set(), {gemm}))
     byte = 1e6 * base.elements / H200.bandwidth
     assert high == pytest.approx((4 + 2) * byte) and fp8 == pytest.approx(4 * byte + (4 + 2) * byte + 2)

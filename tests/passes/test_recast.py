@@ -1,4 +1,5 @@
-"""Which copies forward keeps for backward: of weights (`passes.recast`), and of attention's output (`passes.layouts`)."""
+"""Which copies forward keeps for backward: of weights (`passes.recast`), and of attention's output
+(`passes.layouts`)."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def step(build: Any, tokens: int, width: int, backend: str = "fp8", **options: A
 def kept(made: fake_gpu.Step, shape: tuple[int, ...]) -> int:
     """How many FP8 tensors of this shape a backward gets from its forward."""
     graph = next(graph for graph in made.graphs if graph.backward)
-    return sum(x.dtype == FP8 and x.shape == shape and not name.startswith("primals") for name, x in graph.inputs.items())
+    return sum(
+        x.dtype == FP8 and x.shape == shape and not name.startswith("primals")
+        for name, x in graph.inputs.items()
+    )
 
 
 @pytest.mark.slow
@@ -58,13 +62,16 @@ def test_many_tokens_cast_again_and_few_keep() -> None:
 
 
 def test_fp8_keeps_no_more_than_bf16() -> None:
-    """With few tokens a copy of a weight is larger than what FP8 saves on inputs, however dear it is to cast it again."""
+    """With few tokens a copy of a weight is larger than what FP8 saves on inputs, however dear it is to cast
+    it again."""
     few = 1536
     found = step(lambda: Deep(2048), few, 2048)
-    assert kept(found, (2048, 2048)) == 1  # two inputs of 1536 x 2048 save more than one copy takes, and less than two
+    # two inputs of 1536 x 2048 save more than one copy takes, and less than two
+    assert kept(found, (2048, 2048)) == 1
     bf16 = step(lambda: Deep(2048), few, 2048, "inductor").kept_for_backward
     assert found.kept_for_backward <= bf16 + 100  # scales
-    assert kept(step(lambda: Deep(2048), 512, 2048), (2048, 2048)) == 2  # casting again would take a fifth of the matmuls' time
+    # casting again would take a fifth of the matmuls' time
+    assert kept(step(lambda: Deep(2048), 512, 2048), (2048, 2048)) == 2
 
 
 @pytest.mark.cases(slow=1)
@@ -77,7 +84,8 @@ def test_who_says_so_is_obeyed(given: bool, count: int) -> None:
 
 @pytest.mark.slow
 def test_attention_reads_its_output_anyway() -> None:
-    """The transposed copy for wgrad is written in backward, and the step computes the same as on a device that is unknown."""
+    """The transposed copy for wgrad is written in backward, and the step computes the same as on a device
+    that is unknown."""
     torch._dynamo.reset()
     results = []
     for device in ("h200", None):

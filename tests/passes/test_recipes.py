@@ -1,5 +1,5 @@
-"""The finer recipes in the graph: shared copies, tensors kept for backward, emulation. Also: the layers that are recognised as
-down projections after a gated activation."""
+"""The finer recipes in the graph: shared copies, tensors kept for backward, emulation. Also: the layers that
+are recognised as down projections after a gated activation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_mxfp8_is_emulated_but_on_blackwell():
     model, x = make(Mlp), noise(128, 128)
     report = traced(model, x, recipe="mxfp8", policy=ALL_FP8)
     assert all(record.emulated and record.decision == "fp8" for record in report.matmuls)
-    assert "mxfp8 (emulated)" in str(report) and report.to_dict()["graphs"][-1]["matmuls"][0]["emulated"] is True
+    assert (
+        "mxfp8 (emulated)" in str(report) and report.to_dict()["graphs"][-1]["matmuls"][0]["emulated"] is True
+    )
     report = traced(model, x, recipe="mxfp8", policy=ALL_FP8, device="b200")
     assert not any(record.emulated for record in report.matmuls) and "emulated" not in str(report)
     with pytest.raises(fp8compile.StrictError, match="mxfp8 is emulated.*'blockwise'"):
@@ -61,12 +63,13 @@ def test_mxfp8_is_emulated_but_on_blackwell():
     traced(model, x, recipe="mxfp8", policy=ALL_FP8, strict=True, device="b200")
 
 
-# -- in the graph --------------------------------------------------------------------------------------------------------
+# -- in the graph --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_readers_share_what_is_scaled_alike():
-    """q, k and v read one tensor: one amax, one scale and one copy for each layout, shared by their three wgrads, too."""
+    """q, k and v read one tensor: one amax, one scale and one copy for each layout, shared by their three
+    wgrads, too."""
     forward, backward = graphs(make(Attention), noise(2, 64, 128).requires_grad_(), recipe="rowwise")
     # x: both layouts; y for o: one, since attention's backward has y itself; four weights: both layouts
     assert count(forward, ops.quantize_both) == 1 + 4 and count(forward, ops.quantize) == 1
@@ -83,7 +86,9 @@ def test_square_blocks_share_their_amax():
 
 @pytest.mark.slow
 def test_gw_hp_takes_one_scale_for_the_weight_in_dgrad():
-    forward, backward = graphs(make(Mlp), noise(128, 128, seed=1).requires_grad_(), recipe="rowwise_with_gw_hp")
+    forward, backward = graphs(
+        make(Mlp), noise(128, 128, seed=1).requires_grad_(), recipe="rowwise_with_gw_hp"
+    )
     blocks = [node.args[7:9] for node in backward.find_nodes(op="call_function", target=ops.block_mm)]
     assert len(blocks) == 2 and all(sorted(pair) == [[0, 0], [1, 0]] for pair in blocks)
     assert count(forward, ops.amax) == 0 and count(backward, ops.amax) == 2  # one for each of the two weights
@@ -93,10 +98,15 @@ def test_gw_hp_takes_one_scale_for_the_weight_in_dgrad():
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_nothing_more_is_kept_for_backward(recipe):
-    """Kept are FP8 copies, results of matmuls and scales, but no high-precision activation that can be recomputed."""
+    """Kept are FP8 copies, results of matmuls and scales, but no high-precision activation that can be
+    recomputed."""
     model, x = make(lambda: Mlp(256, 512), dtype=torch.bfloat16), noise(512, 256, dtype=torch.bfloat16)
     _, backward = graphs(model, x, recipe=recipe)
-    kept = [node.meta["val"] for node in backward.nodes if node.op == "placeholder" and "tangents" not in node.name]
+    kept = [
+        node.meta["val"]
+        for node in backward.nodes
+        if node.op == "placeholder" and "tangents" not in node.name
+    ]
     kept = [x for x in kept if isinstance(x, Tensor)]
     large = sorted((str(x.dtype), tuple(x.shape)) for x in kept if x.numel() >= 128 * 128)
     # the output of up, for GELU and its backward; the transposed copies of down's weight and of x
@@ -110,21 +120,32 @@ def test_nothing_more_is_kept_for_backward(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_recipes_of_single_gemms(recipe):
-    """Forward and backward scale a tensor in different ways; the tangent is an input of the backward graph."""
-    rules = [{"gemm": "fprop", "recipe": recipe}, {"gemm": "dgrad", "recipe": "delayed"}, {"gemm": "wgrad", "recipe": "mxfp8"}]
+    """Forward and backward scale a tensor in different ways; the tangent is an input of the backward
+    graph."""
+    rules = [
+        {"gemm": "fprop", "recipe": recipe},
+        {"gemm": "dgrad", "recipe": "delayed"},
+        {"gemm": "wgrad", "recipe": "mxfp8"},
+    ]
     model, x = make(lambda: nn.Linear(128, 256)), noise(4, 16, 128).requires_grad_()
     report = step(model, x, policy={"rules": rules})
-    assert {r.gemm: r.recipe for r in report.matmuls} == {"fprop": recipe, "dgrad": "delayed", "wgrad": "mxfp8"}
+    assert {r.gemm: r.recipe for r in report.matmuls} == {
+        "fprop": recipe,
+        "dgrad": "delayed",
+        "wgrad": "mxfp8",
+    }
     assert x.grad.isfinite().all() and model.weight.grad.abs().sum() > 0
 
 
-# -- down projections ----------------------------------------------------------------------------------------------------
+# -- down projections ----------------------------------------------------------------------------------------
 
 
 class Fused(nn.Module):
     """One projection for gate and up."""
 
-    def __init__(self, act: Callable[[Tensor], Tensor] | None = F.silu, drop: float = 0.0, first: bool = True) -> None:
+    def __init__(
+        self, act: Callable[[Tensor], Tensor] | None = F.silu, drop: float = 0.0, first: bool = True
+    ) -> None:
         super().__init__()
         self.act, self.drop, self.first = act, drop, first
         self.gate_up = nn.Linear(128, 512, bias=False)

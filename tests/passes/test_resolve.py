@@ -1,4 +1,5 @@
-"""`resolve`: the settings that run are those that were chosen, but for the overrides, each of which is told."""
+"""`resolve`: the settings that run are those that were chosen, but for the overrides, each of which is
+told."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def test_a_change_is_told_and_nothing_else_is(name: str) -> None:
     recipe = Recipe(name)
     assert settle(recipe, PLAIN) == (recipe, ())
     for flags in (*([flag] for flag in FLAGS), FLAGS):
-        found, lines = settle(replace(recipe, frozen="high_precision"), replace(PLAIN, **dict.fromkeys(flags, True)))
+        found, lines = settle(
+            replace(recipe, frozen="high_precision"), replace(PLAIN, **dict.fromkeys(flags, True))
+        )
         assert bool(lines) is (found != recipe), (flags, lines)
         assert all(line.split("=")[0] in ("recipe", *(f.name for f in fields(Recipe))) for line in lines)
 
@@ -42,5 +45,8 @@ def test_the_report_prints_them() -> None:
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(128, 256)), nn.ReLU(), nn.Linear(256, 128))
     with hooks.traced():
         torch.compile(model, backend="fp8")(torch.randn(32, 128)).sum().backward()
-    told = "* 1 FP8 layer: current_scaling=(False, True, False): a weight that is computed in each call has no history"
+    told = (
+        "* 1 FP8 layer: current_scaling=(False, True, False): a weight that is computed in "
+        "each call has no history"
+    )
     assert told in str(fp8compile.report(model)).splitlines()

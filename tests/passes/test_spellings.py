@@ -1,7 +1,8 @@
-"""Every way to write a matmul: the matmul is found once, with its name and the expected decision, and its results are right.
+"""Every way to write a matmul: the matmul is found once, with its name and the expected decision, and its
+results are right.
 
-Each test trains one step of a small model in high precision and with the backend, compares outputs and gradients loosely
-(test_agreement.py tests the exact numerics), and checks the whole report of that step.
+Each test trains one step of a small model in high precision and with the backend, compares outputs and
+gradients loosely (test_agreement.py tests the exact numerics), and checks the whole report of that step.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 TRAINED = ("fprop", "dgrad", "wgrad")
 FROZEN = ("fprop", "dgrad")
-FLOOR = 17.0  # dB, of outputs and gradients against high precision; FP8 noise through two layers stays above it, errors do not
+# dB, of outputs and gradients against high precision; FP8 noise through two layers stays above it, errors do
+# not
+FLOOR = 17.0
 
 
-def one_step(model: nn.Module, *inputs: torch.Tensor, floor: float = FLOOR, autocast: bool = False, **options: Any) -> Report:
+def one_step(
+    model: nn.Module, *inputs: torch.Tensor, floor: float = FLOOR, autocast: bool = False, **options: Any
+) -> Report:
     """A training step of `model` and of a copy in high precision agree; -> the report of the compiled one."""
     vanilla = copy.deepcopy(model)
     compiled = torch.compile(model, backend="fp8", options=options)
@@ -43,10 +48,16 @@ def one_step(model: nn.Module, *inputs: torch.Tensor, floor: float = FLOOR, auto
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = run(*leaves)
         outputs = out if isinstance(out, list) else [out]
-        sum(((x.real if x.is_complex() else x).float() * noise(*x.shape, seed=7)).sum() for x in outputs).backward()
-        found = {f"output {i}": x for i, x in enumerate(outputs)} | {f"input {i}": x.grad for i, x in enumerate(leaves)}
+        sum(
+            ((x.real if x.is_complex() else x).float() * noise(*x.shape, seed=7)).sum() for x in outputs
+        ).backward()
+        found = {f"output {i}": x for i, x in enumerate(outputs)} | {
+            f"input {i}": x.grad for i, x in enumerate(leaves)
+        }
         found |= {name: p.grad for name, p in module.named_parameters()}
-        results.append({k: torch.view_as_real(v) if v.is_complex() else v for k, v in found.items() if v is not None})
+        results.append(
+            {k: torch.view_as_real(v) if v.is_complex() else v for k, v in found.items() if v is not None}
+        )
     expected, got = results
     assert got.keys() == expected.keys()
     for name in expected:
@@ -66,16 +77,20 @@ def decisions(report: Report) -> dict[str, dict[str, list[str]]]:
 
 
 def check(report: Report, expected: dict[str, Any]) -> None:
-    """`expected`: {fqn: decision}, for all three gemms, or {fqn: (gemms, decision)}; a decision is "fp8" or the beginning of
-    the reason. The report must list each of these once, and no others.
+    """`expected`: {fqn: decision}, for all three gemms, or {fqn: (gemms, decision)}; a decision is "fp8" or
+    the beginning of the reason. The report must list each of these once, and no others.
 
     Matmuls without a weight ("matmul") are ignored, unless their name is in `expected`.
     """
-    found = {fqn: gemms for fqn, gemms in decisions(report).items() if set(gemms) != {"matmul"} or fqn in expected}
+    found = {
+        fqn: gemms for fqn, gemms in decisions(report).items() if set(gemms) != {"matmul"} or fqn in expected
+    }
     assert found.keys() == expected.keys(), str(report)
     for fqn, wanted in expected.items():
         gemms, decision = (TRAINED, wanted) if isinstance(wanted, str) else wanted
-        assert Counter({gemm: len(records) for gemm, records in found[fqn].items()}) == Counter(gemms), f"{fqn}\n{report}"
+        assert Counter({gemm: len(records) for gemm, records in found[fqn].items()}) == Counter(gemms), (
+            f"{fqn}\n{report}"
+        )
         for records in found[fqn].values():
             assert all(record.startswith(decision) for record in records), f"{fqn}: {records}"
 
@@ -96,7 +111,7 @@ def linear(into: int = 128, out: int = 128, bias: bool = True) -> nn.Linear:
 X = (8, 32, 128)  # batch, tokens, features
 
 
-# -- one weight, many spellings ------------------------------------------------------------------------------------------
+# -- one weight, many spellings ------------------------------------------------------------------------------
 
 SPELLINGS = {
     "F.linear": (lambda m, x: F.linear(x, m.w, m.b), (256, 128)),
@@ -107,13 +122,22 @@ SPELLINGS = {
     "torch.matmul": (lambda m, x: torch.matmul(x, m.w) + m.b, (128, 256)),
     "torch.mm": (lambda m, x: torch.mm(x.flatten(0, 1), m.w) + m.b, (128, 256)),
     "addmm": (lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w), (128, 256)),
-    "addmm with factors": (lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w, beta=0.5, alpha=2.0), (128, 256)),
-    "Conv1D of GPT-2": (lambda m, x: torch.addmm(m.b, x.view(-1, x.size(-1)), m.w).view(*x.shape[:-1], -1), (128, 256)),
+    "addmm with factors": (
+        lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w, beta=0.5, alpha=2.0),
+        (128, 256),
+    ),
+    "Conv1D of GPT-2": (
+        lambda m, x: torch.addmm(m.b, x.view(-1, x.size(-1)), m.w).view(*x.shape[:-1], -1),
+        (128, 256),
+    ),
     "einsum": (lambda m, x: torch.einsum("btk,nk->btn", x, m.w) + m.b, (256, 128)),
     "einsum, in x out": (lambda m, x: torch.einsum("btk,kn->btn", x, m.w) + m.b, (128, 256)),
     "einsum, heads": (lambda m, x: torch.einsum("btk,khd->bthd", x, m.w).flatten(-2) + m.b, (128, 4, 64)),
     "bmm of one": (lambda m, x: torch.bmm(x.flatten(0, 1)[None], m.w[None])[0] + m.b, (128, 256)),
-    "baddbmm of one": (lambda m, x: torch.baddbmm(m.b[None, None], x.flatten(0, 1)[None], m.w[None])[0], (128, 256)),
+    "baddbmm of one": (
+        lambda m, x: torch.baddbmm(m.b[None, None], x.flatten(0, 1)[None], m.w[None])[0],
+        (128, 256),
+    ),
 }
 
 
@@ -123,13 +147,14 @@ def test_one_weight() -> None:
     check(report, {f"{i}.w": "fp8" for i in range(len(model))})
     for i, spelling in enumerate(SPELLINGS):
         sizes = {r.gemm: (r.m, r.n, r.k) for r in report.matmuls if r.fqn == f"{i}.w"}
-        # autograd chooses which side is m, but not the contracted dimension: features, features, and 256 tokens
+        # autograd chooses which side is m, but not the contracted dimension: features, features, and 256
+        # tokens
         assert sizes["fprop"] == (256, 256, 128), spelling
         assert sorted(sizes["dgrad"][:2]) == [128, 256] and sizes["dgrad"][2] == 256, spelling
         assert sorted(sizes["wgrad"][:2]) == [128, 256] and sizes["wgrad"][2] == 256, spelling
 
 
-# -- modules that use their weights in other ways -----------------------------------------------------------------------
+# -- modules that use their weights in other ways ------------------------------------------------------------
 
 
 def self_attention(weights: bool = False) -> nn.Module:
@@ -139,14 +164,19 @@ def self_attention(weights: bool = False) -> nn.Module:
 
 
 def cross_attention() -> nn.Module:
-    """To a part of its input. q uses one part of in_proj_weight, k and v the other: two fprops of one parameter."""
+    """To a part of its input. q uses one part of in_proj_weight, k and v the other: two fprops of one
+    parameter."""
     attention = nn.MultiheadAttention(128, 2, batch_first=True)
     return Model(lambda m, x: m.attn(x, y := x[:, 8:].tanh(), y, need_weights=False)[0], attn=attention)
 
 
 def lora() -> nn.Module:
     """A frozen linear and a pair of rank 16."""
-    parts = {"base": linear(128, 256).requires_grad_(False), "down": linear(128, 16, False), "up": linear(16, 256, False)}
+    parts = {
+        "base": linear(128, 256).requires_grad_(False),
+        "down": linear(128, 16, False),
+        "up": linear(16, 256, False),
+    }
     return Model(lambda m, x: m.base(x) + 2.0 * m.up(m.down(x)), **parts)
 
 
@@ -183,7 +213,9 @@ def views() -> nn.Module:
         x = x @ m.fused.view(2, 128, 128)[1] + x @ m.fused.unflatten(0, (2, 128)).unbind(0)[0]
         return x @ m.stack[0] + x @ m.stack[torch.tensor([1, 2])].sum(0)
 
-    return Model(forward, fused=weight(256, 128), stack=weight(3, 128, 128), parts=nn.ModuleDict({"it's": linear()}))
+    return Model(
+        forward, fused=weight(256, 128), stack=weight(3, 128, 128), parts=nn.ModuleDict({"it's": linear()})
+    )
 
 
 def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -208,9 +240,9 @@ MODULES: list[tuple[nn.Module, dict[str, Any]]] = [
     (Model(lambda m, x: m.choose(x).softmax(-1) * m.values(x), choose=linear(128, 256), values=linear(128, 256)),
      {"choose": "router gate", "values": "fp8"}),
     (root(lambda m, x: torch.bmm(x, m.w), 8, 128, 256), {"w": "batched"}),
-    (views(), {"parts.it's": "fp8", "fused": TWICE, "stack": "fp8", "": (["matmul"] * 3, "not a weight: computed from")}),
+    (views(), {"parts.it's": "fp8", "fused": TWICE, "stack": "fp8", "": (["matmul"] * 3, ("not a weight: computed from"))}),
     (Model(lambda m, x: m.linear(torch.tanh(m.linear(x))), linear=linear()), {"linear": TWICE}),
-    (Model(loss, body=linear(), to_words=linear(128, 512)), {"body": "fp8", "to_words": "output head: its output is the loss"}),
+    (Model(loss, body=linear(), to_words=linear(128, 512)), {"body": "fp8", "to_words": ("output head: its output is the loss")}),
 ]  # fmt: skip
 
 
@@ -218,11 +250,27 @@ MODULES: list[tuple[nn.Module, dict[str, Any]]] = [
 def test_modules() -> None:
     model = Several([module for module, _ in MODULES])
     report = one_step(model, *(noise(*X, seed=i) for i in range(len(MODULES))))
-    check(report, {f"{i}.{name}".rstrip("."): want for i, (_, wanted) in enumerate(MODULES) for name, want in wanted.items()})
-    assert {r.batch for r in report.matmuls if r.fqn == "5"} == {16}  # of the products, two heads of eight sequences
+    check(
+        report,
+        {
+            f"{i}.{name}".rstrip("."): want
+            for i, (_, wanted) in enumerate(MODULES)
+            for name, want in wanted.items()
+        },
+    )
+    # of the products, two heads of eight sequences
+    assert {r.batch for r in report.matmuls if r.fqn == "5"} == {16}
     assert {r.parameter for r in report.matmuls if r.fqn.endswith("it's")} == {"10.parts.it's.weight"}
-    opaque = {(r.fqn, "conv" if "conv" in r.op else "attention" if "attention" in r.op else r.op) for r in report.opaque}
-    assert opaque == {("0.attn", "attention"), ("2.attn", "attention"), ("6.patches", "conv"), ("6.attention", "attention")}
+    opaque = {
+        (r.fqn, "conv" if "conv" in r.op else "attention" if "attention" in r.op else r.op)
+        for r in report.opaque
+    }
+    assert opaque == {
+        ("0.attn", "attention"),
+        ("2.attn", "attention"),
+        ("6.patches", "conv"),
+        ("6.attention", "attention"),
+    }
     assert all(r.reason for r in report.opaque)
 
 
@@ -267,7 +315,8 @@ SQUARES: list[tuple[nn.Module, dict[str, Any]]] = [
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(("model", "expected"), SQUARES)
 def test_gradients_of_products_are_no_ones_wgrad(model: nn.Module, expected: dict[str, Any]) -> None:
-    """All tensors are 128 x 128: neither the sizes nor the operands of these matmuls distinguish them from a linear's gemms."""
+    """All tensors are 128 x 128: neither the sizes nor the operands of these matmuls distinguish them from a
+    linear's gemms."""
     with hooks.traced():
         torch.compile(model, backend="fp8")(noise(128, 128)).sum().backward()
     check(fp8compile.report(model), expected)
@@ -277,8 +326,16 @@ def test_gradients_of_products_are_no_ones_wgrad(model: nn.Module, expected: dic
 def test_narrow_and_odd_sizes():
     model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 200), nn.Linear(200, 168), nn.Linear(168, 144))
     wide = nn.Sequential(nn.Linear(144, 160), nn.Linear(160, 136))
-    expected = {"0": "under 128 wide", "1": "under 128 wide", "2": "not a multiple of 16", "3": "not a multiple of 16"}
-    check(one_step(nn.Sequential(*model, *wide), noise(*X)), expected | {"4": "fp8", "5": "not a multiple of 16"})
+    expected = {
+        "0": "under 128 wide",
+        "1": "under 128 wide",
+        "2": "not a multiple of 16",
+        "3": "not a multiple of 16",
+    }
+    check(
+        one_step(nn.Sequential(*model, *wide), noise(*X)),
+        expected | {"4": "fp8", "5": "not a multiple of 16"},
+    )
 
 
 def test_any_number_of_rows():
@@ -290,19 +347,25 @@ def test_any_number_of_columns() -> None:
     """A weight from the left: each token is a column of the output."""
     model = root(lambda m, x: (m.w @ x.t()).t() + m.b, 256, 128)
     report = one_step(model, noise(23, 128))
-    assert {r.gemm: r.decision for r in report.matmuls if r.gemm != "wgrad"} == {"fprop": "fp8", "dgrad": "fp8"}
+    assert {r.gemm: r.decision for r in report.matmuls if r.gemm != "wgrad"} == {
+        "fprop": "fp8",
+        "dgrad": "fp8",
+    }
 
 
-# -- dtypes and options ---------------------------------------------------------------------------------------------------
+# -- dtypes and options --------------------------------------------------------------------------------------
 
 
 def test_a_matmul_into_another_dtype_is_left_alone():
-    """`torch.mm(.., out_dtype=..)`, which exists only on CUDA, without gradients: its last argument is no operand."""
+    """`torch.mm(.., out_dtype=..)`, which exists only on CUDA, without gradients: its last argument is no
+    operand."""
 
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(torch.empty(256, 256, dtype=torch.bfloat16, device="meta"), requires_grad=False)
+            self.weight = nn.Parameter(
+                torch.empty(256, 256, dtype=torch.bfloat16, device="meta"), requires_grad=False
+            )
 
         def forward(self, x):
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
@@ -318,7 +381,7 @@ def test_a_part_of_another_dtype_does_not_touch_the_rest(dtype: torch.dtype) -> 
     check(one_step(model, noise(*X)), {"low": "fp8", "high": "dtype"})
 
 
-# -- nothing to do -----------------------------------------------------------------------------------------------------------
+# -- nothing to do -------------------------------------------------------------------------------------------
 
 
 def test_a_model_without_an_eligible_matmul_warns_and_trains(caplog):

@@ -45,7 +45,11 @@ def test_groups_are_tried_without_rows(wgrad: bool) -> None:
 
     graph = torch.fx.Graph()
     a, b = ((128, 96), (256, 96)) if wgrad else ((96, 128), (4, 256, 128))
-    given = [torch.empty(size, dtype=E4M3) for size in (a, b)] + [torch.ones(1), torch.ones(1), ends([16, 0, 33, 40])]
+    given = [torch.empty(size, dtype=E4M3) for size in (a, b)] + [
+        torch.ones(1),
+        torch.ones(1),
+        ends([16, 0, 33, 40]),
+    ]
     nodes = [graph.placeholder(f"x{i}") for i in range(len(given))]
     for node, x in zip(nodes, given, strict=True):
         node.meta["val"] = x
@@ -72,7 +76,9 @@ CASES: list[Any] = [
 @pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize(("recipe", "gpu", "forms", "what", "how"), CASES, ids=lambda x: getattr(x, "name", str(x)))
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "forms", "what", "how"), CASES, ids=lambda x: getattr(x, "name", str(x))
+)
 def test_a_form_that_is_refused(
     recipe: str, gpu: Any, forms: tuple[str, ...], what: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:

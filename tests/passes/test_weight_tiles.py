@@ -1,4 +1,5 @@
-"""`weight_tiles`: one scale for 32 x 32 elements of a weight with mxfp8. fprop and dgrad multiply the same FP8 values."""
+"""`weight_tiles`: one scale for 32 x 32 elements of a weight with mxfp8. fprop and dgrad multiply the same
+FP8 values."""
 
 from __future__ import annotations
 
@@ -43,19 +44,22 @@ def tokens(seed: int = 0) -> Tensor:
     return noise(128, 128, seed=seed, dtype=torch.bfloat16).requires_grad_()
 
 
-# -- the recipe -----------------------------------------------------------------------------------------------------------
+# -- the recipe ----------------------------------------------------------------------------------------------
 
 
-# -- a linear -------------------------------------------------------------------------------------------------------------
+# -- a linear ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_one_amax_and_one_read_for_both_layouts():
     with hooks.traced():
         forward, backward = graphs(make(Mlp), noise(128, 128), recast_weights=False, **TILES)
-        plain, _ = graphs(make(Mlp), noise(128, 128), recast_weights=False, **{**TILES, "weight_tiles": False})
+        plain, _ = graphs(
+            make(Mlp), noise(128, 128), recast_weights=False, **{**TILES, "weight_tiles": False}
+        )
     assert blocks_of(forward).count([32, 32]) == 2 and [32, 32] not in blocks_of(backward)  # one a weight
-    assert len(blocks_of(forward)) == len(blocks_of(plain)) - 1  # of the second weight: the first one has no dgrad
+    # of the second weight: the first one has no dgrad
+    assert len(blocks_of(forward)) == len(blocks_of(plain)) - 1
     assert count(forward, ops.quantize_both) == count(plain, ops.quantize_both)
 
 
@@ -67,12 +71,15 @@ def test_both_directions_multiply_the_same_values():
             seen.append((args[1], args[3]))
         return call(operator, args, kwargs)
 
-    model, x = make(lambda: nn.Linear(144, 272, bias=False)), noise(48, 144).requires_grad_()  # no multiples of 32
+    # no multiples of 32
+    model, x = make(lambda: nn.Linear(144, 272, bias=False)), noise(48, 144).requires_grad_()
     with hooks.through(product):
         step = torch.compile(model, backend="fp8", options=TILES)
         step(x).square().sum().backward()
     (w8, inverse), (turned, inverse_turned) = seen
-    assert torch.equal(w8.view(torch.uint8), turned.view(torch.uint8).t()) and torch.equal(inverse, inverse_turned.t())
+    assert torch.equal(w8.view(torch.uint8), turned.view(torch.uint8).t()) and torch.equal(
+        inverse, inverse_turned.t()
+    )
     assert w8.shape == (272, 144) and inverse.shape == (9, 5)
     values = ops.values(w8, inverse, torch.float32, [32, 32])
     assert (values - model.weight).abs().max() <= model.weight.abs().max() / 16
@@ -96,7 +103,7 @@ def test_a_tile_of_one_number_spoils_no_other() -> None:
         assert error < 0.06 and model.weight.grad.isfinite().all()
 
 
-# -- experts --------------------------------------------------------------------------------------------------------------
+# -- experts -------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -108,7 +115,8 @@ def of_experts(**options: Any) -> tuple[dict[str, Tensor], tuple[torch.fx.Graph,
 
 @pytest.mark.slow
 def test_one_copy_of_an_experts_weight_on_blackwell():
-    """Tensor cores of sm_100 read it along either dimension. Elsewhere, and with 1 x 32 blocks, there are two."""
+    """Tensor cores of sm_100 read it along either dimension. Elsewhere, and with 1 x 32 blocks, there are
+    two."""
     expected, (forward, _) = of_experts(recast_weights=False)
     assert count(forward, ops.quantize_both) >= 2
     stacks = (4 * 256, 128), (4 * 128, 128)
@@ -121,7 +129,8 @@ def test_one_copy_of_an_experts_weight_on_blackwell():
         assert len(weights) == (2 if copies == 1 else 0), key
         kept = [x.numel() for node in backward.find_nodes(op="placeholder")
                 if isinstance(x := node.meta["val"], Tensor) and x.dtype == E4M3]
-        assert sizes <= set(kept) and sum(size in sizes for size in kept) == 2, key  # either one: the copy that dgrad reads
+        # either one: the copy that dgrad reads
+        assert sizes <= set(kept) and sum(size in sizes for size in kept) == 2, key
         assert count(backward, grouped.grouped_mm) == 4 and [32, 32] not in blocks_of(backward)
 
 
@@ -141,7 +150,9 @@ def test_cached_copies_of_experts_take_half_the_memory():
         model = Experts4()
         torch._dynamo.reset()
         with hooks.traced(), hooks.bytes_of_copies() as found:
-            step = torch.compile(model, backend="fp8", options={**TILES, "cache_weights": True, "device": key})
+            step = torch.compile(
+                model, backend="fp8", options={**TILES, "cache_weights": True, "device": key}
+            )
             step(tokens()).sum().backward()
         cached.append(sum(found))
     parameters = sum(p.numel() for p in model.parameters())
@@ -156,7 +167,9 @@ def test_sides_that_are_no_multiples_of_32_stay_in_high_precision():
             self.up = nn.Parameter(noise(2, 144, 128, dtype=torch.bfloat16))
 
         def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.grouped_mm(x, self.up.transpose(1, 2), offs=torch.tensor([60, 128], dtype=torch.int32))
+            return nn.functional.grouped_mm(
+                x, self.up.transpose(1, 2), offs=torch.tensor([60, 128], dtype=torch.int32)
+            )
 
     model = Narrow()
     with hooks.traced():

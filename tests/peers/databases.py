@@ -1,11 +1,12 @@
-"""PyTorch's own databases of operators and modules as an oracle: their samples, run by `backend="fp8"` and by the stock path.
+"""PyTorch's own databases of operators and modules as an oracle: their samples, run by `backend="fp8"` and by
+the stock path.
 
-The stock path is Inductor's `compile_fx` without our passes, whose graphs torch's own interpreter runs. It is what our backend
-is built upon, with the same decompositions. So what has no FP8 matmul has the same bits. `aot_eager` has other decompositions,
-which round elsewhere.
+The stock path is Inductor's `compile_fx` without our passes, whose graphs torch's own interpreter runs. It is
+what our backend is built upon, with the same decompositions. So what has no FP8 matmul has the same bits.
+`aot_eager` has other decompositions, which round elsewhere.
 
-Samples are put into one graph, for a compilation costs more than they do. Where such a graph fails or differs, its halves are
-looked at, until one sample is left.
+Samples are put into one graph, for a compilation costs more than they do. Where such a graph fails or
+differs, its halves are looked at, until one sample is left.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ Way = Callable[[nn.Module], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A sample: `call(*make())` are its outputs. `make` gives fresh tensors or modules, with the same numbers each time."""
+    """A sample: `call(*make())` are its outputs. `make` gives fresh tensors or modules, with the same numbers
+    each time."""
 
     name: str
     make: Callable[[], Any]
@@ -88,11 +90,13 @@ def outcome(cases: Sequence[Case], compile: Way) -> list[Results] | Exception:
         return error
 
 
-# -- the ways to run -----------------------------------------------------------------------------------------------------
+# -- the ways to run -----------------------------------------------------------------------------------------
 
 
 def ours(model: nn.Module, **options: Any) -> Callable[[], Any]:
-    return torch.compile(model, backend="fp8", dynamic=False, options={"policy": EVERY, "recipe": "tensorwise", **options})
+    return torch.compile(
+        model, backend="fp8", dynamic=False, options={"policy": EVERY, "recipe": "tensorwise", **options}
+    )
 
 
 def stock(model: nn.Module) -> Callable[[], Any]:
@@ -113,7 +117,7 @@ def eager(model: nn.Module) -> Callable[[], Any]:
     return model
 
 
-# -- comparing -----------------------------------------------------------------------------------------------------------
+# -- comparing -----------------------------------------------------------------------------------------------
 
 
 def plain(x: Tensor) -> Tensor:
@@ -165,7 +169,8 @@ class Found:
 
 
 def check(cases: Sequence[Case], floor: float, found: Found, theirs: Way = stock, mine: Way = ours) -> Found:
-    """Compare cases, all together. Where they fail, each half by itself; what is not as it should be, by itself."""
+    """Compare cases, all together. Where they fail, each half by itself; what is not as it should be, by
+    itself."""
     expected, got = outcome(cases, theirs), outcome(cases, mine)
     if len(cases) == 1:
         return one(cases[0], expected, got, floor, found, theirs)
@@ -180,7 +185,8 @@ def check(cases: Sequence[Case], floor: float, found: Found, theirs: Way = stock
 
 
 def right(case: Case, fp8: int, expected: Results, got: Results, floor: float, found: Found) -> bool:
-    """Whether a case has the bits of the stock path or, with FP8 matmuls, a ratio over the floor; then it is counted."""
+    """Whether a case has the bits of the stock path or, with FP8 matmuls, a ratio over the floor; then it is
+    counted."""
     if fp8 and (least := min(map(ratio, expected, got))) >= floor:
         found.floors[case.name] = least
     elif alike(expected, got):
@@ -210,18 +216,23 @@ def one(case: Case, expected: Any, got: Any, floor: float, found: Found, theirs:
     return found
 
 
-# -- samples -------------------------------------------------------------------------------------------------------------
+# -- samples -------------------------------------------------------------------------------------------------
 
 
 def fresh(given: Any, owned: bool = True) -> Any:
-    """Copies of the tensors in `given`. If `owned`, those with gradients are parameters, except for the first tensor of all."""
+    """Copies of the tensors in `given`. If `owned`, those with gradients are parameters, except for the first
+    tensor of all."""
     first = next((x for x in tree_leaves(given) if isinstance(x, Tensor)), None)
 
     def copy(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         new = x.detach().clone()
-        return nn.Parameter(new) if x.requires_grad and owned and x is not first else new.requires_grad_(x.requires_grad)
+        return (
+            nn.Parameter(new)
+            if x.requires_grad and owned and x is not first
+            else new.requires_grad_(x.requires_grad)
+        )
 
     return tree_map(copy, given)
 
@@ -249,7 +260,9 @@ def cases_of(op: Any, dtype: torch.dtype, number: int, change: Callable = lambda
             return end(run(first, *args, **kwargs))
 
         defined = op.name not in UNDEFINED
-        found += runnable(Case(f"{name_of(op)} {str(dtype)[6:]} {i}", functools.partial(fresh, given), call, defined))
+        found += runnable(
+            Case(f"{name_of(op)} {str(dtype)[6:]} {i}", functools.partial(fresh, given), call, defined)
+        )
     return found
 
 
@@ -262,7 +275,10 @@ def cases_of_module(info: Any, dtype: torch.dtype, number: int) -> list[Case]:
 
         def make(sample: Any = sample) -> Any:
             torch.manual_seed(1)
-            of, given = sample.constructor_input, fresh((sample.forward_input.args, sample.forward_input.kwargs), False)
+            of, given = (
+                sample.constructor_input,
+                fresh((sample.forward_input.args, sample.forward_input.kwargs), False),
+            )
             module = info.module_cls(*of.args, **of.kwargs).to(dtype)
             if info.is_lazy:
                 module(*given[0], **given[1])

@@ -1,7 +1,8 @@
-"""Whatever the stock path can do, ours can: the samples of PyTorch's databases of operators and modules, forward and backward.
+"""Whatever the stock path can do, ours can: the samples of PyTorch's databases of operators and modules,
+forward and backward.
 
-Without an FP8 matmul, results have the bits of the stock path. With one, they are above a floor in dB (see `databases.py`).
-Errors name the operator, the dtype and the number of the sample.
+Without an FP8 matmul, results have the bits of the stock path. With one, they are above a floor in dB (see
+`databases.py`). Errors name the operator, the dtype and the number of the sample.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.peers.databases import DTYPES, Case, Found, cases_of, cases_of_module, check, inductor, name_of, ours
+from tests.peers.databases import (
+    DTYPES,
+    Case,
+    Found,
+    cases_of,
+    cases_of_module,
+    check,
+    inductor,
+    name_of,
+    ours,
+)
 from tests.support.harness import noise
 
 pytest.importorskip("expecttest")  # torch's databases import it
@@ -35,7 +46,8 @@ IN_FP8 = {"addmm", "addmm.decomposed", "einsum", "linalg.multi_dot", "matmul", "
 
 @pytest.fixture
 def as_eager() -> Iterator[None]:
-    """Random numbers are those of eager mode, and Dynamo compiles as many variants of a function as it takes."""
+    """Random numbers are those of eager mode, and Dynamo compiles as many variants of a function as it
+    takes."""
     many = {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000}
     with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(many):
         yield
@@ -81,7 +93,9 @@ def enlarged(x: Tensor) -> Tensor:
 
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
+)
 def test_matmuls(recipe: str, dtype: torch.dtype) -> None:
     """Samples that are large enough for FP8, with everything but the first tensor as parameters."""
     cases = [case for op in operators() if name_of(op) in FAMILY for case in cases_of(op, dtype, 4, enlarged)]
@@ -91,15 +105,23 @@ def test_matmuls(recipe: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize(("names", "number"), [(("nn.functional.linear",), 1), (("addmm", "mm"), 1), (FAMILY, 6)])
+@pytest.mark.parametrize(
+    ("names", "number"), [(("nn.functional.linear",), 1), (("addmm", "mm"), 1), (FAMILY, 6)]
+)
 def test_matmuls_by_inductor(names: tuple[str, ...], number: int) -> None:
-    cases = [case for op in operators() if name_of(op) in names for case in cases_of(op, torch.bfloat16, number, enlarged)]
+    cases = [
+        case
+        for op in operators()
+        if name_of(op) in names
+        for case in cases_of(op, torch.bfloat16, number, enlarged)
+    ]
     assert judge(cases, theirs=inductor).floors
 
 
 @pytest.mark.slow
 def test_faults_are_seen_and_named() -> None:
-    """An error of ours alone, a wrong bit without FP8 and a low ratio with it: each with the name of its sample."""
+    """An error of ours alone, a wrong bit without FP8 and a low ratio with it: each with the name of its
+    sample."""
 
     def wrong(model: Any) -> Callable:
         run = ours(model)

@@ -1,4 +1,5 @@
-"""Writes the table of options in docs/cli.md from click's descriptions: `python -m tests.project.command_options`"""
+"""Writes the table of options in docs/cli.md from click's descriptions: `python -m
+tests.project.command_options`"""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def table() -> str:
         for option in command.params:
             if isinstance(option, click.Option) and not option.hidden:
                 of.setdefault(row(option), []).append(f"`{name}`")
-    return HEAD + "".join(f"| {option} | {', '.join(names)} | {meaning} |\n" for (option, meaning), names in of.items())
+    return HEAD + "".join(
+        f"| {option} | {', '.join(names)} | {meaning} |\n" for (option, meaning), names in of.items()
+    )
 
 
 def page() -> str:

@@ -1,4 +1,5 @@
-"""Writes docs/reference/settings.md from the descriptions of `Recipe`'s settings: `python -m tests.project.settings_page`"""
+"""Writes docs/reference/settings.md from the descriptions of `Recipe`'s settings: `python -m
+tests.project.settings_page`"""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def page() -> str:
     for name, setting in SETTINGS.items():
         default = Recipe.__dataclass_fields__[name].default
         looks = [recipe for recipe in RECIPES if setting.matters(Recipe(recipe))]
-        which = "" if len(looks) == len(RECIPES) else f" Only for {', '.join(f'`{recipe}`' for recipe in looks)}."
+        which = (
+            "" if len(looks) == len(RECIPES) else f" Only for {', '.join(f'`{recipe}`' for recipe in looks)}."
+        )
         values = f"{setting.values}; default: {'by recipe' if default is None else repr(default)}"
         values = re.sub(r"'(\w+)'", r'`"\1"`', values)
         rows.append(f"| `{name}` | {values} | {setting.meaning}{which} |\n")

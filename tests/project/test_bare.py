@@ -1,5 +1,5 @@
-"""Where PyTorch is there and nothing else, as in an image for GPUs: models train, and what needs more says its name, and how to
-install it."""
+"""Where PyTorch is there and nothing else, as in an image for GPUs: models train, and what needs more says
+its name, and how to install it."""
 
 from __future__ import annotations
 
@@ -100,8 +100,13 @@ def test_a_model_trains_and_what_is_missing_is_named(tmp_path: Path) -> None:
         assert says in line
 
 
-@pytest.mark.weekly  # with torch 2.11 in each run of CI: what `device.sh first` does with the packages of an image
+# with torch 2.11 in each run of CI: what `device.sh first` does with the packages of an image
+@pytest.mark.weekly
 def test_inductor_and_the_kernels_for_a_gpu(tmp_path: Path) -> None:
     """Compiled for this CPU, and for a GPU that is described."""
-    *_, last = run(tmp_path, "contextlib.nullcontext()", "print(fp8compile.estimate(model(), x, device='h100').summary())")
+    *_, last = run(
+        tmp_path,
+        "contextlib.nullcontext()",
+        "print(fp8compile.estimate(model(), x, device='h100').summary())",
+    )
     assert "h100" in last.lower()

@@ -1,9 +1,11 @@
-"""The code of README and docs/ runs as it is written, page by page and in order, and prints what the pages show.
+"""The code of README and docs/ runs as it is written, page by page and in order, and prints what the pages
+show.
 
 * The Python blocks of a page share their names. A block with a title is the file of that name.
-* A `bash` block runs in the folder of these files. Pages with such a block are slow: each command imports torch.
-* A `text` block right after one of them is what it prints. Numbers with a point may differ by a fifth; a line "..." stands for
-  any lines.
+* A `bash` block runs in the folder of these files. Pages with such a block are slow: each command imports
+  torch.
+* A `text` block right after one of them is what it prints. Numbers with a point may differ by a fifth; a line
+  "..." stands for any lines.
 * A `toml` block with a title is a policy; in one without, each line is a condition of a rule.
 * A block after the line "<!-- Not run by a test of this page: why -->" is not run.
 
@@ -44,8 +46,17 @@ NOT_RUN = re.compile(r"<!-- Not run by a test of this page: \w+")
 COMPLETE = ("index.md", "tutorial.md", "how-to")  # pages whose code needs no names from here
 COMPILED = ("README.md", "docs/index.md")  # also run as users run them, through Inductor
 COSTLY = (  # each takes seconds to compile: slow
-    *("docs/estimates.md", "docs/export.md", "docs/compare.md", "docs/telemetry.md", "docs/how-to/accumulate.md"),
-    *(f"docs/how-to/{name}.md" for name in ("bf16-first", "lora", "nan", "not-faster", "resume", "save-memory")),
+    *(
+        "docs/estimates.md",
+        "docs/export.md",
+        "docs/compare.md",
+        "docs/telemetry.md",
+        "docs/how-to/accumulate.md",
+    ),
+    *(
+        f"docs/how-to/{name}.md"
+        for name in ("bf16-first", "lora", "nan", "not-faster", "resume", "save-memory")
+    ),
 )
 
 
@@ -80,7 +91,9 @@ def blocks(page: Path) -> list[Block]:
         shown = textwrap.dedent(fence[5]) if fence[5] is not None else None
         line = text.count("\n", 0, fence.start()) + 1
         before = text[: fence.start()].rstrip("\n").rpartition("\n")[2].strip()
-        found.append(Block(page, line, fence[2], title[1] if title else None, textwrap.dedent(fence[4]), shown, before))
+        found.append(
+            Block(page, line, fence[2], title[1] if title else None, textwrap.dedent(fence[4]), shown, before)
+        )
     return found
 
 
@@ -145,7 +158,13 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
         return {"torch": torch, "build": Sum, "tokens": torch.randn(64, 128), "targets": torch.randn(64, 256)}
     if page.name in ("distributed.md", "fp8-communication.md"):
         model = Blocks()
-        return {"fp8compile": fp8compile, "fully_shard": fully_shard, "dcp": dcp, "model": model, "path": folder / "saved"}
+        return {
+            "fp8compile": fp8compile,
+            "fully_shard": fully_shard,
+            "dcp": dcp,
+            "model": model,
+            "path": folder / "saved",
+        }
     if page.name == "estimates.md":
         return {"torch": torch, "fp8compile": fp8compile, "Llama": Llama, "LLAMA_8B": (1024, 8, 8, 2048)}
     model, x = Blocks(), torch.randn(64, 128)
@@ -157,7 +176,13 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
     if page.name == "compare.md":
         names = {"fp8compile": fp8compile, "model": model, "x": x, "train": train}
         compiled = torch.compile(model, backend="fp8")
-        return {**names, "body": ResidualMlp(), "criterion": nn.functional.mse_loss, "target": x, "compiled": compiled}
+        return {
+            **names,
+            "body": ResidualMlp(),
+            "criterion": nn.functional.mse_loss,
+            "target": x,
+            "compiled": compiled,
+        }
     if page.name == "telemetry.md":
         model.compile(backend="fp8")
         train()
@@ -194,7 +219,8 @@ def run(page: Path, folder: Path) -> str:
 
 
 def shell(block: Block, folder: Path) -> str:
-    """What the block prints on stdout. `python`, `fp8compile` and `torchrun` are those of the environment of the tests."""
+    """What the block prints on stdout. `python`, `fp8compile` and `torchrun` are those of the environment of
+    the tests."""
     programs = {"python": [], "fp8compile": ["-m", "fp8compile"], "torchrun": ["-m", "torch.distributed.run"]}
     program, *arguments = block.code.split()
     command = [sys.executable, *programs[program], *arguments]
@@ -219,7 +245,8 @@ def agree(block: Block, printed: str) -> None:
 
 def is_like(printed: str, shown: str) -> bool:
     number = re.compile(r"\d+\.\d+")
-    printed = re.sub(r"^graph \d+", "graph 0", printed)  # they are counted in a process, and a page begins with a new one
+    # they are counted in a process, and a page begins with a new one
+    printed = re.sub(r"^graph \d+", "graph 0", printed)
     if number.sub("", printed).split() != number.sub("", shown).split():
         return False
     pairs = zip(number.findall(printed), number.findall(shown), strict=True)
@@ -242,15 +269,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[module]
 
 
-INTERPRETED = [page for page in WITH_PYTHON if name(page) not in ("docs/estimates.md", *COMPILED) and not has_commands(page)]
+INTERPRETED = [
+    page
+    for page in WITH_PYTHON
+    if name(page) not in ("docs/estimates.md", *COMPILED) and not has_commands(page)
+]
 
 
 @pytest.mark.cases(test=9, slow=2)
-@pytest.mark.parametrize("page", [pytest.param(x, marks=[pytest.mark.slow] * is_slow(x)) for x in INTERPRETED], ids=name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(x, marks=[pytest.mark.slow] * is_slow(x)) for x in INTERPRETED], ids=name
+)
 def test_the_code_of_a_page_runs(page: Path, folder: Path, interpreted: None) -> None:
     printed = [line.split() for line in run(page, folder).splitlines()]
-    heads = re.findall(r"^(\S.*)\n-{3}[ -]+$", "\n".join(block.code for block in blocks(page) if not block.language), re.M)
-    assert all(head.split() in printed for head in heads), f"{name(page)} shows other columns than are printed: {heads}"
+    heads = re.findall(
+        r"^(\S.*)\n-{3}[ -]+$", "\n".join(block.code for block in blocks(page) if not block.language), re.M
+    )
+    assert all(head.split() in printed for head in heads), (
+        f"{name(page)} shows other columns than are printed: {heads}"
+    )
 
 
 @pytest.mark.weekly
@@ -288,10 +325,15 @@ def test_examples_have_sizes_that_gain_on_a_gpu(page: str, monkeypatch: pytest.M
 
     code = next(block.code for block in blocks(ROOT / page) if "is_available()" in block.code)
     if page.endswith("several-gpus.md"):  # without processes: its blocks, at its sizes
-        before, model, sizes = code.split("cuda = ")[0], *re.findall(r"^(?:model|tokens, ).*$", code, re.M)[::-1]
+        before, model, sizes = (
+            code.split("cuda = ")[0],
+            *re.findall(r"^(?:model|tokens, ).*$", code, re.M)[::-1],
+        )
         call = "torch.compile(model)(torch.empty(tokens, width, device=device))"
         code = "\n".join([before, "cuda, device = True, 'meta'", sizes, model, call])
-    code = code.replace('"cuda" if torch.cuda.is_available() else "cpu"', '"meta"').replace('device == "cuda"', "True")
+    code = code.replace('"cuda" if torch.cuda.is_available() else "cpu"', '"meta"').replace(
+        'device == "cuda"', "True"
+    )
     with monkeypatch.context() as patch, torch.device("meta"), pytest.raises(Called) as found:
         patch.setattr(torch, "compile", compile)
         exec(code, {})
@@ -303,7 +345,12 @@ def test_examples_have_sizes_that_gain_on_a_gpu(page: str, monkeypatch: pytest.M
 def test_new_pages_run_all_their_code() -> None:
     """On the tutorial and the how-to pages, no Python block is left out."""
     pages = [page for page in WITH_PYTHON if page.parent.name in COMPLETE or page.name in COMPLETE]
-    left_out = [block.where for page in pages for block in blocks(page) if block.language == "python" and not block.runs]
+    left_out = [
+        block.where
+        for page in pages
+        for block in blocks(page)
+        if block.language == "python" and not block.runs
+    ]
     assert len(pages) > 12 and not left_out, left_out
 
 

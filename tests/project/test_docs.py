@@ -1,4 +1,5 @@
-"""The pages agree with the code: link targets exist, options have rows, public names a reference, named tests and files exist.
+"""The pages agree with the code: link targets exist, options have rows, public names a reference, named tests
+and files exist.
 
 test_blocks.py runs the code of the pages.
 """
@@ -46,7 +47,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_pages_are_short_together() -> None:
     """Those that people write: a setting or a GPU more is a line more of a page that a program writes."""
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if page not in (settings_page.PAGE, ROOT / "docs/support.md")]
+    pages = [
+        page
+        for page in (ROOT / "docs").rglob("*.md")
+        if page not in (settings_page.PAGE, ROOT / "docs/support.md")
+    ]
     lines = sum(len(page.read_text().splitlines()) for page in pages)
     assert lines <= 3426, f"docs/ has {lines} lines: shorten a page, or raise the limit and say why"
 
@@ -83,11 +88,18 @@ CASES = {  # of README's table, by the names of the benchmarks
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_gains_are_those_of_the_benchmarks(page: str) -> None:
     """`python -m benchmarks.tables --update` writes the tables that are read here."""
-    ceilings, everything = (ROOT / "docs/benchmarks.md").read_text(), (ROOT / "notes/benchmarks.md").read_text()
+    ceilings, everything = (
+        (ROOT / "docs/benchmarks.md").read_text(),
+        (ROOT / "notes/benchmarks.md").read_text(),
+    )
     for title, case in CASES.items():
-        row = re.search(rf"^\| {re.escape(title)} \| (.*?)x \| (.*?)x \| (.*?) \|$", (ROOT / page).read_text(), re.M)
+        row = re.search(
+            rf"^\| {re.escape(title)} \| (.*?)x \| (.*?)x \| (.*?) \|$", (ROOT / page).read_text(), re.M
+        )
         assert row is not None, title
-        theirs, ours = re.search(rf"^\| {case} +\| +[\d.]* *\| +([\d.]+) \| +([\d.]+) ", ceilings, re.M).groups()
+        theirs, ours = re.search(
+            rf"^\| {case} +\| +[\d.]* *\| +([\d.]+) \| +([\d.]+) ", ceilings, re.M
+        ).groups()
         table = everything[everything.index(f"**{case} |") :]
         kept = re.search(r"^\| fp8-delayed +(?:\| +[\d.,]+ ){3}\| +([\d.]+) ", table, re.M)[1]
         assert row.groups() == (ours, theirs, kept), title
@@ -95,11 +107,19 @@ def test_the_gains_are_those_of_the_benchmarks(page: str) -> None:
 
 def test_precision_is_that_of_the_study() -> None:
     """`python -m benchmarks.sqnr --update notes/accuracy.md` writes the tables that are read here."""
-    tables = (ROOT / "notes/accuracy.md").read_text().split("<!-- table: sqnr -->")[1].split("<!-- end -->")[0].split("\n\n")
+    tables = (
+        (ROOT / "notes/accuracy.md")
+        .read_text()
+        .split("<!-- table: sqnr -->")[1]
+        .split("<!-- end -->")[0]
+        .split("\n\n")
+    )
     normal, _, tokens = ({name: cells for name, *cells in rows(table)} for table in tables)
     text = (ROOT / "docs/accuracy.md").read_text()
     shown = rows(text[text.index("| | linear y") :].split("\n\n")[0])[2:]
-    assert [name for name, *_ in shown] == [name for name in normal if name in RECIPES or name == "tensorwise, e4m3"]
+    assert [name for name, *_ in shown] == [
+        name for name in normal if name in RECIPES or name == "tensorwise, e4m3"
+    ]
     assert shown == [[name, *normal[name][:4], tokens[name][2]] for name, *_ in shown]
 
 
@@ -118,20 +138,42 @@ def test_the_settings_have_their_page() -> None:
 
 
 def test_the_options_of_commands_have_their_table() -> None:
-    assert command_options.PAGE.read_text() == command_options.page(), "python -m tests.project.command_options"
+    assert command_options.PAGE.read_text() == command_options.page(), (
+        "python -m tests.project.command_options"
+    )
 
 
 def public_names() -> set[str]:
-    """The names that docs/reference/index.md calls public. Modules of other libraries are read, not imported."""
-    names = {f"fp8compile.{name}" for name in fp8compile._PUBLIC}  # also of results, which `import *` does not bring
+    """The names that docs/reference/index.md calls public. Modules of other libraries are read, not
+    imported."""
+    # also of results, which `import *` does not bring
+    names = {f"fp8compile.{name}" for name in fp8compile._PUBLIC}
     for module in ("distributed", "optim"):
-        names |= {f"fp8compile.{module}.{name}" for name in importlib.import_module(f"fp8compile.{module}").__all__}
+        names |= {
+            f"fp8compile.{module}.{name}" for name in importlib.import_module(f"fp8compile.{module}").__all__
+        }
     shared = ("requirement", "training")  # by the modules that users import
-    for path in (path for path in (ROOT / "fp8compile" / "integrations").glob("[!_]*.py") if path.stem not in shared):
-        defined = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-        names |= {f"fp8compile.integrations.{path.stem}.{node.name}" for node in defined if not node.name.startswith("_")}
-    raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    names |= {f"fp8compile.errors.{error.__name__}" for error in raised if not str(error.__doc__).startswith("Internal")}
+    for path in (
+        path for path in (ROOT / "fp8compile" / "integrations").glob("[!_]*.py") if path.stem not in shared
+    ):
+        defined = [
+            node
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        ]
+        names |= {
+            f"fp8compile.integrations.{path.stem}.{node.name}"
+            for node in defined
+            if not node.name.startswith("_")
+        }
+    raised = [
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)
+    ]
+    names |= {
+        f"fp8compile.errors.{error.__name__}"
+        for error in raised
+        if not str(error.__doc__).startswith("Internal")
+    }
     return names
 
 
@@ -139,14 +181,17 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     pages = [page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")]
     documented = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
     assert len(documented) == len(set(documented))
-    elsewhere = {f"fp8compile.{name}" for name in dir(errors)}  # errors are public in fp8compile, too, and described once
+    # errors are public in fp8compile, too, and described once
+    elsewhere = {f"fp8compile.{name}" for name in dir(errors)}
     missing = {name for name in public_names() - set(documented) if name not in elsewhere}
     assert not missing, missing
 
 
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
-    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    pages = {
+        page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")
+    }
     assert listed - {"contributing.md", "changelog.md"} == pages
 
 
@@ -167,7 +212,8 @@ def test_the_files_that_the_pages_name_exist() -> None:
 
 
 def code(page: Path) -> str:
-    """The blocks of a page, and what it has in backticks, without outputs. A command that a backslash continues is one line."""
+    """The blocks of a page, and what it has in backticks, without outputs. A command that a backslash
+    continues is one line."""
     text = re.sub(r"^ *```text.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
     fenced = re.findall(r"^ *```[^\n]*\n(.*?)^ *```$", text, re.M | re.S)
     named = re.findall(r"`([^`]+)`", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S))
@@ -183,10 +229,15 @@ def test_the_commands_that_a_page_names_exist(page: Path) -> None:
     text = code(page)
     for line in re.findall(r"^(?:fp8compile|python -m fp8compile) (.+)$", text, re.M):
         words, command = shlex.split(line, comments=True), cli.cli
-        while words and isinstance(command, click.Group) and not words[0].startswith("-") and words[0] != "...":
+        while (
+            words and isinstance(command, click.Group) and not words[0].startswith("-") and words[0] != "..."
+        ):
             assert words[0] in command.commands, f"{page.name}: {line}"
             command = command.commands[words.pop(0)]
-        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help", "--version"}
+        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {
+            "--help",
+            "--version",
+        }
         unknown = [word for word in words if word.startswith("-") and word.split("=")[0] not in known]
         assert not unknown, f"{page.name}: {line}"
     for module in re.findall(r"python -m ((?:fp8compile|benchmarks|tests)[\w.]*)", text):
@@ -214,5 +265,9 @@ def reasons() -> set[str]:
 def test_every_reason_has_a_row() -> None:
     page = (ROOT / "docs" / "report.md").read_text()
     rows = re.findall(r"`([^`]+)`", page[page.index("| reason |") :])
-    missing = {reason for reason in reasons() if not any(row.startswith(reason) or reason.startswith(row) for row in rows)}
+    missing = {
+        reason
+        for reason in reasons()
+        if not any(row.startswith(reason) or reason.startswith(row) for row in rows)
+    }
     assert len(reasons()) > 10 and not missing, f"docs/report.md: {missing}"

@@ -1,4 +1,5 @@
-"""Features can be deleted: the core's tests pass without them. (`make features` runs all of these tests, for each feature.)"""
+"""Features can be deleted: the core's tests pass without them. (`make features` runs all of these tests, for
+each feature.)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from tests.support.models import Mlp, make
         ({"cache_weights": True}, "'cache_weights' must be False: features/weight_cache is not here"),
         ({"frozen": "fp8"}, "'frozen' must be 'high_precision': features/frozen is not here"),
         ({"save": "fp8"}, "'save' must be 'auto': features/save is not here"),
-        ({"policy": {"schedule": {"warmup_steps": 1}}}, "'schedule' must be None: features/schedule is not here"),
+        (
+            {"policy": {"schedule": {"warmup_steps": 1}}},
+            "'schedule' must be None: features/schedule is not here",
+        ),
     ],
 )
 def test_a_setting_of_a_feature_that_is_not_here(options: dict[str, Any], said: str) -> None:

@@ -1,5 +1,6 @@
-"""The contracts of the architecture: imports go downwards, folders have no cycles, private torch stays in compat; and those of
-the tests: they enter by public names and by `support/hooks`, and know nothing of benchmarks."""
+"""The contracts of the architecture: imports go downwards, folders have no cycles, private torch stays in
+compat; and those of the tests: they enter by public names and by `support/hooks`, and know nothing of
+benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_imports_upwards_and_in_a_circle_are_refused(tmp_path: Path) -> None:
     """In a copy of the package. (`make lint` says that there are none.)"""
-    shutil.copytree(ROOT / "fp8compile", tmp_path / "fp8compile", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "fp8compile", tmp_path / "fp8compile", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "fp8compile" / "helpers.py").write_text("")
     for file, line in (
@@ -51,13 +54,14 @@ def test_public_modules_need_no_import_of_their_own() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
-# -- what tests import -------------------------------------------------------------------------------------------------
+# -- what tests import ---------------------------------------------------------------------------------------
 
 PUBLIC = ("distributed", "optim", "errors", "integrations")  # modules that users import
 HOOKS = "support/hooks/"
-ROOMS = ("codegen", "ir", "config", "devices", "compat")  # whose tests have the room's own modules as their subject
-# These still reach inside, or (project/) compare pages with what they describe. What a folder does not import any more goes
-# from here; what is new should ask tests/support/hooks.
+# whose tests have the room's own modules as their subject
+ROOMS = ("codegen", "ir", "config", "devices", "compat")
+# These still reach inside, or (project/) compare pages with what they describe. What a folder does not import
+# any more goes from here; what is new should ask tests/support/hooks.
 EXCEPTIONS: dict[str, str] = {
     "backend": "backend compat config devices dryrun ir passes reporting",
     "cli": "cli config devices dryrun logs",
@@ -80,7 +84,8 @@ EXCEPTIONS: dict[str, str] = {
 
 
 def inside(path: Path) -> set[str]:
-    """The rooms of the package that a file imports, or patches by name: not public names, and not the modules of PUBLIC."""
+    """The rooms of the package that a file imports, or patches by name: not public names, and not the modules
+    of PUBLIC."""
     found = set()
     for name in names(ast.parse(path.read_text())):
         _, _, rest = name.partition(".")
@@ -95,10 +100,14 @@ def names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "fp8compile")
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "fp8compile":
+        elif (
+            isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "fp8compile"
+        ):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            function = (
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            )
             if function in ("patch", "setattr") and str(node.args[0].value).startswith("fp8compile."):
                 yield str(node.args[0].value)
 
@@ -108,7 +117,11 @@ def test_tests_enter_by_public_names_and_hooks() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         file = path.relative_to(ROOT / "tests").as_posix()
         room = file.partition("/")[0]
-        if not file.startswith(HOOKS) and "expected/" not in file and (rooms := inside(path) - ({room} & {*ROOMS})):
+        if (
+            not file.startswith(HOOKS)
+            and "expected/" not in file
+            and (rooms := inside(path) - ({room} & {*ROOMS}))
+        ):
             found.setdefault(room, set()).update(rooms)
             assert rooms <= {*EXCEPTIONS.get(room, "").split()}, f"{file} needs a function in tests/{HOOKS}"
     known = {room: {*rooms.split()} for room, rooms in EXCEPTIONS.items()}
@@ -121,7 +134,9 @@ def test_no_two_files_or_classes_have_one_name() -> None:
     for path in (ROOT / "fp8compile").rglob("*.py"):
         files[path.name] += path.name not in ("__init__.py", "__main__.py")
         if path.parent.name != "integrations":
-            classes.update(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+            classes.update(
+                node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+            )
     assert not [name for name, count in (files + classes).items() if count > 1]
 
 

@@ -1,4 +1,5 @@
-"""The list of mutants is true: each place is in the package, exactly once. `python -m tests.mutants run` plants them."""
+"""The list of mutants is true: each place is in the package, exactly once. `python -m tests.mutants run`
+plants them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ def test_what_is_wrong_with_a_list_is_said(tmp_path: Path, monkeypatch: pytest.M
     def mutant(name: str, line: str, becomes: str, tests: tuple[str, ...] = ()) -> Mutant:
         return Mutant(name, "area", "fault", "a.py", line, becomes, tests)
 
-    wrong = [mutant("A", "= 1\n", ""), mutant("B", "x = 1", "x = 1  # 1"), mutant("C", "x = 1", "x = ("), mutant("D", "w", "")]
+    wrong = [
+        mutant("A", "= 1\n", ""),
+        mutant("B", "x = 1", "x = 1  # 1"),
+        mutant("C", "x = 1", "x = ("),
+        mutant("D", "w", ""),
+    ]
     right = [mutant("E", "x = 1", "x = 2", ("a/test_gone.py -k it",))]
     monkeypatch.setattr("tests.mutants.mutants", lambda: [*wrong, *right])
     assert [text.partition(":")[0] for text in problems(tmp_path)] == ["A", "B", "C", "D", "E"]

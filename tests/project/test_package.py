@@ -1,4 +1,5 @@
-"""The wheel and the sdist install into an empty environment, and what is installed there trains a step from another folder.
+"""The wheel and the sdist install into an empty environment, and what is installed there trains a step from
+another folder.
 
 The environment sees the packages of the tests' environment (torch is gigabytes), but not the checkout.
 """
@@ -25,7 +26,10 @@ DATA = {
     "py.typed",
     "devices/devices.toml",
     "reporting/report.html.jinja",
-    *(f"config/policies/{path.name}" for path in (ROOT / "fp8compile" / "config" / "policies").glob("*.toml")),
+    *(
+        f"config/policies/{path.name}"
+        for path in (ROOT / "fp8compile" / "config" / "policies").glob("*.toml")
+    ),
 }
 MODULES = {path.relative_to(ROOT / "fp8compile").as_posix() for path in (ROOT / "fp8compile").rglob("*.py")}
 
@@ -47,7 +51,9 @@ def call(*command: str | Path, cwd: Path) -> str:
     hidden = {"PYTHONPATH", "PYTHONHOME", "FP8COMPILE_POLICY"}
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     environment |= {"OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -59,7 +65,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     source, dist = folder / "source", folder / "dist"
     source.mkdir()
     shutil.copytree(ROOT / "fp8compile", source / "fp8compile", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tests" / "project", source / "tests" / "project", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "tests" / "project", source / "tests" / "project", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for file in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         if (ROOT / file).exists():
             shutil.copy(ROOT / file, source)
@@ -71,7 +79,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=["wheel", pytest.param("sdist", marks=pytest.mark.weekly)])
-def python(request: pytest.FixtureRequest, built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(
+    request: pytest.FixtureRequest, built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The Python of an empty environment into which one of them was installed."""
     folder = tmp_path_factory.mktemp(request.param)
     venv.create(folder / "environment", with_pip=True)
@@ -83,8 +93,11 @@ def python(request: pytest.FixtureRequest, built: dict[str, Path], tmp_path_fact
         call(*pip, "-w", wheels, package, cwd=folder)
         package = next(wheels.glob("*.whl"))
     call(python, "-m", "pip", "install", "-q", "--no-deps", package, cwd=folder)
-    packages = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
-    # a folder in a .pth file comes after the environment's own, and the .pth files in it are not read: no checkout from there
+    packages = Path(
+        call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    )
+    # a folder in a .pth file comes after the environment's own, and the .pth files in it are not read: no
+    # checkout from there
     (packages / "torch-and-others.pth").write_text(sysconfig.get_path("purelib"))
     return python
 
@@ -103,7 +116,11 @@ def test_all_of_the_package_is_inside_and_no_test(built: dict[str, Path], kind: 
     assert built[kind].name.startswith(f"fp8compile-{fp8compile.__version__}")
     missing = {f"fp8compile/{name}" for name in DATA | MODULES} - names
     assert len(DATA) > 8 and not missing, missing
-    assert not [name for name in names if name.split("/")[0] in ("tests", "benchmarks", "docs") or "__pycache__" in name]
+    assert not [
+        name
+        for name in names
+        if name.split("/")[0] in ("tests", "benchmarks", "docs") or "__pycache__" in name
+    ]
 
 
 @pytest.mark.weekly

@@ -1,4 +1,5 @@
-"""The HTML page: its numbers by reading the markup, its looks and behaviour in a real browser if there is one."""
+"""The HTML page: its numbers by reading the markup, its looks and behaviour in a real browser if there is
+one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def linear(
     for gemm, sizes in {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}.items():
         why = reason or ("kept by a rule" if gemm in kept else "")
         decision, recipe = ("high_precision", "") if why else ("fp8", "delayed")
-        records.append(MatmulRecord(fqn, gemm, *sizes, decision, why, recipe, parameter=f"{fqn}.weight", rule=rule))
+        records.append(
+            MatmulRecord(fqn, gemm, *sizes, decision, why, recipe, parameter=f"{fqn}.weight", rule=rule)
+        )
     return records
 
 
@@ -46,7 +49,9 @@ def gpt(blocks: int = 12, timed: bool = False) -> GraphReport:
         return len(records) - 3
 
     def product(fqn: str, m: int, n: int, k: int) -> int:
-        records.append(MatmulRecord(fqn, "matmul", m, n, k, "high_precision", "not a weight", batch=8, op="bmm"))
+        records.append(
+            MatmulRecord(fqn, "matmul", m, n, k, "high_precision", "not a weight", batch=8, op="bmm")
+        )
         return len(records) - 1
 
     stream: list[int] = []
@@ -58,16 +63,25 @@ def gpt(blocks: int = 12, timed: bool = False) -> GraphReport:
         o = add(f"{at}.attn.o", 4096, 512, 512)
         gate, up = (add(f"{at}.mlp.{x}", 4096, 2048, 512) for x in ("gate", "up"))
         down = add(f"{at}.mlp.down", 4096, 512, 2048)
-        edges += [(s, x) for s in stream for x in (q, k, v)] + [(q, scores), (k, scores), (v, mixed), (scores, mixed)]
+        edges += [(s, x) for s in stream for x in (q, k, v)] + [
+            (q, scores),
+            (k, scores),
+            (v, mixed),
+            (scores, mixed),
+        ]
         edges += [(mixed, o), (gate, down), (up, down), *((s, x) for s in (*stream, o) for x in (gate, up))]
         stream += [o, down]
     head = add("lm_head", 4096, 8192, 512, reason="output head: by its name")
     edges += [(s, head) for s in stream] + [(head, head + 1), (head, head + 2)]
     add(HOSTILE, 4096, 64, 512, reason="under 128 wide (64)")
     if timed:
-        records = [dataclasses.replace(r, bf16_us=r.flops / 7e8, fp8_us=r.flops / 12e8, cast_us=1.0) for r in records]
+        records = [
+            dataclasses.replace(r, bf16_us=r.flops / 7e8, fp8_us=r.flops / 12e8, cast_us=1.0) for r in records
+        ]
     opaque = tuple(OpaqueRecord(f"blocks.{b}.attn", "flex_attention", "attention") for b in range(blocks))
-    return GraphReport(0, "GPT, training", tuple(records), opaque, edges=tuple(edges), device="h100" if timed else "")
+    return GraphReport(
+        0, "GPT, training", tuple(records), opaque, edges=tuple(edges), device="h100" if timed else ""
+    )
 
 
 class Markup(HTMLParser):
@@ -114,9 +128,16 @@ def row_names(records: list[MatmulRecord]) -> list[str]:
 
 def test_what_shares_a_row():
     """Blocks that differ do not; experts do, and gaps in their numbers are said."""
-    records = [r for b in range(6) for r in linear(f"h.{b}.fc", 256, 256, 256, reason="rule: ends" if b in (0, 5) else "")]
+    records = [
+        r
+        for b in range(6)
+        for r in linear(f"h.{b}.fc", 256, 256, 256, reason="rule: ends" if b in (0, 5) else "")
+    ]
     rows = section(GraphReport(0, "f", tuple(records))).rows
-    assert [(row.name, len(row.layers), row.first.css) for row in rows] == [("h.0,5.fc", 2, "high"), ("h.1-4.fc", 4, "fp8")]
+    assert [(row.name, len(row.layers), row.first.css) for row in rows] == [
+        ("h.0,5.fc", 2, "high"),
+        ("h.1-4.fc", 4, "fp8"),
+    ]
     grid = [r for b in range(3) for e in range(4) for r in linear(f"h.{b}.experts.{e}.up", 256, 256, 256)]
     assert row_names(grid) == ["h.0-2.experts.0-3.up"] and row_names(grid[3:]) == ["h.*.experts.*.up"]
 
@@ -135,9 +156,21 @@ def test_times():
 
 
 def test_numbers_for_people():
-    times = {0: "0 µs", 1.234: "1.23 µs", 12.34: "12.3 µs", 999.4: "999 µs", 999.6: "1.00 ms", 2.5e6: "2.50 s"}
+    times = {
+        0: "0 µs",
+        1.234: "1.23 µs",
+        12.34: "12.3 µs",
+        999.4: "999 µs",
+        999.6: "1.00 ms",
+        2.5e6: "2.50 s",
+    }
     assert {us: microseconds(us) for us in times} == times
-    assert [flops(x) for x in (0, 9.66e9, 1.2e12, 3e18)] == ["0 kFLOP", "9.66 GFLOP", "1.20 TFLOP", "3000 PFLOP"]
+    assert [flops(x) for x in (0, 9.66e9, 1.2e12, 3e18)] == [
+        "0 kFLOP",
+        "9.66 GFLOP",
+        "1.20 TFLOP",
+        "3000 PFLOP",
+    ]
 
 
 # --- estimates ------------------------------------------------------------------------------------
@@ -151,7 +184,11 @@ def estimated() -> Estimate:
         Cost(12, 4e9, 1e9, flops[1], 0, 3e8, seconds=0.005, matmul_seconds=0.004, fp8_matmul_seconds=0.003),
     )
     attention = Cost(4, 1e9, 1e9, {}, 1e12, 1e8, seconds=0.002, attention_seconds=0.0015)
-    parts = (LayerCost("h.0-11.mlp", *mlp), LayerCost("h.0-11.attn", attention, attention), LayerCost("h", Cost(), Cost()))
+    parts = (
+        LayerCost("h.0-11.mlp", *mlp),
+        LayerCost("h.0-11.attn", attention, attention),
+        LayerCost("h", Cost(), Cost()),
+    )
     return Estimate("NVIDIA H200", parts, Report([gpt(2, timed=True)]), ("said by the estimate",))
 
 
@@ -163,7 +200,12 @@ def test_estimate():
     assert "kernels 14 → 16" in words and "3 GB → 2 GB" in words and "0.5 GB → 0.4 GB" in words
     titles = [a["title"] for _, a in markup.tags if a.get("class", "").startswith("piece") and "title" in a]
     before = ["matmuls: 6.00 ms", "attention: 1.50 ms", "other: 2.50 ms"]
-    after = ["FP8 matmuls: 3.00 ms", "other matmuls: 1.00 ms", "attention: 1.50 ms", "casts and other: 1.50 ms"]
+    after = [
+        "FP8 matmuls: 3.00 ms",
+        "other matmuls: 1.00 ms",
+        "attention: 1.50 ms",
+        "casts and other: 1.50 ms",
+    ]
     assert titles[:7] == before + after
     parts = [a["title"] for _, a in markup.tags if a.get("class") == "timed-part"]
     assert len(parts) == 2 and parts[0] == (
@@ -187,7 +229,8 @@ def labels(picture: diagram.Diagram | None) -> list[str]:
 
 
 def ends(picture: diagram.Diagram) -> list[tuple[str, str, bool]]:
-    """The labels of the boxes that each arrow leaves and enters, found by position, and whether it is implied."""
+    """The labels of the boxes that each arrow leaves and enters, found by position, and whether it is
+    implied."""
     width, height = picture.box
     top = {(round(box.x + width / 2, 3), box.y): box.label for box in picture.boxes}
     return [
@@ -204,25 +247,34 @@ def test_one_block_of_equal_ones_is_drawn():
     picture = section(gpt()).diagram
     block = "blocks.0-11."
     inside = (*(f"attn.{x}" for x in "qkvo"), "attn", "attn", *(f"mlp.{x}" for x in ("gate", "up", "down")))
-    assert sorted(labels(picture)) == sorted([*(f"{block}{x} ×12" for x in inside), "lm_head", "…" + HOSTILE[-29:]])
-    # q, k, v -> matmuls of attention -> o -> gate, up -> down -> head; one more arrow, as o also adds to the residual stream
+    assert sorted(labels(picture)) == sorted(
+        [*(f"{block}{x} ×12" for x in inside), "lm_head", "…" + HOSTILE[-29:]]
+    )
+    # q, k, v -> matmuls of attention -> o -> gate, up -> down -> head; one more arrow, as o also adds to the
+    # residual stream
     assert len(picture.arrows) == 4 + 1 + 2 + 2 + 1 + 1
     assert [arrow for arrow in ends(picture) if arrow[2]] == [(f"{block}attn.o ×12", "lm_head", True)]
 
 
 def test_arrows_beside_residual_connections():
-    """Each matmul that adds to the stream has an arrow to its next readers, and one to the first readers after these."""
+    """Each matmul that adds to the stream has an arrow to its next readers, and one to the first readers
+    after these."""
     names = [f"layer_{i}" for i in range(5)]
     picture = drawn(names, [(i, j) for i in range(5) for j in range(i + 1, 5)])
     assert sorted(ends(picture)) == sorted(
-        [*((names[i], names[i + 1], False) for i in range(4)), *((names[i], names[i + 2], True) for i in range(3))]
+        [
+            *((names[i], names[i + 1], False) for i in range(4)),
+            *((names[i], names[i + 2], True) for i in range(3)),
+        ]
     )
 
 
 def test_blocks_that_differ_are_drawn_apart():
     chain = [(i, i + 1) for i in range(5)]
     picture = drawn([f"h.{i}.fc" for i in range(6)], chain, h_0_fc="kept")
-    assert labels(picture) == ["h.0.fc", "h.1-5.fc ×5"] and ends(picture) == [("h.0.fc", "h.1-5.fc ×5", False)]
+    assert labels(picture) == ["h.0.fc", "h.1-5.fc ×5"] and ends(picture) == [
+        ("h.0.fc", "h.1-5.fc ×5", False)
+    ]
     assert [box.chips[0][1] for box in picture.boxes] == ["high", "fp8"]
 
 
@@ -231,7 +283,10 @@ def test_experts_are_one_box():
     names = ["gate", *(f"experts.{e}.{x}" for e in range(8) for x in ("up", "down")), "head"]
     edges = [e for i in range(8) for e in ((0, 1 + 2 * i), (1 + 2 * i, 2 + 2 * i), (2 + 2 * i, 17))]
     picture = drawn(names, edges)
-    assert labels(picture) == ["gate", "experts.0-7.up ×8", "experts.0-7.down ×8", "head"] and len(picture.arrows) == 3
+    assert (
+        labels(picture) == ["gate", "experts.0-7.up ×8", "experts.0-7.down ×8", "head"]
+        and len(picture.arrows) == 3
+    )
     names = [f"h.{b}.{x}" for b in range(2) for x in ("router", *(f"experts.{e}.fc" for e in range(3)))]
     edges = [e for b in (0, 4) for i in range(1, 4) for e in ((b, b + i), *([(i, 4)] if b else []))]
     assert ends(drawn(names, edges)) == [("h.0-1.router ×2", "h.0-1.experts.0-2.fc ×6", False)]
@@ -244,10 +299,17 @@ def test_blocks_around_a_shared_layer_are_drawn_as_they_are():
 
 
 def test_products_of_backward_are_not_drawn():
-    """The diagram contains the forward matmul, but no matmuls of attention's backward, and none after them."""
-    records = [*linear("a", 64, 64, 64), *(MatmulRecord("", "matmul", 64, 64, 64, "high_precision") for _ in range(3))]
+    """The diagram contains the forward matmul, but no matmuls of attention's backward, and none after
+    them."""
+    records = [
+        *linear("a", 64, 64, 64),
+        *(MatmulRecord("", "matmul", 64, 64, 64, "high_precision") for _ in range(3)),
+    ]
     picture = section(GraphReport(0, "f", tuple(records), edges=((0, 3), (1, 4), (4, 5), (3, 5)))).diagram
-    assert ends(picture) == [("a", "(root)", False)] and [box.weight for box in picture.boxes] == [True, False]
+    assert ends(picture) == [("a", "(root)", False)] and [box.weight for box in picture.boxes] == [
+        True,
+        False,
+    ]
     assert [chip[0] for box in picture.boxes for chip in box.chips] == ["F", "D", "W", "M"]
 
 
@@ -269,7 +331,9 @@ def changing(blocks: int) -> GraphReport:
     return dataclasses.replace(graph, matmuls=records)
 
 
-@pytest.mark.parametrize("graph", [gpt(), gpt(1), changing(2), changing(8)], ids=["equal", "one", "two", "eight"])
+@pytest.mark.parametrize(
+    "graph", [gpt(), gpt(1), changing(2), changing(8)], ids=["equal", "one", "two", "eight"]
+)
 def test_picture(graph):
     """No two boxes overlap, arrows go down and cross no box, and everything is within the picture."""
     picture = section(graph).diagram
@@ -293,14 +357,18 @@ def test_picture(graph):
 def test_page_is_self_contained_and_escaped():
     text = Report([gpt(), dataclasses.replace(gpt(1, True), index=1, note="eval mode")]).to_html()
     markup = Markup(text)
-    assert [tag for tag, _ in markup.tags].count("script") == 1 and "img" not in [tag for tag, _ in markup.tags]
+    assert [tag for tag, _ in markup.tags].count("script") == 1 and "img" not in [
+        tag for tag, _ in markup.tags
+    ]
     for _, attributes in markup.tags:
         assert not {"src", "srcset", "onload", "onerror", "onclick"} & set(attributes)
         assert attributes.get("href", "data:").startswith("data:")
     assert not re.search(r"url\((?!#)|@import", text)
     assert "default-src 'none'" in text
     assert any(HOSTILE in piece for piece in markup.text)
-    assert [a["title"] for tag, a in markup.tags if tag == "summary" and a.get("title", "").startswith(HOSTILE)]
+    assert [
+        a["title"] for tag, a in markup.tags if tag == "summary" and a.get("title", "").startswith(HOSTILE)
+    ]
 
 
 def test_page_of_nothing():
@@ -334,7 +402,8 @@ class GatheredAs(TableRecord):
 
 
 def test_what_is_in_no_graph_and_what_a_feature_says():
-    """A percentage is of what was compiled. Equal layers share a row; a dot and the reason say what is in FP8."""
+    """A percentage is of what was compiled. Equal layers share a row; a dot and the reason say what is in
+    FP8."""
     left = [OutsideRecord(f"h.{i}.fc", "Linear", f"h.{i}.fc.weight", 256, 128) for i in range(3)]
     left.append(OutsideRecord(HOSTILE, "Linear", f"{HOSTILE}.weight", 64, 32))
     gathered = [GatheredAs(f"h.{i}.up.weight", "e4m3") for i in range(3)]
@@ -345,17 +414,32 @@ def test_what_is_in_no_graph_and_what_a_feature_says():
     whole, part = (" ".join(Markup(page).text) for page in (Report([graph]).to_html(), text))
     for words in ("of what was compiled", "In no compiled graph", "All-gather in training"):
         assert words in part and words not in whole
-    for words in ("4 weights", "256 x 128", "64 x 32", "3 matrices in FP8", "Beside a table", "40 rows", *graph.remarks):
+    for words in (
+        "4 weights",
+        "256 x 128",
+        "64 x 32",
+        "3 matrices in FP8",
+        "Beside a table",
+        "40 rows",
+        *graph.remarks,
+    ):
         assert words in part, words
     for name in ("fc", "up", "down"):
         assert f'h.<wbr>0-2.<wbr>{name}.<wbr>weight</td><td class="n">3</td>' in text
-    dots = [f'<i class="dot {css}"></i>h.<wbr>0-2.<wbr>{name}.' for css, name in (("fp8", "up"), ("high", "down"))]
+    dots = [
+        f'<i class="dot {css}"></i>h.<wbr>0-2.<wbr>{name}.' for css, name in (("fp8", "up"), ("high", "down"))
+    ]
     assert all(dot in text for dot in dots) and HOSTILE in part and "<script>document" not in text
 
 
 # --- in a browser ---------------------------------------------------------------------------------
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
+BROWSER = next(
+    filter(
+        None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))
+    ),
+    None,
+)
 DRIVER = shutil.which("chromedriver")
 FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
  --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
@@ -400,7 +484,9 @@ class Browser:
 
 @pytest.fixture
 def browser(chromium: Any, tmp_path: Path) -> Browser:
-    evaluation = dataclasses.replace(gpt(2), index=1, name="GPT, evaluation", note="the model is in eval mode")
+    evaluation = dataclasses.replace(
+        gpt(2), index=1, name="GPT, evaluation", note="the model is in eval mode"
+    )
     file = tmp_path / "report.html"
     file.write_text(Report([gpt(timed=True), evaluation]).to_html(), encoding="utf-8")
     return Browser(chromium, file)
@@ -458,6 +544,9 @@ def test_nothing_overflows(browser, width):
         }).map(n => n.textContent) })()"""
     assert browser("document.querySelectorAll('svg.graph').length") == 2 and browser(beyond) == []
     # names are text, and run nothing
-    assert browser("document.title") == "fp8compile report: GPT, training" and browser("document.images.length") == 0
+    assert (
+        browser("document.title") == "fp8compile report: GPT, training"
+        and browser("document.images.length") == 0
+    )
     assert HOSTILE in browser.find(ROW % 9 + " .name").text
     assert browser.errors() == []

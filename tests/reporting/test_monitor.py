@@ -29,7 +29,9 @@ def nothing_asked():
     assert not hooks.measuring()  # every opened monitor was closed
 
 
-def train(run, model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None = None, accumulate: int = 1) -> None:
+def train(
+    run, model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None = None, accumulate: int = 1
+) -> None:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-3)
     for step in range(steps):
         for _ in range(accumulate):
@@ -192,9 +194,22 @@ def test_errors(tmp_path: Path) -> None:
 
 
 def line(
-    step: int, name: str, role: str = "input", overflows: float | None = 0.0, sqnr: float | None = 30.0, **more: Any
+    step: int,
+    name: str,
+    role: str = "input",
+    overflows: float | None = 0.0,
+    sqnr: float | None = 30.0,
+    **more: Any,
 ) -> dict:
-    row = {"step": step, "name": name, "role": role, "use": 0, "layout": "", "scale_inv_min": 0.01, "scale_inv_max": 0.02}
+    row = {
+        "step": step,
+        "name": name,
+        "role": role,
+        "use": 0,
+        "layout": "",
+        "scale_inv_min": 0.01,
+        "scale_inv_max": 0.02,
+    }
     return {**row, "overflows%": overflows, "sqnr": sqnr, **more}
 
 
@@ -248,7 +263,9 @@ def test_plot(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("[1, 2]", "it has no 'step'"),
     ],
 )
-def test_a_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+def test_a_file_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(text)
     with pytest.raises(OptionError, match=message):

@@ -70,7 +70,12 @@ def test_what_dynamo_leaves_to_eager() -> None:
     )
     assert "layers.1-2.up.weight (x2)  " in str(report) and str(report).endswith(f"* {why}")
     data = json.loads(json.dumps(report.to_dict()))
-    assert [record["fqn"] for record in data["outside"]] == ["layers.1.up", "layers.1.down", "layers.2.up", "layers.2.down"]
+    assert [record["fqn"] for record in data["outside"]] == [
+        "layers.1.up",
+        "layers.1.down",
+        "layers.2.up",
+        "layers.2.down",
+    ]
     assert names(fp8compile.report()) == []  # of no model in particular
 
 
@@ -99,7 +104,8 @@ def test_evaluation_and_frozen_parts() -> None:
 
 @pytest.mark.slow
 def test_tied_weights_are_one() -> None:
-    """Of a weight with two names nobody can tell which one is not read; where neither is, it is listed once."""
+    """Of a weight with two names nobody can tell which one is not read; where neither is, it is listed
+    once."""
     model = Net(False, True)
     model.layers[1].down.weight = nn.Parameter(torch.zeros(128, 256))
     model.layers[1].extra = nn.Linear(256, 128)
@@ -130,4 +136,7 @@ def test_weights_of_other_modules() -> None:
     torch.compile(model, backend="fp8")(noise(2, 16, 128)).sum().backward()
     report = fp8compile.report(model)
     assert names(report) == ["projection", "attention.in_proj_weight", "attention.out_proj.weight"]
-    assert "in no compiled graph: 3 weights (projection, attention.in_proj_weight, attention.out_proj)" in report.summary()
+    assert (
+        "in no compiled graph: 3 weights (projection, attention.in_proj_weight, attention.out_proj)"
+        in report.summary()
+    )

@@ -1,4 +1,5 @@
-"""The output that a user reads after compiling: `fp8compile.report()` to the letter, and one log line for each compilation.
+"""The output that a user reads after compiling: `fp8compile.report()` to the letter, and one log line for
+each compilation.
 
 test_report.py tests the classes with hand-made records; here the records come from compiled models.
 """
@@ -41,7 +42,9 @@ def train(compiled, *shape: int) -> None:
 
 
 def rows(report: Report) -> list[tuple]:
-    return sorted((r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason.split(":")[0], r.recipe) for r in report.matmuls)
+    return sorted(
+        (r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason.split(":")[0], r.recipe) for r in report.matmuls
+    )
 
 
 TINY_ROWS = sorted(
@@ -65,7 +68,8 @@ def test_every_field_of_a_small_model():
     assert rows(report) == rows(fp8compile.report(compiled)) == rows(fp8compile.report()) == TINY_ROWS
     assert report.opaque == [] and len(report.graphs) == 1
     assert all(r.batch == 1 and not r.dynamic and r.flops == 2 * r.m * r.n * r.k for r in report.matmuls)
-    # FLOPs are proportional to the sizes of the weights: two of 128 x 256 are FP8; 32 x 128 and 512 x 128 are not
+    # FLOPs are proportional to the sizes of the weights: two of 128 x 256 are FP8; 32 x 128 and 512 x 128 are
+    # not
     assert report.fp8_flop_fraction == pytest.approx(2 * 256 / (2 * 256 + 32 + 512))
     table = str(report)
     for fqn in ("body.0", "body.2", "gate", "head"):
@@ -109,7 +113,8 @@ def test_inference_and_evaluation_are_in_it_with_their_reason():
 
 
 def test_a_model_that_trains_in_eval_mode(caplog: pytest.LogCaptureFixture) -> None:
-    """It is in high precision, and that is said. An evaluation, and one that only passes gradients on, need no warning."""
+    """It is in high precision, and that is said. An evaluation, and one that only passes gradients on, need
+    no warning."""
     caplog.set_level("WARNING", "fp8compile")
     model = Mlp().eval()
     with torch.no_grad():
@@ -125,7 +130,7 @@ def test_a_model_that_trains_in_eval_mode(caplog: pytest.LogCaptureFixture) -> N
         train(torch.compile(model, backend="fp8", options={"strict": True}), 16, 128)
 
 
-# -- the log -----------------------------------------------------------------------------------------------------------------
+# -- the log -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -137,8 +142,13 @@ def test_one_line_a_compile(caplog: pytest.LogCaptureFixture) -> None:
     for tokens in (32, 32, 48, 32):
         train(compiled, 2, tokens, 128)
     told = [line for line in caplog.messages if "matmuls" in line]
-    assert len(told) == 2 and all("6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: " in line for line in told), caplog.messages
-    found = [{(r.gemm, r.m, r.k) for r in graph.matmuls if r.fqn == "body.0"} for graph in fp8compile.report(model).graphs]
+    assert len(told) == 2 and all(
+        "6 of 12 matmuls, 48.5% of matmul FLOPs; 6 kept: " in line for line in told
+    ), caplog.messages
+    found = [
+        {(r.gemm, r.m, r.k) for r in graph.matmuls if r.fqn == "body.0"}
+        for graph in fp8compile.report(model).graphs
+    ]
     assert found == [{("fprop", 2 * n, 128), ("dgrad", 2 * n, 256), ("wgrad", 256, 2 * n)} for n in (32, 48)]
 
 

@@ -49,7 +49,8 @@ def none_measured(model: nn.Module) -> bool:
 
 
 def expected(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float) -> list[float]:
-    """Overflows, underflows, error and signal, computed element by element in float64. `scale`: one for each element."""
+    """Overflows, underflows, error and signal, computed element by element in float64. `scale`: one for each
+    element."""
     a, s, c = (t.double() for t in (x, scale, copy))
     finite = a.isfinite()
     error = (a - c / s)[finite].square().sum()
@@ -60,7 +61,8 @@ def expected(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float) -> list[flo
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 128), (128, 128), (1, 32)])
 def test_measured(block: tuple[int, int], transposed: bool) -> None:
-    """Random values with outliers, tiny values and an infinity; some scales are too large. In parts, and at once."""
+    """Random values with outliers, tiny values and an infinity; some scales are too large. In parts, and at
+    once."""
     x = noise(300, 272, seed=3).bfloat16()
     x[::7, ::5] *= 1e-6
     x[5, 7], x[9, 11], x[17, 0] = 3000.0, 0.0, math.inf
@@ -73,14 +75,20 @@ def test_measured(block: tuple[int, int], transposed: bool) -> None:
     copy = ops.quantize(x, scale, torch.float8_e4m3fn, 448.0, transposed, block)
     with hooks.measured_in_parts(1 << 14):
         vector = probe.measured(x, scale, copy, 448.0, transposed, block).tolist()
-    assert vector == pytest.approx(probe.measured(x, scale, copy, 448.0, transposed, block).tolist(), rel=1e-6)
+    assert vector == pytest.approx(
+        probe.measured(x, scale, copy, 448.0, transposed, block).tolist(), rel=1e-6
+    )
     seen = dict(zip(probe.COLUMNS, vector, strict=True))
     source = x.t() if transposed else x
     values = copy[:, : source.shape[1]].float()
-    wanted = expected(source.float(), ops.spread(scale, source.shape, block).expand(source.shape), values, 448.0)
+    wanted = expected(
+        source.float(), ops.spread(scale, source.shape, block).expand(source.shape), values, 448.0
+    )
     assert seen["elements"] == x.numel() and seen["amax"] == math.inf
     assert [seen["overflows"], seen["underflows"]] == wanted[:2] and min(wanted) > 0
-    assert seen["error"] == pytest.approx(wanted[2], rel=1e-5) and seen["signal"] == pytest.approx(wanted[3], rel=1e-6)
+    assert seen["error"] == pytest.approx(wanted[2], rel=1e-5) and seen["signal"] == pytest.approx(
+        wanted[3], rel=1e-6
+    )
     assert seen["scales"] == scale.numel() and seen["scale"] == scale.max().item()
     assert (seen["scale_inv_min"], seen["scale_inv_max"]) == (
         pytest.approx(1 / scale.max().item()),
@@ -110,7 +118,13 @@ def test_delayed_without_measuring() -> None:
     ):
         row, scale = rows[role], scale_of(amax, fp8_max)
         inverse = torch.tensor(1 / scale, dtype=torch.float64).float().item()
-        assert (row["name"], row["use"], row["layout"], row["recipe"], row["format"]) == ("weight", 0, "", "delayed", form)
+        assert (row["name"], row["use"], row["layout"], row["recipe"], row["format"]) == (
+            "weight",
+            0,
+            "",
+            "delayed",
+            form,
+        )
         assert (row["amax"], row["scale"]) == (amax, scale)
         assert row["scale_inv"] == row["scale_inv_min"] == row["scale_inv_max"] == inverse
         assert row["overflows%"] is row["underflows%"] is row["mse"] is row["sqnr"] is None
@@ -127,7 +141,9 @@ def test_an_overflow_and_its_error() -> None:
     train(run, x)
     row = next(row for row in fp8compile.stats(model) if row["role"] == "input")
     assert row["overflows%"] == 50.0 and row["underflows%"] == 25.0
-    assert row["mse"] == pytest.approx(4.5) and row["sqnr"] == pytest.approx(10 * math.log10((8 * 16 + 4) / (8 * 9)))
+    assert row["mse"] == pytest.approx(4.5) and row["sqnr"] == pytest.approx(
+        10 * math.log10((8 * 16 + 4) / (8 * 9))
+    )
     assert (row["amax"], row["scale"]) == (4.0, 112.0)  # the state for the next call
 
 
@@ -291,7 +307,8 @@ def fresh(model: nn.Module, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "name"), [("delayed", "up"), ("tensorwise", "down")])
 def test_an_assigned_weight(recipe: str, name: str) -> None:
-    """A new parameter, for the first weight or another one, replaces the old one in statistics and reports, each time."""
+    """A new parameter, for the first weight or another one, replaces the old one in statistics and reports,
+    each time."""
     model = make(Mlp)
     run = compiled(model, recipe)
     train(run, noise(16, 128))
@@ -305,6 +322,7 @@ def test_an_assigned_weight(recipe: str, name: str) -> None:
         assert [(row["name"], row["role"], row["recipe"], row["format"]) for row in rows] == before
         assert all(row["mse"] is not None and row["amax"] for row in rows)
         now = hooks.remembered(model.up.weight)
-        assert now[0] <= known[0] and now[1] <= known[1]  # the replaced ones are gone, and perhaps models of other tests
+        # the replaced ones are gone, and perhaps models of other tests
+        assert now[0] <= known[0] and now[1] <= known[1]
     for part in (model.up, model.down):
         assert len(fp8compile.report(part).graphs) == 1

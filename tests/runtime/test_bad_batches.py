@@ -1,8 +1,8 @@
 """Bad batches: NaN, infinity, zeros and 1e-30, in inputs, targets and the loss.
 
-As in a loop with a GradScaler or a check of the gradients' norm, the optimizer skips a step whose gradients are not finite.
-The scaling state must not remember the bad batch: TransformerEngine's history keeps an infinity for its whole length.
-A faulty run and a clean one see the same batches except for the faults.
+As in a loop with a GradScaler or a check of the gradients' norm, the optimizer skips a step whose gradients
+are not finite. The scaling state must not remember the bad batch: TransformerEngine's history keeps an
+infinity for its whole length. A faulty run and a clean one see the same batches except for the faults.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]]] = {
 
 
 def train(faults: Sequence[str]) -> tuple[nn.Module, list[float]]:
-    """Fits a teacher and noise; -> the model and its losses. After a fault ("": none), checks histories and scales."""
+    """Fits a teacher and noise; -> the model and its losses. After a fault ("": none), checks histories and
+    scales."""
     model, teacher = (make(lambda: Mlp(WIDTH, WIDTH), seed=seed) for seed in (1, 2))
     forward = compiled(model, policy=ALL_FP8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -66,7 +67,9 @@ def train(faults: Sequence[str]) -> tuple[nn.Module, list[float]]:
             optimizer.zero_grad()
             losses.append(loss.item())
             if fault:
-                assert loss.isfinite() == (fault in ("all zeros", "1e-30", "a loss of 1e-30", "no loss")), fault
+                assert loss.isfinite() == (fault in ("all zeros", "1e-30", "a loss of 1e-30", "no loss")), (
+                    fault
+                )
                 sound(model, fault)
     return model, losses
 
@@ -74,7 +77,9 @@ def train(faults: Sequence[str]) -> tuple[nn.Module, list[float]]:
 def sound(model: nn.Module, where: str) -> None:
     """Every amax and scale of the state is finite, and scales are above 0."""
     for key, (history, scale) in histories(model).items():
-        assert all(math.isfinite(amax) and amax >= 0 for amax in history), f"{where}: {key} remembers {history}"
+        assert all(math.isfinite(amax) and amax >= 0 for amax in history), (
+            f"{where}: {key} remembers {history}"
+        )
         assert 0 < scale < math.inf, f"{where}: {key} is scaled by {scale}"
 
 

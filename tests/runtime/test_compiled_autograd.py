@@ -1,4 +1,5 @@
-"""Compiled autograd copies our backward graphs into its own: gradients are right from the first call, or a call is refused."""
+"""Compiled autograd copies our backward graphs into its own: gradients are right from the first call, or a
+call is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.compat]
 
 
 def small_loss(y: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradients vanish if a tensor without history is cast with scale 1. (It contains no numbers: compiled
-    autograd makes inputs of numbers, which an FX interpreter does not support.)"""
+    """A loss whose gradients vanish if a tensor without history is cast with scale 1. (It contains no
+    numbers: compiled autograd makes inputs of numbers, which an FX interpreter does not support.)"""
     return (y * y).mean() * torch.tensor(1e-3)
 
 
@@ -43,7 +44,9 @@ def test_backward_inside_of_the_compiled_step(recipe: str) -> None:
     expected = make(Mlp)
     model = copy.deepcopy(expected)
     with torch._dynamo.config.patch(compiled_autograd=True):
-        step = torch.compile(lambda x: small_loss(model(x)).backward(), backend="fp8", options={"recipe": recipe})
+        step = torch.compile(
+            lambda x: small_loss(model(x)).backward(), backend="fp8", options={"recipe": recipe}
+        )
         train(step, expected, model)
     report = fp8compile.report(model)
     assert report.fp8_flop_fraction == 1.0
@@ -52,7 +55,8 @@ def test_backward_inside_of_the_compiled_step(recipe: str) -> None:
 
 @pytest.mark.slow
 def test_a_whole_train_step() -> None:
-    """Forward, backward and optimizer in one compiled function: the parameters are those of the eager step."""
+    """Forward, backward and optimizer in one compiled function: the parameters are those of the eager
+    step."""
     expected = make(Mlp)
     model = copy.deepcopy(expected)
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in (expected, model)]
@@ -90,7 +94,8 @@ def test_the_backward_alone() -> None:
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("backend", ["fp8", "aot_eager"])
 def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:
-    """The backward compiled earlier expects state. With either backend, the error comes before any gradient is computed."""
+    """The backward compiled earlier expects state. With either backend, the error comes before any gradient
+    is computed."""
     model = make(Mlp)
     run = torch.compile(model, backend="fp8")
     run(torch.randn(16, 128)).sum().backward()

@@ -1,4 +1,5 @@
-"""What version 0.2.0 wrote and called still works: files with a scaling state, and old names, with a warning."""
+"""What version 0.2.0 wrote and called still works: files with a scaling state, and old names, with a
+warning."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import nn
 import fp8compile
 from tests.support.harness import compiled, scaling_tensors
 
-SAVED = Path(__file__).parent / "data" / "state-0.2.0.pt"  # "one": scaling_state(model), "all": that of ScalingState(model)
+# "one": scaling_state(model), "all": that of ScalingState(model)
+SAVED = Path(__file__).parent / "data" / "state-0.2.0.pt"
 POLICY = {"rules": [{"fp8": "on"}]}
 RENAMED = {
     "scaling_state": "ScalingState",
@@ -45,13 +47,17 @@ def test_a_file_of_0_2_0(kind: str, called: bool) -> None:
     assert all(torch.equal(row, saved["one"][name]) for name, row in loaded.items())
     run(torch.ones(32, 64)).sum().backward()  # strict: every slot fits the graph
     moved = scaling_tensors(model)
-    assert all(torch.equal(row, moved[name]) is (name == "fp8compile.version") for name, row in loaded.items())
+    assert all(
+        torch.equal(row, moved[name]) is (name == "fp8compile.version") for name, row in loaded.items()
+    )
 
 
 @pytest.mark.feature("schedule", "weight_cache", "frozen")
 def test_old_names_warn_and_name_the_new_one() -> None:
     for name, new in RENAMED.items():
-        with pytest.warns(DeprecationWarning, match=rf"fp8compile.{name} is now fp8compile.{new}\b") as caught:
+        with pytest.warns(
+            DeprecationWarning, match=rf"fp8compile.{name} is now fp8compile.{new}\b"
+        ) as caught:
             assert callable(getattr(fp8compile, name))
         assert caught[0].filename == __file__
         assert new in fp8compile.__all__ and name not in fp8compile.__all__
@@ -65,9 +71,13 @@ def test_old_functions_do_what_they_did() -> None:
     saved, model = torch.load(SAVED), linears()
     fp8compile.load_scaling_state(model, saved["one"])
     state = fp8compile.scaling_state(model)
-    assert state.keys() == saved["one"].keys() and all(torch.equal(row, saved["one"][name]) for name, row in state.items())
+    assert state.keys() == saved["one"].keys() and all(
+        torch.equal(row, saved["one"][name]) for name, row in state.items()
+    )
     with pytest.raises(fp8compile.StateError, match="unexpected"):
-        fp8compile.load_scaling_state(model, {**saved["one"], "2.weight.input.0": torch.ones(15)}, strict=True)
+        fp8compile.load_scaling_state(
+            model, {**saved["one"], "2.weight.input.0": torch.ones(15)}, strict=True
+        )
     run = compiled(model, policy={**POLICY, "schedule": {}}, amax_history_len=4)
     with fp8compile.dry_run():
         run(torch.ones(32, 64)).sum().backward()

@@ -1,4 +1,5 @@
-"""Calls inside the user's checkpoints, dispatch modes and retained graphs, and calls that are not training."""
+"""Calls inside the user's checkpoints, dispatch modes and retained graphs, and calls that are not
+training."""
 
 from __future__ import annotations
 
@@ -40,12 +41,15 @@ def test_an_output_of_one_batch_is_no_view(options: dict) -> None:
 
 
 def save_matmuls(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"recipe": "rowwise"}])
 def test_selective_checkpoint_around_a_compiled_block(options: dict) -> None:
-    """The user's dispatch mode does not see the update of the state; gradients are those of a run without a checkpoint."""
+    """The user's dispatch mode does not see the update of the state; gradients are those of a run without a
+    checkpoint."""
     grads = []
     for selective in (False, True):
         torch.manual_seed(0)
@@ -97,7 +101,8 @@ def test_a_dispatch_mode_sees_the_same_in_cold_calls_and_in_warm_ones() -> None:
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_a_second_backward_through_a_checkpoint(recipe: str) -> None:
-    """The second backward recomputes, too: the forward's history has moved only once, with the scales of the first time."""
+    """The second backward recomputes, too: the forward's history has moved only once, with the scales of the
+    first time."""
     block = nn.Linear(128, 128)
     run = torch.compile(block, backend="fp8", options={"recipe": recipe})
     with torch._functorch.config.patch(donated_buffer=False):  # torch's own condition for retain_graph

@@ -1,4 +1,5 @@
-"""What cold calls leave in CUDA's caching allocator is given back once: by a model of several graphs, not while capturing."""
+"""What cold calls leave in CUDA's caching allocator is given back once: by a model of several graphs, not
+while capturing."""
 
 from __future__ import annotations
 

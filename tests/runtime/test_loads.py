@@ -1,4 +1,5 @@
-"""`load_state_dict` is an event: the call after it scales by the current amax what the histories do not fit."""
+"""`load_state_dict` is an event: the call after it scales by the current amax what the histories do not
+fit."""
 
 from __future__ import annotations
 
@@ -66,8 +67,11 @@ def in_a_function(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor
         pytest.param(blocks_in_a_loop, in_parts, 1e-3, {"save": "fp8"}, marks=pytest.mark.feature("save")),
     ],
 )
-def test_the_first_call_with_other_weights(compile_it: Any, load: Any, factor: float, options: dict[str, Any]) -> None:
-    """Without the event, that call is noise, and the next one is right: see tests/runtime/test_overflow.py."""
+def test_the_first_call_with_other_weights(
+    compile_it: Any, load: Any, factor: float, options: dict[str, Any]
+) -> None:
+    """Without the event, that call is noise, and the next one is right: see
+    tests/runtime/test_overflow.py."""
     model, plain = chain(), chain()
     run = compile_it(model, **options)
     for _ in range(3):

@@ -1,4 +1,5 @@
-"""The call after an overflow: each tensor that the scale of its slot would saturate is scaled by its current amax."""
+"""The call after an overflow: each tensor that the scale of its slot would saturate is scaled by its current
+amax."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 
 def seen(run, value: float, grad: float | None = 1.0) -> float:
-    """One training call on x = value with weights of 1. Returns x after the cast: less than value if x saturated."""
+    """One training call on x = value with weights of 1. Returns x after the cast: less than value if x
+    saturated."""
     x = torch.full((16, 128), value, requires_grad=True)
     y = run(x)
     if grad is not None:
@@ -30,7 +32,8 @@ def cold(model: nn.Module) -> dict[str, bool]:
 
 
 def test_the_step_after_a_jump() -> None:
-    """100 saturates with the scale of 1. The next step's 300 does not: its scale comes from its own amax, not from 100."""
+    """100 saturates with the scale of 1. The next step's 300 does not: its scale comes from its own amax, not
+    from 100."""
     model = linear(1.0)
     run = compiled(model)
     for _ in range(20):
@@ -50,8 +53,19 @@ ZERO = 0.0  # the gradient; None: no backward
     [
         ({}, [(1.0, 1.0), (1.9, 1.0), (15.2, 1.9)]),  # twice the range of the scale is not yet an overflow
         ({}, [(1.0, 1.0), (2.1, 1.0), (16.8, 16.8)]),
-        ({}, [(1.0, 1.0), (2.0, 1.0), (100.0, 2.0, None), (900.0, 900.0, None), (100.0, 96.43), (1000.0, 900.0)]),
-        # after 20 calls with zero gradients the host no longer looks for cold slots, but it still looks for overflows
+        (
+            {},
+            [
+                (1.0, 1.0),
+                (2.0, 1.0),
+                (100.0, 2.0, None),
+                (900.0, 900.0, None),
+                (100.0, 96.43),
+                (1000.0, 900.0),
+            ],
+        ),
+        # after 20 calls with zero gradients the host no longer looks for cold slots, but it still looks for
+        # overflows
         ({}, [*[(1.0, 1.0, ZERO)] * 20, (100.0, 1.0, ZERO), (300.0, 300.0, ZERO), (400.0, 300.0, ZERO)]),
         # a gradient that has only been zero makes calls cold: nothing saturates in them
         ({}, [(1.0, 1.0, ZERO), (1.0, 1.0, ZERO), (1000.0, 1000.0, ZERO)]),
@@ -75,13 +89,21 @@ def test_what_each_call_reads(options: dict[str, Any], calls: list[tuple]) -> No
 
 
 @pytest.mark.cases(test=1, slow=2)
-@pytest.mark.parametrize(("options", "covered"), [({}, 2048.0), ({"margin": 0}, 1.0), ({"fp8_format": "e4m3"}, 8.0)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "covered"), [({}, 2048.0), ({"margin": 0}, 1.0), ({"fp8_format": "e4m3"}, 8.0)], ids=str
+)
 def test_a_gradient(options: dict[str, Any], covered: float) -> None:
-    """A gradient has headroom. One that saturates all the same, by 100 times here, is scaled by its amax in the next step."""
+    """A gradient has headroom. One that saturates all the same, by 100 times here, is scaled by its amax in
+    the next step."""
     model = linear(1.0)
     run = compiled(model, **options)
     far = 100.0 * covered
-    for grad, expected in ((1.0, 1.0), (covered, covered), (covered * far, covered * covered), (far * far, far * far)):
+    for grad, expected in (
+        (1.0, 1.0),
+        (covered, covered),
+        (covered * far, covered * covered),
+        (far * far, far * far),
+    ):
         x = torch.ones(16, 128, requires_grad=True)
         run(x).backward(torch.full((16, 128), grad))
         assert x.grad[0, 0].item() == pytest.approx(128 * expected)
@@ -104,7 +126,13 @@ def load(model: nn.Module, factor: float) -> None:
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("options", "factor"),
-    [({}, 8.0), ({}, 64.0), ({"interval": 3}, 64.0), ({"margin": 1}, 8.0), ({"on_overflow": "saturate"}, 64.0)],
+    [
+        ({}, 8.0),
+        ({}, 64.0),
+        ({"interval": 3}, 64.0),
+        ({"margin": 1}, 8.0),
+        ({"on_overflow": "saturate"}, 64.0),
+    ],
     ids=str,
 )
 def test_weights_loaded_later_against_the_reference(options: dict[str, Any], factor: float) -> None:
@@ -130,7 +158,9 @@ def test_weights_loaded_later_against_the_reference(options: dict[str, Any], fac
             sides.append([y, x.grad, *grads_of(parameters).values()])
         for got, expected in zip(*sides, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-        assert histories(model) == {key: (slot.history, slot.scale) for key, slot in reference.slots.items()}, call
+        assert histories(model) == {
+            key: (slot.history, slot.scale) for key, slot in reference.slots.items()
+        }, call
         assert hooks.cold(model) == {key: slot.cold for key, slot in reference.slots.items()}, call
     assert cold == [True] + [call in (3, 4, 7) and "on_overflow" not in options for call in range(1, 8)]
 
@@ -192,7 +222,8 @@ def test_what_a_spike_leaves(change: Any, options: dict[str, Any]) -> None:
 
 
 def test_one_odd_batch_changes_no_scale() -> None:
-    """Where the host does not know yet (on a GPU, it learns later), the batch after it is as exact as ever."""
+    """Where the host does not know yet (on a GPU, it learns later), the batch after it is as exact as
+    ever."""
     model = linear(1.0)
     run = compiled(model)
     seen(run, 1.0)

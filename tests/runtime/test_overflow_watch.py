@@ -110,7 +110,8 @@ def test_a_forward_without_a_backward_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_what_was_found_is_forgotten_when_the_page_moves() -> None:
-    """Another graph's call has seen an overflow of a gradient. A second backward with a gradient that fits follows."""
+    """Another graph's call has seen an overflow of a gradient. A second backward with a gradient that fits
+    follows."""
     one, other = ready(layers("a b"))
     x = noise(16, 128, seed=1).requires_grad_()
     first, second = one(x), one(x)
@@ -127,9 +128,12 @@ def test_what_was_found_is_forgotten_when_the_page_moves() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("factor", "grad", "named"), [(math.nan, math.inf, "b.weight (input)"), (1.0, math.inf, "c.weight (gradient)")]
+    ("factor", "grad", "named"),
+    [(math.nan, math.inf, "b.weight (input)"), (1.0, math.inf, "c.weight (gradient)")],
 )
-def test_the_first_tensor_that_is_not_finite_is_named_once(factor: float, grad: float, named: str, caplog: Any) -> None:
+def test_the_first_tensor_that_is_not_finite_is_named_once(
+    factor: float, grad: float, named: str, caplog: Any
+) -> None:
     made = ready(layers())
     for _ in range(2):
         step(made, factor, grad)
@@ -141,7 +145,8 @@ def test_the_first_tensor_that_is_not_finite_is_named_once(factor: float, grad: 
 
 @pytest.mark.usefixtures("interpreted")
 def test_calls_of_one_model_on_two_threads() -> None:
-    """A thread sees what its graphs have left on another one, but not what other models may be writing there."""
+    """A thread sees what its graphs have left on another one, but not what other models may be writing
+    there."""
     made, others = ready(layers()), ready(layers("d e"))
     with hooks.cold_calls() as cold, hooks.looks() as looks:
         step(others)

@@ -1,4 +1,5 @@
-"""Recomputations run as their forwards did: checkpoints change nothing, whatever forwards wait for their backwards."""
+"""Recomputations run as their forwards did: checkpoints change nothing, whatever forwards wait for their
+backwards."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(self.loop, block, x, use_reentrant=False) if self.checkpointed else self.loop(block, x)
+            x = (
+                checkpoint(self.loop, block, x, use_reentrant=False)
+                if self.checkpointed
+                else self.loop(block, x)
+            )
         return x
 
     def loop(self, block: nn.Module, x: Tensor) -> Tensor:
@@ -43,7 +48,8 @@ class Blocks(nn.Module):
 
 
 def trained(loops: int, checkpointed: bool, schedule: str, options: dict[str, Any]) -> list[Tensor]:
-    """Outputs and gradients, step by step. Weights grow four-fold at one step, as in a spike, and are as before at another."""
+    """Outputs and gradients, step by step. Weights grow four-fold at one step, as in a spike, and are as
+    before at another."""
     model, seen = Blocks(loops, checkpointed), []
     for block in model.blocks:
         block.compile(backend="fp8", options=options)

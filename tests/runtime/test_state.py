@@ -1,7 +1,7 @@
 """The scaling state: exact values after known inputs, the calls that move it, and its owners.
 
-Values that are compared for equality come from constants: amaxes of given inputs, weights and output gradients, which no matmul
-has rounded.
+Values that are compared for equality come from constants: amaxes of given inputs, weights and output
+gradients, which no matmul has rounded.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def test_history_and_scale_after_known_inputs() -> None:
         for key, values, fp8_max in ((INPUT, seen["x"], 448.0), (GRADIENT, seen["dy"], 57344.0 / 2**11)):
             assert state[key].history() == padded(values, 3)[:3]
             assert state[key].scale() == scale_of(max(values[:3]), fp8_max)
-            assert state[key].scale_inv() == torch.tensor(1.0 / state[key].scale(), dtype=torch.float64).float().item()
+            assert (
+                state[key].scale_inv()
+                == torch.tensor(1.0 / state[key].scale(), dtype=torch.float64).float().item()
+            )
         assert state[WEIGHT].history() == padded([0.5] * len(seen["x"]), 3)[:3]
         assert state[WEIGHT].scale() == 896.0
 
@@ -96,7 +99,8 @@ def test_interval() -> None:
 
 
 def test_a_longer_history_that_comes_back() -> None:
-    """A page with a shorter history drops the older amaxes; a longer one later must not bring back outdated values."""
+    """A page with a shorter history drops the older amaxes; a longer one later must not bring back outdated
+    values."""
     model = linear()
     long, short = compiled(model, amax_history_len=3), compiled(model, amax_history_len=1)
     for value in (4096.0, 512.0, 256.0):
@@ -122,8 +126,8 @@ def test_quantizes_with_the_scale_of_earlier_calls() -> None:
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("zeros", [3, 8])
 def test_a_slot_that_saw_only_zeros_is_cold(zeros: int) -> None:
-    """LoRA's B begins as zeros, and so do gradients of what is in front of it. After any number of calls with zeros,
-    the first non-zero amax gives the scale at once."""
+    """LoRA's B begins as zeros, and so do gradients of what is in front of it. After any number of calls with
+    zeros, the first non-zero amax gives the scale at once."""
     model = make(Mlp)
     nn.init.zeros_(model.down.weight)
     pair = Pair(model, amax_history_len=4)
@@ -168,8 +172,8 @@ def test_eval_and_no_grad_do_not_move_it() -> None:
     ("options", "nested"), [({}, False), ({"current_scaling": (False, False, True)}, True)]
 )
 def test_reentrant_checkpoint_around_a_compiled_block(options: dict, nested: bool) -> None:
-    """Always the forward inside the backward moves the state; also with a checkpoint of the other kind inside,
-    and after a forward whose backward never came. (test_repeats.py has the other kind.)"""
+    """Always the forward inside the backward moves the state; also with a checkpoint of the other kind
+    inside, and after a forward whose backward never came. (test_repeats.py has the other kind.)"""
     model = make(Mlp)
     run = compiled(model, **options)
     if not nested:
@@ -187,18 +191,22 @@ def test_reentrant_checkpoint_around_a_compiled_block(options: dict, nested: boo
 
 
 def test_recomputations_read_one_place() -> None:
-    """A CUDA graph is recorded for the addresses of its inputs: a page at another address would need a new recording."""
+    """A CUDA graph is recorded for the addresses of its inputs: a page at another address would need a new
+    recording."""
     run = compiled(linear(), "delayed")
     with hooks.pages_of_forwards() as pages:
         for _ in range(4):
             checkpoint(run, constant(1.0).requires_grad_(), use_reentrant=False).sum().backward()
     assert [again for _, again in pages] == [False, True] * 4
-    first, recomputed = ({page.data_ptr() for page, again in pages if again is kind} for kind in (False, True))
+    first, recomputed = (
+        {page.data_ptr() for page, again in pages if again is kind} for kind in (False, True)
+    )
     assert len(first) == len(recomputed) == 1 and first != recomputed
 
 
 def test_a_checkpoint_with_hooks_of_the_user_inside() -> None:
-    """Offloading sets hooks of its own inside of the checkpoint, which then are the topmost ones in the recomputation, too."""
+    """Offloading sets hooks of its own inside of the checkpoint, which then are the topmost ones in the
+    recomputation, too."""
     model = linear()
     run = compiled(model)
 
@@ -292,7 +300,8 @@ def test_a_recompile_keeps_the_history() -> None:
 
 
 def test_graphs_that_share_some_weights() -> None:
-    """The graphs take turns: each reads the state that the other wrote, also between a forward and its backward."""
+    """The graphs take turns: each reads the state that the other wrote, also between a forward and its
+    backward."""
     pair = Pair(make(Branches))
     for step, branches in enumerate(([0], [1], [0, 1], [1, 0], [1, 1], [0, 0, 1])):
         pair.zero_grad()
@@ -331,7 +340,8 @@ def test_two_layers_never_share() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 def test_more_instances_than_the_recompile_limit() -> None:
-    """Dynamo gives up after 8 versions of one function: instances must share code, each with its own state."""
+    """Dynamo gives up after 8 versions of one function: instances must share code, each with its own
+    state."""
     model = make(lambda: Parallel(*(Mlp() for _ in range(9))))
     for block in model.inner:
         block.compile(backend="fp8")

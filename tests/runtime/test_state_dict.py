@@ -1,4 +1,5 @@
-"""The scaling state as a file: a resumed run equals a run that was not stopped; a state that does not fit is refused."""
+"""The scaling state as a file: a resumed run equals a run that was not stopped; a state that does not fit is
+refused."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def saved(x: Any) -> Any:
 
 
 class Zero(Mlp):
-    """The gradient of `up` is zero as long as nothing trains `down`, which begins as zeros: its slot is cold for 16
-    calls, and cold and warm calls do not give the same bits."""
+    """The gradient of `up` is zero as long as nothing trains `down`, which begins as zeros: its slot is cold
+    for 16 calls, and cold and warm calls do not give the same bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +99,8 @@ def test_it_is_plain_tensors(tmp_path) -> None:
         row = state[f"{name}.{role}.{use}"]
         assert row.dtype == torch.float32 and row.device.type == "cpu"
         assert torch.equal(row[:-1], slot.numbers.tensor) and row[10] == slot.history()[0]
-    assert len({row.untyped_storage().data_ptr() for row in state.values()}) == len(state)  # safetensors requires it
+    # safetensors requires it
+    assert len({row.untyped_storage().data_ptr() for row in state.values()}) == len(state)
     expected = histories(model)
     compiled(model)(noise(16, 128, scale=9.0)).sum().backward()  # which the state does not see: it is a copy
     safetensors = pytest.importorskip("safetensors.torch")
@@ -119,7 +121,8 @@ def test_a_checkpoint_without_one_starts_cold() -> None:
         load_scaling(model, state)
         assert all(not any(history) and scale == 1.0 for history, scale in histories(model).values())
         x = noise(16, 128) * 1e-4
-        torch.testing.assert_close(run(x), model(x), rtol=0.1, atol=1e-3)  # its own amax scales it; with scale 1 it vanishes
+        # its own amax scales it; with scale 1 it vanishes
+        torch.testing.assert_close(run(x), model(x), rtol=0.1, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -151,19 +154,24 @@ def state_of_mlp() -> dict[str, Tensor]:
 
 def test_another_model(caplog: pytest.LogCaptureFixture) -> None:
     model = make(Twice)
-    with pytest.raises(StateError, match="unexpected: up.weight.input.0 .the model has no up.weight") as caught:
+    with pytest.raises(
+        StateError, match="unexpected: up.weight.input.0 .the model has no up.weight"
+    ) as caught:
         load_scaling(model, state_of_mlp(), strict=True)
     assert len(caught.value.differences) == 6 and isinstance(caught.value, ValueError)
     assert not slots_of(model)
     with caplog.at_level("WARNING", logger="fp8compile"):
         load_scaling(model, state_of_mlp())
-    assert "unexpected: up.weight.input.0 (the model has no up.weight)" in caplog.text and "and 1 more" in caplog.text
+    assert (
+        "unexpected: up.weight.input.0 (the model has no up.weight)" in caplog.text
+        and "and 1 more" in caplog.text
+    )
     assert not slots_of(model)
 
 
 def test_other_options(caplog: pytest.LogCaptureFixture) -> None:
-    """What fits is taken, with one warning. `strict`: a new model refuses the state at each call that needs the loaded slots; a
-    model that has run, at once and unchanged."""
+    """What fits is taken, with one warning. `strict`: a new model refuses the state at each call that needs
+    the loaded slots; a model that has run, at once and unchanged."""
     state, model = state_of_mlp(), make(Mlp)
     run = compiled(model, margin=0, amax_history_len=8, interval=4)
     messages = {
@@ -214,7 +222,10 @@ def test_a_graph_that_has_more() -> None:
     [
         (lambda s: s.update({VERSION: torch.tensor([2])}), "version 1"),
         (lambda s: s.update({"up.weight": torch.zeros(27)}), "no name of a scaling state"),
-        (lambda s: s.update({"up.weight.input.0": torch.zeros(5)}), "float32 vector of 12 numbers or more; it is .*5"),
+        (
+            lambda s: s.update({"up.weight.input.0": torch.zeros(5)}),
+            "float32 vector of 12 numbers or more; it is .*5",
+        ),
         (lambda s: s.update({"up.weight.input.0": [1.0]}), "it is list"),
     ],
 )

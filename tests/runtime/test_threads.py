@@ -16,7 +16,10 @@ from tests.support.models import Mlp
 
 
 def cosines(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    return min(torch.cosine_similarity(p.flatten(), q.flatten(), 0).item() for p, q in zip(got, expected, strict=True))
+    return min(
+        torch.cosine_similarity(p.flatten(), q.flatten(), 0).item()
+        for p, q in zip(got, expected, strict=True)
+    )
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:

@@ -1,5 +1,5 @@
-"""What the host does around the compiled code of a warm step: it reads nothing of the device, and inputs of which CUDA graphs
-record the addresses stay where they are."""
+"""What the host does around the compiled code of a warm step: it reads nothing of the device, and inputs of
+which CUDA graphs record the addresses stay where they are."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_a_warm_step_waits_for_nothing(case: str) -> None:
             for number in range(3, 5):
                 training.step(number)
     calls = [len(half.addresses) - n for half, n in zip(halves, before, strict=True)]
-    assert len(halves) >= 2 and max(calls) >= 4 and min(calls) >= 2, "a body is a call of compiled code, or of the casts"
+    assert len(halves) >= 2 and max(calls) >= 4 and min(calls) >= 2, (
+        "a body is a call of compiled code, or of the casts"
+    )
     watched = "delayed" in case or case in ("history of 1", "checkpointed")
     assert (gpu.copied > 0) == watched, "the watch has sent what it saw"
 
@@ -94,7 +96,8 @@ def test_a_read_is_found() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["delayed", "checkpointed"])
 def test_fixed_inputs_stay_where_they_are(case: str) -> None:
-    """Weights and pages of the state, in all calls. The recomputations of a checkpoint have a page of their own."""
+    """Weights and pages of the state, in all calls. The recomputations of a checkpoint have a page of their
+    own."""
     with hooks.on_a_gpu(), hooks.bodies() as halves, hooks.pages_of_forwards() as pages:
         training = Training(make(lambda: Stack(*relus())), **CASES[case])
         for number in range(5):

@@ -1,4 +1,5 @@
-"""A later process takes a graph from AOTAutograd's cache. It does all that the first one did, and only if all is as it was."""
+"""A later process takes a graph from AOTAutograd's cache. It does all that the first one did, and only if all
+is as it was."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from fp8compile.runtime import warm_start
 from tests.support import hooks, warm
 from tests.support.models import Mlp
 
-by_thread = pytest.mark.skipif(not compat.aot_cache.options_by_thread(), reason="torch's options are those of the process")
+by_thread = pytest.mark.skipif(
+    not compat.aot_cache.options_by_thread(), reason="torch's options are those of the process"
+)
 
 
 @contextlib.contextmanager
@@ -57,7 +60,8 @@ COLD, WARM = {"hit": 0, "miss": 2, "saved": 2, "bypass": 0}, {"hit": 2, "miss": 
 @pytest.mark.compat
 @pytest.mark.compiled
 def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
-    """Losses, gradients, scaling state, measured casts, statistics, the report and what an export asks for."""
+    """Losses, gradients, scaling state, measured casts, statistics, the report and what an export asks
+    for."""
     with caches(tmp_path):
         (cold, first), (found, second) = (again(warm.Small) for _ in range(2))
     assert (first, second) == (COLD, WARM)
@@ -69,8 +73,8 @@ def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
 @by_thread
 @pytest.mark.compiled
 def test_a_graph_is_retained_at_its_first_backward(tmp_path: Path) -> None:
-    """Two losses of one forward, as the stock backend allows it, also where the backward is compiled with the forward. A second
-    derivative is refused with torch's words."""
+    """Two losses of one forward, as the stock backend allows it, also where the backward is compiled with the
+    forward. A second derivative is refused with torch's words."""
     gradients = []
     for retain in (False, True):
         hooks.forget()
@@ -141,12 +145,13 @@ def test_strict_raises_for_a_graph_that_was_compiled_without(tmp_path: Path) -> 
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
-# -- the key, without Inductor's code generation --------------------------------------------------------------------------
+# -- the key, without Inductor's code generation -------------------------------------------------------------
 
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Iterator[list[str]]:
-    """The keys that AOTAutograd's cache is asked for, in the order of compilations, which end there or at our passes."""
+    """The keys that AOTAutograd's cache is asked for, in the order of compilations, which end there or at our
+    passes."""
     with caches(tmp_path), hooks.cache_keys() as keys:
         yield keys
 
@@ -211,7 +216,9 @@ def test_the_key_has_all_that_our_passes_read(asked: list[str], monkeypatch: pyt
 
 @pytest.mark.feature("save", "weight_cache", "schedule")
 @pytest.mark.compat
-def test_graphs_that_do_not_use_the_cache(asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_graphs_that_do_not_use_the_cache(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def uses(model: nn.Module, dynamic: bool | None = None, **options: Any) -> bool:
         asked.clear()
         compile_until_enough(model, dynamic=dynamic, options=options)
@@ -221,7 +228,11 @@ def test_graphs_that_do_not_use_the_cache(asked: list[str], monkeypatch: pytest.
     assert not uses(Mlp(), save="fp8")
     assert not uses(Mlp(), cache_weights=True)
     assert not uses(Mlp(), policy={"schedule": {"warmup_steps": 1}})
-    for name, value in (("enable_autograd_cache", False), ("bundled_autograd_cache", True), ("strict_autograd_cache", True)):
+    for name, value in (
+        ("enable_autograd_cache", False),
+        ("bundled_autograd_cache", True),
+        ("strict_autograd_cache", True),
+    ):
         with torch._functorch.config.patch({name: value}):
             assert not uses(Mlp()), name
     for name, value in (("force_disable_caches", True), ("fx_graph_cache", False)):
@@ -235,7 +246,7 @@ def test_graphs_that_do_not_use_the_cache(asked: list[str], monkeypatch: pytest.
         assert not uses(Mlp())
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------------
+# -- what is kept --------------------------------------------------------------------------------------------
 
 
 def test_a_graph_of_plain_data_computes_the_same() -> None:

@@ -1,12 +1,13 @@
-"""What ATen, cuBLASLt and CUTLASS take: the rules for `_scaled_mm` and `_scaled_grouped_mm`, by GPU, torch and CUDA.
+"""What ATen, cuBLASLt and CUTLASS take: the rules for `_scaled_mm` and `_scaled_grouped_mm`, by GPU, torch
+and CUDA.
 
-The plan for a described GPU is executed on a CPU (`executed`), where any call would do. So each call is first held against
-these rules, and `Refused` says which of them it breaks. `RULES` and `GAPS` have the names.
+The plan for a described GPU is executed on a CPU (`executed`), where any call would do. So each call is first
+held against these rules, and `Refused` says which of them it breaks. `RULES` and `GAPS` have the names.
 
-Read in ScaledBlas.cpp, GroupedBlas.cpp, RowwiseScaledMM.cu, GroupMMCommon.cuh, ScaledGroupMM.cu and GroupedMMUtils.h, in copies
-from before and after float32 came to the rowwise kernel (2.15), not release by release; and in the issues that are named. What
-only cuBLASLt says (alignment and storage of scales) is from its documentation, at second hand. ROCm's rules are those of the
-same files under USE_ROCM.
+Read in ScaledBlas.cpp, GroupedBlas.cpp, RowwiseScaledMM.cu, GroupMMCommon.cuh, ScaledGroupMM.cu and
+GroupedMMUtils.h, in copies from before and after float32 came to the rowwise kernel (2.15), not release by
+release; and in the issues that are named. What only cuBLASLt says (alignment and storage of scales) is from
+its documentation, at second hand. ROCm's rules are those of the same files under USE_ROCM.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ RULES = {
     "rowwise gpu": "AMD scales rows from gfx94 on, not on gfx12",
     "rowwise out": "CUTLASS returns bf16 and fp16, from torch 2.15 on fp32; hipBLASLt bf16",
     "rowwise b": "with a scale a row, CUTLASS and hipBLASLt take b in E4M3 only",
-    "rowwise scales": "the scales of rows are neighbours in memory; for cuBLASLt they begin at a multiple of 16 bytes",
+    "rowwise scales": (
+        "the scales of rows are neighbours in memory; for cuBLASLt they begin at a multiple of 16 bytes"
+    ),
     "rowwise packed": "on 8.9, CUTLASS takes K for the distance of rows and of columns",
     "block gpu": "only Hopper scales 128-blocks, from CUDA 12.9 on",
     "block k": "128 x 128 scales are stored by fours along K (pytorch#166752: else silently wrong)",
@@ -65,7 +68,9 @@ RULES = {
 
 GAPS = {
     "few tiles": "cuBLASLt has no row-wise kernel for few tiles and a large K (pytorch/ao#4582)",
-    "rowwise by cuBLASLt": "torch hands rows on 11.x and 12.x to cuBLASLt, which refuses (2.10: pytorch#192707), not in 2.15",
+    "rowwise by cuBLASLt": (
+        "torch hands rows on 11.x and 12.x to cuBLASLt, which refuses (2.10: pytorch#192707), not in 2.15"
+    ),
     "groups on Blackwell": "grouped matmuls are refused, trap or are wrong on 10.x (pytorch#161780, #187095)",
 }
 
@@ -75,13 +80,19 @@ GROUPS = 1024
 
 
 class Refused(AssertionError):
-    """A call that the libraries of the GPU do not take, or compute wrongly. `broken`: names of rules and gaps."""
+    """A call that the libraries of the GPU do not take, or compute wrongly. `broken`: names of rules and
+    gaps."""
 
     def __init__(self, operator: str, library: Library, broken: Sequence[str], call: NamedTuple):
         self.broken = tuple(broken)
         told = "; ".join(f"{name}: {(RULES | GAPS)[name]}" for name in broken)
         given = ", ".join(f"{key}={_told(value)}" for key, value in zip(call._fields, call, strict=True))
-        super().__init__(f"{library.gpu.target}, torch {library.torch}, CUDA {library.cuda}: {operator}({given}) breaks {told}")
+        super().__init__(
+            
+                f"{library.gpu.target}, torch {library.torch}, CUDA {library.cuda}: "
+                f"{operator}({given}) breaks {told}"
+            
+        )
 
 
 class Product(NamedTuple):
@@ -111,7 +122,8 @@ class Grouped(NamedTuple):
 
 
 class Library(NamedTuple):
-    """What a process has: its GPU (a `Gpu`), the versions of torch and CUDA. `gaps`: known gaps are refused, too."""
+    """What a process has: its GPU (a `Gpu`), the versions of torch and CUDA. `gaps`: known gaps are refused,
+    too."""
 
     gpu: Any
     torch: Version
@@ -173,7 +185,9 @@ def _kinds(operand: Tensor, scale: Tensor) -> set[str]:
 
 def _lies(scale: Tensor, shape: tuple[int, int], stride: tuple[int, int]) -> bool:
     """Has it this shape and these strides? The stride of a dimension of size 1 does not matter."""
-    return scale.shape == shape and all(n <= 1 or s == t for n, s, t in zip(shape, scale.stride(), stride, strict=True))
+    return scale.shape == shape and all(
+        n <= 1 or s == t for n, s, t in zip(shape, scale.stride(), stride, strict=True)
+    )
 
 
 def _is_mx(operand: Tensor, scale: Tensor) -> bool:
@@ -190,7 +204,11 @@ def _product(library: Library, call: Product) -> Iterator[str]:
     """The names of what a call of `_scaled_mm` breaks."""
     a, b, _, _, bias, out_dtype, fast_accum, out = call
     gpu, amd = library.gpu, bool(library.gpu.gfx)
-    if not (gpu.gfx.startswith(("gfx942", "gfx950", "gfx120")) if amd else gpu.capability == (8, 9) or gpu.major >= 9):
+    if not (
+        gpu.gfx.startswith(("gfx942", "gfx950", "gfx120"))
+        if amd
+        else gpu.capability == (8, 9) or gpu.major >= 9
+    ):
         yield "gpu"
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         yield "sizes"
@@ -300,14 +318,21 @@ def _mx(library: Library, call: Product) -> Iterator[str]:
 
 
 def _grouped(library: Library, call: Grouped) -> Iterator[str]:
-    """The names of what a call of `_scaled_grouped_mm` breaks. With b of two dimensions, the groups are parts of P."""
+    """The names of what a call of `_scaled_grouped_mm` breaks. With b of two dimensions, the groups are parts
+    of P."""
     a, b, a_scale, b_scale, offs, bias, out_dtype, _ = call
     gpu, rows = library.gpu, b.dim() == 3
     if not (gpu.gfx.startswith(("gfx942", "gfx950", "gfx120")) if gpu.gfx else gpu.major in (9, 10)):
         yield "groups gpu"
     if not gpu.gfx and gpu.major == 10:
         yield "groups on Blackwell"
-    if a.dim() != 2 or b.dim() not in (2, 3) or a.shape[1] != b.shape[-2] or a.shape[1] % 16 or b.shape[-1] % 16:
+    if (
+        a.dim() != 2
+        or b.dim() not in (2, 3)
+        or a.shape[1] != b.shape[-2]
+        or a.shape[1] % 16
+        or b.shape[-1] % 16
+    ):
         yield "groups sizes"
         return
     if a.dtype != library.encoding[0] or b.dtype != library.encoding[0]:
@@ -318,7 +343,13 @@ def _grouped(library: Library, call: Grouped) -> Iterator[str]:
         if operand.stride(-1) != 1 or leading < operand.shape[-1] or leading % 16 or operand.data_ptr() % 16:
             yield "groups layout"
             break
-    if offs.dtype != torch.int32 or offs.dim() != 1 or offs.shape[0] >= GROUPS or rows and offs.shape[0] != b.shape[0]:
+    if (
+        offs.dtype != torch.int32
+        or offs.dim() != 1
+        or offs.shape[0] >= GROUPS
+        or rows
+        and offs.shape[0] != b.shape[0]
+    ):
         yield "groups ends"
         return
     count, (m, _) = offs.shape[0], a.shape

@@ -1,4 +1,5 @@
-"""An environment with PyTorch, what it needs, and nothing else, as in an image for GPUs: all other packages are hidden."""
+"""An environment with PyTorch, what it needs, and nothing else, as in an image for GPUs: all other packages
+are hidden."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-THERE = ("torch", "triton", "sympy", "networkx", "numpy", "jinja2", "packaging")  # Inductor's C++ backend imports the last one
+# Inductor's C++ backend imports the last one
+THERE = ("torch", "triton", "sympy", "networkx", "numpy", "jinja2", "packaging")
 TOML = ("tomli",) if sys.version_info < (3, 11) else ()
 
 
 def bare(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own that finds only the distributions of THERE, what they need, and the checkout."""
+    """Run a program in a process of its own that finds only the distributions of THERE, what they need, and
+    the checkout."""
     code = f"from tests.support.bare import hide; hide()\n{program}"
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FP8COMPILE_")}
     environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -34,7 +37,8 @@ def needed(names: Iterable[str]) -> set[str]:
         name = _normal(re.split(r"[^\w.-]", left.pop())[0])
         if name not in found:
             found.add(name)
-            with contextlib.suppress(PackageNotFoundError):  # of another platform, or another version of Python
+            # of another platform, or another version of Python
+            with contextlib.suppress(PackageNotFoundError):
                 left += [one for one in requires(name) or () if "extra ==" not in one]
     return found
 

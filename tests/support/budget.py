@@ -1,7 +1,9 @@
-"""Where a run of the tests spends its time: the slowest files at its end, and an error where it takes far too long.
+"""Where a run of the tests spends its time: the slowest files at its end, and an error where it takes far too
+long.
 
-`--budget SECONDS` is the time that a run may take. In CI (the variable `CI` is set), a run that takes half as long again fails.
-Machines differ by a factor of three, so a slow one is given more: how long a loop of plain Python takes says how slow it is.
+`--budget SECONDS` is the time that a run may take. In CI (the variable `CI` is set), a run that takes half as
+long again fails. Machines differ by a factor of three, so a slow one is given more: how long a loop of plain
+Python takes says how slow it is.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ LOOP = 0.08  # seconds that `slowness` took on the machine of the budgets
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--budget", type=float, default=None, help="seconds that this run may take; in CI, half more is an error")
+    parser.addoption(
+        "--budget",
+        type=float,
+        default=None,
+        help="seconds that this run may take; in CI, half more is an error",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +57,11 @@ class Budget:
 
     @property
     def late(self) -> bool:
-        return self.budget is not None and bool(os.environ.get("CI")) and self.took > ALLOWED * self.slowness * self.budget
+        return (
+            self.budget is not None
+            and bool(os.environ.get("CI"))
+            and self.took > ALLOWED * self.slowness * self.budget
+        )
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.took = time.monotonic() - self.start
@@ -70,6 +81,11 @@ class Budget:
         of = f" of a budget of {self.budget:.0f} s" if self.budget is not None else ""
         if self.slowness > 1.05:
             of += f", on a machine that is {self.slowness:.1f} times as slow as that of the budget"
-        write(f"{total:7.1f} s  in all tests, by the processes that ran them; {self.took:.0f} s on the clock{of}")
+        write(
+            
+                f"{total:7.1f} s  in all tests, by the processes that ran them; "
+                f"{self.took:.0f} s on the clock{of}"
+            
+        )
         if self.late:
             write(f"error: more than {ALLOWED:g} times the budget", red=True)

@@ -1,7 +1,9 @@
-"""Small models whose weights are cast between calls, and how they train: what tests of cached and of FP8 weights share.
+"""Small models whose weights are cast between calls, and how they train: what tests of cached and of FP8
+weights share.
 
-Nothing here resets Dynamo: what one model has compiled serves the next one of its class, with a state of its own. A test that
-changes what a compilation does, without an option that says so, calls `torch._dynamo.reset()` itself.
+Nothing here resets Dynamo: what one model has compiled serves the next one of its class, with a state of its
+own. A test that changes what a compilation does, without an option that says so, calls
+`torch._dynamo.reset()` itself.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ BF16 = torch.bfloat16
 
 
 def options_of(recipe: str, **options: Any) -> dict[str, Any]:
-    """Weights are scaled by their current amax, with the cache and without: that is what `cache_weights` does."""
+    """Weights are scaled by their current amax, with the cache and without: that is what `cache_weights`
+    does."""
     own = {"current_scaling": (False, True, False)} if recipe == "delayed" else {}
     return {"policy": ALL_FP8, "recipe": recipe, **own, **options}
 
 
-def compiled(model: nn.Module, cache: bool = True, recipe: str = "tensorwise", **options: Any) -> Callable[..., Tensor]:
+def compiled(
+    model: nn.Module, cache: bool = True, recipe: str = "tensorwise", **options: Any
+) -> Callable[..., Tensor]:
     return torch.compile(model, backend="fp8", options=options_of(recipe, cache_weights=cache, **options))
 
 
@@ -49,7 +54,9 @@ def trained(
 
 def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
     """Bit by bit."""
-    return all(torch.equal(value, b[name]) for a, b in zip(one, other, strict=True) for name, value in a.items())
+    return all(
+        torch.equal(value, b[name]) for a, b in zip(one, other, strict=True) for name, value in a.items()
+    )
 
 
 def layer() -> nn.Module:

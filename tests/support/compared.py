@@ -39,7 +39,10 @@ class LanguageModel(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), "logits": logits}
+        return {
+            "loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()),
+            "logits": logits,
+        }
 
 
 def _to_one(y: Tensor) -> Tensor:
@@ -51,11 +54,19 @@ def _tokens() -> Tensor:
 
 
 HEALTHY: dict[str, Callable[[], Case]] = {
-    "gpt": lambda: Case(models.make(lambda: LanguageModel(models.GptLayer(WIDTH, 4, True), tied=True)), (_tokens(),)),
-    "llama": lambda: Case(models.make(lambda: LanguageModel(models.LlamaLayer(WIDTH, 4, 2, 256), rms=True)), (_tokens(),)),
-    "lora": lambda: Case(models.make(lambda: models.Stack(models.Lora(), models.Lora())), (noise(64, WIDTH),), _to_one),
+    "gpt": lambda: Case(
+        models.make(lambda: LanguageModel(models.GptLayer(WIDTH, 4, True), tied=True)), (_tokens(),)
+    ),
+    "llama": lambda: Case(
+        models.make(lambda: LanguageModel(models.LlamaLayer(WIDTH, 4, 2, 256), rms=True)), (_tokens(),)
+    ),
+    "lora": lambda: Case(
+        models.make(lambda: models.Stack(models.Lora(), models.Lora())), (noise(64, WIDTH),), _to_one
+    ),
     "moe": lambda: Case(
-        models.make(lambda: models.Stack(models.ResidualMlp(), models.Moe(), models.ResidualMlp()), torch.bfloat16),
+        models.make(
+            lambda: models.Stack(models.ResidualMlp(), models.Moe(), models.ResidualMlp()), torch.bfloat16
+        ),
         (noise(2, TIME, WIDTH, dtype=torch.bfloat16),),
         _to_one,
     ),

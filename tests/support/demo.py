@@ -1,7 +1,8 @@
-"""examples/train_gpt.py with a smaller GPT and without Inductor: for tests that start it, alone or with torchrun.
+"""examples/train_gpt.py with a smaller GPT and without Inductor: for tests that start it, alone or with
+torchrun.
 
-The first argument names a file for the losses of both runs, to which each process adds its number; the others are the
-demo's own.
+The first argument names a file for the losses of both runs, to which each process adds its number; the others
+are the demo's own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The plan for a GPU, executed on a CPU: runs the code that Inductor generates for a described device, unchanged.
+"""The plan for a GPU, executed on a CPU: runs the code that Inductor generates for a described device,
+unchanged.
 
-Inductor's wrapper runs with its order of launches, its reuse of buffers, its strides and its views of views. Its kernels and
-ours run in Triton's interpreter; FP8 matmuls are exact sums, and each call of one has to be legal on that GPU (`aten`). Memory
-is filled with NaN when it is allocated, so a read of memory that was never written shows. Not covered: a device's rounding, its
-races, and its choice between configurations.
+Inductor's wrapper runs with its order of launches, its reuse of buffers, its strides and its views of views.
+Its kernels and ours run in Triton's interpreter; FP8 matmuls are exact sums, and each call of one has to be
+legal on that GPU (`aten`). Memory is filled with NaN when it is allocated, so a read of memory that was never
+written shows. Not covered: a device's rounding, its races, and its choice between configurations.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from tests.support.aten import Grouped, Library, Product
 from tests.support.interpreter import interpreting, libdevice, tensor_of
 
 CPU = torch.device("cpu")
-planning = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")  # of tests that execute a plan
+# of tests that execute a plan
+planning = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
+# -- kernels -------------------------------------------------------------------------------------------------
 
 
 def _reduced(function: Callable[..., np.ndarray]) -> Callable[[tl.tensor, int], tl.tensor]:
@@ -55,8 +57,14 @@ def _welford(mean: tl.tensor, m2: tl.tensor, weight: tl.tensor, dim: int) -> tup
     return tuple(tensor_of(x.squeeze(int(dim)).astype(np.float32), tl.float32) for x in made)
 
 
-# NumPy's versions of reductions that Triton defines by a function, which the interpreter would call once an element.
-REDUCTIONS = {"max2": _reduced(np.max), "min2": _reduced(np.min), "any": _reduced(np.any), "welford": _welford}
+# NumPy's versions of reductions that Triton defines by a function, which the interpreter would call once an
+# element.
+REDUCTIONS = {
+    "max2": _reduced(np.max),
+    "min2": _reduced(np.min),
+    "any": _reduced(np.any),
+    "welford": _welford,
+}
 
 
 class _Heuristics:
@@ -73,7 +81,8 @@ def _power_of_two(n: int) -> int:
 class Launched:
     """A kernel of the plan; `run(*arguments, stream=...)` as in Inductor's launcher."""
 
-    LARGEST = {"XBLOCK": 1024, "YBLOCK": 64, "ZBLOCK": 16, "R0_BLOCK": 256, "R1_BLOCK": 16}  # elements of an axis a program
+    # elements of an axis a program
+    LARGEST = {"XBLOCK": 1024, "YBLOCK": 64, "ZBLOCK": 16, "R0_BLOCK": 256, "R1_BLOCK": 16}
 
     def __init__(self, name: str, source: str, choice: int):
         source = source.replace("triton_helpers.set_driver_to_gpu()", "")
@@ -98,30 +107,48 @@ class Launched:
         constants = self.told["triton_meta"]["constants"]
         # the wrapper also passes arguments that became constants because they are 1 or None
         passed = [name for name in constants if name not in self.declared]
-        names = [name for name in self.function.arg_names if self.signature[name] != "constexpr" or name in passed]
+        names = [
+            name for name in self.function.arg_names if self.signature[name] != "constexpr" or name in passed
+        ]
         extra = self.told["inductor_meta"].get("extra_launcher_args", [])
         given = dict(zip([*names, *extra], args, strict=True))
         config = self.config if self.ours else self._blocks(given)
-        grid = triton_heuristics.GridExpr.from_meta(self.told["inductor_meta"], config).eval_slow({**given, **config})
+        grid = triton_heuristics.GridExpr.from_meta(self.told["inductor_meta"], config).eval_slow(
+            {**given, **config}
+        )
         arguments = {name: given[name] for name in names} | constants
         self._check_alignment(arguments)
-        with interpreting(triton_helpers), mock.patch.multiple(triton_helpers, libdevice=libdevice, **REDUCTIONS):
-            self.function[tuple(map(int, grid))](**arguments, **{k: v for k, v in config.items() if k in self.signature})
+        with (
+            interpreting(triton_helpers),
+            mock.patch.multiple(triton_helpers, libdevice=libdevice, **REDUCTIONS),
+        ):
+            self.function[tuple(map(int, grid))](
+                **arguments, **{k: v for k, v in config.items() if k in self.signature}
+            )
 
     def _check_alignment(self, arguments: dict[str, Any]) -> None:
         """Arguments that were declared multiples of 16 to the compiler are multiples of 16."""
         (config,) = self.told["triton_meta"]["configs"]
         names = list(self.signature)
-        attributes = config if isinstance(config, dict) else {(i,): [["tt.divisibility", 16]] for i in config.divisible_by_16}
+        attributes = (
+            config
+            if isinstance(config, dict)
+            else {(i,): [["tt.divisibility", 16]] for i in config.divisible_by_16}
+        )
         for (position,), properties in attributes.items():
             value = arguments.get(names[position])
             if ["tt.divisibility", 16] in properties and value is not None:
                 number = value.data_ptr() if isinstance(value, Tensor) else value
-                assert number % 16 == 0, f"{self.name}: {names[position]} was declared a multiple of 16 and is at {number}"
+                assert number % 16 == 0, (
+                    f"{self.name}: {names[position]} was declared a multiple of 16 and is at {number}"
+                )
 
     def _blocks(self, given: dict[str, Any]) -> dict[str, int]:
-        """Blocks of Inductor's kernels: as large as the axes, up to a limit (large blocks take no longer than small ones)."""
-        wanted = [name for name, kind in self.signature.items() if kind == "constexpr" and name.endswith("BLOCK")]
+        """Blocks of Inductor's kernels: as large as the axes, up to a limit (large blocks take no longer than
+        small ones)."""
+        wanted = [
+            name for name, kind in self.signature.items() if kind == "constexpr" and name.endswith("BLOCK")
+        ]
         config = {name: min(self.LARGEST[name], _power_of_two(given[_axis(name)])) for name in wanted}
         if "RSPLIT_SIZE" in self.signature:
             config |= {"RSPLIT_SIZE": max(64, config["XBLOCK"]), "NUM_STAGES": 1}
@@ -136,7 +163,7 @@ def _axis(block: str) -> str:
 heuristics = _Heuristics()
 
 
-# -- the wrapper -------------------------------------------------------------------------------------------------------
+# -- the wrapper ---------------------------------------------------------------------------------------------
 
 
 class _Async:
@@ -217,7 +244,8 @@ class _Extern:
         out_dtype: torch.dtype | None = None,
         use_fast_accum: bool = False,
     ) -> Tensor:
-        """Rows of no group stay unwritten, as on a GPU, and so does the result of a wgrad of no rows (pytorch#172439)."""
+        """Rows of no group stay unwritten, as on a GPU, and so does the result of a wgrad of no rows
+        (pytorch#172439)."""
         assert scale_result is None and out_dtype is not None
         self.plan.library.check(Grouped(a, b, scale_a, scale_b, offs, bias, out_dtype, use_fast_accum))
         self.plan.scaled += 1
@@ -231,7 +259,9 @@ class _Extern:
                 out[start:end] = product * scale_a[start:end, None].double() * scale_b[group].double()
             elif end > start:
                 product = a[:, start:end].double() @ b[start:end].double()
-                scales = scale_a.view(count, -1)[group, :, None].double() * scale_b.view(count, -1)[group].double()
+                scales = (
+                    scale_a.view(count, -1)[group, :, None].double() * scale_b.view(count, -1)[group].double()
+                )
                 out[group] = product * scales
             start = end
         return out
@@ -251,8 +281,8 @@ def _spread(scale: Tensor, of: Tensor) -> Tensor:
 def _in_rows(scale: Tensor, rows: int, columns: int) -> Tensor:
     """The scales of 1 x 32 blocks in cuBLASLt's order, spread to the elements.
 
-    cuBLASLt stores tiles of 128 rows by 4 blocks. In a tile, the scale of row r and block c is at 16 (r % 32) + 4 (r // 32) + c
-    (cuBLAS, "1D block scaling factors layout").
+    cuBLASLt stores tiles of 128 rows by 4 blocks. In a tile, the scale of row r and block c is at 16 (r % 32)
+    + 4 (r // 32) + c (cuBLAS, "1D block scaling factors layout").
     """
     tiles = scale.flatten().double().view(-(-rows // 128), -1, 32, 4, 4)  # [.., .., r % 32, r // 32, c]
     spread = tiles.permute(0, 3, 2, 1, 4).reshape(tiles.shape[0] * 128, -1)  # [r, c]
@@ -267,8 +297,8 @@ def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
 
 
 class Plan:
-    """The kernels that were loaded and the number of FP8 matmuls that ran. `choice`: the configuration of our kernels.
-    `library`: what the GPU's matmuls take."""
+    """The kernels that were loaded and the number of FP8 matmuls that ran. `choice`: the configuration of our
+    kernels. `library`: what the GPU's matmuls take."""
 
     def __init__(self, choice: int = 0, library: Library | None = None):
         self.choice = choice
@@ -283,8 +313,12 @@ class Plan:
     def load(self, code: str) -> Callable[[list[Any]], Any]:
         """The callable defined by the source of a wrapper."""
         replaced = {
-            "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = lambda index: 0",
-            "async_compile = AsyncCompile()": "async_compile = _async_compile; extern_kernels = _extern(extern_kernels)",
+            "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": (
+                "get_raw_stream = lambda index: 0"
+            ),
+            "async_compile = AsyncCompile()": (
+                "async_compile = _async_compile; extern_kernels = _extern(extern_kernels)"
+            ),
             "torch._C._dynamo.guards._empty_strided_cuda": "_empty",
             "device(type='cuda', index=0)": "device(type='cpu')",
             "torch.ops.aten._scaled_mm.default(": "extern_kernels._scaled_mm(",
@@ -309,7 +343,8 @@ class Plan:
 
 @contextlib.contextmanager
 def executed(choice: int = 0, gpu: Gpu = H200, gaps: bool = False) -> Iterator[Plan]:
-    """Inside, graphs are compiled for `gpu`, and run on the CPU. `gaps`: known gaps of its libraries are errors, too."""
+    """Inside, graphs are compiled for `gpu`, and run on the CPU. `gaps`: known gaps of its libraries are
+    errors, too."""
     plan = Plan(choice, Library.here(gpu, support.cuda_version(), gaps))
     copy = compat.dynamo.copy_graph
 

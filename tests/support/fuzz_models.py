@@ -1,7 +1,8 @@
 """Random small models whose matmuls FP8 computes exactly: all operands are -1, 0 or 1, times a power of two.
 
-Between matmuls `residue` brings integers and gradients back to {-1, 0, 1}: it takes the remainder of a division by 3. A sign
-would hide errors; the remainder hides none: a gradient that is counted twice, or scaled by 1.01, stays different.
+Between matmuls `residue` brings integers and gradients back to {-1, 0, 1}: it takes the remainder of a
+division by 3. A sign would hide errors; the remainder hides none: a gradient that is counted twice, or scaled
+by 1.01, stays different.
 """
 
 from __future__ import annotations
@@ -19,15 +20,27 @@ UNIT = 2.0**-6  # gradients are integers times this
 
 STORED = ("plain", "plain", "plain", "turned", "strided", "half", "stack", "scaled", "masked", "by row", "by column", "cat",
           "norm", "merged", "times", "copied", "frozen", "detached", "wide")  # fmt: skip
-SPELLED = ("linear", "linear", "at", "einsum", "addmm", "bmm", "baddbmm", "tensordot", "left", "matmul", "own")
+SPELLED = (
+    "linear",
+    "linear",
+    "at",
+    "einsum",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "tensordot",
+    "left",
+    "matmul",
+    "own",
+)
 CHECKPOINTS = ("", "", "", "", "non-reentrant", "reentrant", "selective")
 
 
 def residue(x: Tensor, unit: float = 1.0) -> Tensor:
     """The integers x / unit, minus their nearest multiples of 3, times unit; the gradient passes unchanged.
 
-    The arithmetic is in float32, as a third of an integer is not an integer. A value that differs from an integer in its last
-    bits becomes that integer: scales contain 448, which has no exact inverse.
+    The arithmetic is in float32, as a third of an integer is not an integer. A value that differs from an
+    integer in its last bits becomes that integer: scales contain 448, which has no exact inverse.
     """
     wide = x.float() / unit
     whole = torch.round(wide)
@@ -100,7 +113,12 @@ class Weight(nn.Module):
         super().__init__()
         self.stored, self.out, self.size = stored or rng.choice(STORED), out, power(rng)
         kind, size = self.stored, self.size
-        shapes = {"turned": (into, out), "half": (2 * out, into), "wide": (out, into + 32), "stack": (3, out, into)}
+        shapes = {
+            "turned": (into, out),
+            "half": (2 * out, into),
+            "wide": (out, into + 32),
+            "stack": (3, out, into),
+        }
         shapes |= {"merged": (out, 64), "cat": (out - out // 2, into)}
         values = ternary(rng, *shapes.get(kind, (out, into)))
         values = values if kind in ("scaled", "by row", "by column", "merged") else values * size
@@ -139,7 +157,9 @@ def multiply(how: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         case "addmm" if bias is not None:
             return torch.addmm(bias, flat, w.t()).view(*x.shape[:-1], -1)
         case "baddbmm" if bias is not None:
-            return torch.baddbmm(bias.expand(1, flat.shape[0], -1), flat[None], w.t()[None]).view(*x.shape[:-1], -1)
+            return torch.baddbmm(bias.expand(1, flat.shape[0], -1), flat[None], w.t()[None]).view(
+                *x.shape[:-1], -1
+            )
         case "einsum":
             y = torch.einsum("...i,oi->...o", x, w)
         case "bmm":
@@ -167,7 +187,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, w: Tensor | None = None) -> Tensor:
         x = residue(x) * self.before
-        return self.after(multiply(self.spelled, x, self.weight() if w is None else w, self.bias) * self.factor)
+        return self.after(
+            multiply(self.spelled, x, self.weight() if w is None else w, self.bias) * self.factor
+        )
 
     def after(self, y: Tensor) -> Tensor:
         if not self.hook:
@@ -206,14 +228,16 @@ class Block(nn.Module):
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-# -- ways to wire layers: a constructor and a forward each ---------------------------------------------------------------
+# -- ways to wire layers: a constructor and a forward each ---------------------------------------------------
 
 
 def _layers(*sizes: tuple[int, int], stored: str = "") -> Callable[[Block, random.Random, int], None]:
@@ -252,7 +276,9 @@ def _beside(b: Block, rng: random.Random, d: int) -> None:
 def beside(b: Block, x: Tensor) -> Tensor:
     """Three layers of one tensor, which `merge_matmuls` makes one."""
     x = residue(x)
-    q, k, v = (layer.after(multiply(layer.spelled, x, layer.weight(), layer.bias) * layer.factor) for layer in b.each)
+    q, k, v = (
+        layer.after(multiply(layer.spelled, x, layer.weight(), layer.bias) * layer.factor) for layer in b.each
+    )
     return b.last(residue(q)[..., :128] * residue(k)[..., :128] + v[..., -128:])
 
 
@@ -279,7 +305,9 @@ def added(b: Block, x: Tensor) -> Tensor:
     """The sum of two matmuls."""
     one, two = b.each
     x = residue(x).reshape(-1, b.width)
-    y = torch.addmm(x @ one.weight().t(), x, two.weight().t(), beta=1 / one.weight.size, alpha=1 / two.weight.size)
+    y = torch.addmm(
+        x @ one.weight().t(), x, two.weight().t(), beta=1 / one.weight.size, alpha=1 / two.weight.size
+    )
     return one.after(y)
 
 
@@ -331,7 +359,8 @@ KINDS: dict[str, Wired] = {
 
 
 class Model(nn.Module):
-    """A sequence of blocks. `breaks`: a graph break after each block. `two`: returns the activation in the middle, too."""
+    """A sequence of blocks. `breaks`: a graph break after each block. `two`: returns the activation in the
+    middle, too."""
 
     def __init__(self, rng: random.Random, depth: int = 0, kinds: tuple[str, ...] = ()) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Mutated policies: each one loads or is refused with a readable OptionError, in bounded time. Nothing else may happen.
+"""Mutated policies: each one loads or is refused with a readable OptionError, in bounded time. Nothing else
+may happen.
 
 Two kinds take turns: changed values in the tables of shipped and sample files, and random `where` texts.
 """
@@ -120,7 +121,8 @@ def where(rng: random.Random) -> str:
 
 
 def check(source: object) -> str:
-    """Loads `source` and uses the policy; -> "loaded", or the first words of the refusal. Other exceptions are findings."""
+    """Loads `source` and uses the policy; -> "loaded", or the first words of the refusal. Other exceptions
+    are findings."""
     try:
         policy = load(source)
     except OptionError as error:
@@ -136,7 +138,8 @@ def check(source: object) -> str:
 
 
 def run(count: int, seed: int = 0, limit_s: float = 2.0) -> Counter[str]:
-    """Checks `count` mutants, none of which may take longer than limit_s. Returns the number of each outcome."""
+    """Checks `count` mutants, none of which may take longer than limit_s. Returns the number of each
+    outcome."""
     rng, texts, outcomes = random.Random(seed), seeds(), Counter[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,5 @@
-"""The protocols of `fuzz_training`, as data: what happens in a training step, and before it. A letter is an event.
+"""The protocols of `fuzz_training`, as data: what happens in a training step, and before it. A letter is an
+event.
 
     f   a forward of a new batch                 n   one whose input needs no gradient
     c   one inside an eager checkpoint           o   one whose saved tensors hooks copy, as offloading does
@@ -10,7 +11,8 @@
     z   some parameters are frozen or unfrozen   m   weights change, as in a step of an optimizer
     s   weights and activations change by a large factor
 
-A protocol runs on both sides, in FP8 and eagerly, with the same random numbers. `Side.train` returns what is compared.
+A protocol runs on both sides, in FP8 and eagerly, with the same random numbers. `Side.train` returns what is
+compared.
 """
 
 from __future__ import annotations
@@ -54,13 +56,15 @@ PROTOCOLS = {
     "moved": "mfb",
     "rescale": "sfb",
 }
-RESCALED = ("plain", "turned", "strided", "half", "stack", "wide", "copied", "times", "masked", "frozen")  # weights of event s
+# weights of event s
+RESCALED = ("plain", "turned", "strided", "half", "stack", "wide", "copied", "times", "masked", "frozen")
 UNEVEN = set("lxcz")  # after these, some histories have moved more often than others
 
 
 @dataclass
 class Side:
-    """One of the two sides of a comparison: `fp8` or eager. Protocols draw the same random numbers for both."""
+    """One of the two sides of a comparison: `fp8` or eager. Protocols draw the same random numbers for
+    both."""
 
     case: Case
     model: nn.Module
@@ -70,7 +74,8 @@ class Side:
     shape: tuple[int, ...] = ()
     forwards: int = 0  # number of training forwards
     backwards: int = 0
-    even: bool = True  # every forward and every backward so far covered all slots once, so all histories have moved equally
+    # every forward and every backward so far covered all slots once, so all histories have moved equally
+    even: bool = True
     kept: list[Any] = field(default_factory=list)
     calls: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # inputs and outputs of a protocol
     open: list[list[Tensor]] = field(default_factory=list)  # outputs that wait for their backward
@@ -124,28 +129,38 @@ class Side:
             out = (run or self.run)(x)
         return list(out) if isinstance(out, tuple) else [out]
 
-    def forward(self, requires_grad: bool = True, call: Callable[[Tensor], list[Tensor]] | None = None) -> list[Tensor]:
+    def forward(
+        self, requires_grad: bool = True, call: Callable[[Tensor], list[Tensor]] | None = None
+    ) -> list[Tensor]:
         x = self.x(requires_grad)
         outs = (call or self.plain)(x)
-        self.forwards += any(y.requires_grad for y in outs)  # else all parameters are frozen, and this is an evaluation
+        # else all parameters are frozen, and this is an evaluation
+        self.forwards += any(y.requires_grad for y in outs)
         self.calls.append((x, outs))
         self.open.append(outs)
         return outs
 
     def checkpointed(self) -> None:
         reentrant = self.rng.random() < 0.3
-        self.forward(call=lambda x: list(checkpoint(lambda x: tuple(self.plain(x)), x, use_reentrant=reentrant)))
+        self.forward(
+            call=lambda x: list(checkpoint(lambda x: tuple(self.plain(x)), x, use_reentrant=reentrant))
+        )
 
     def offloaded(self) -> None:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.clone(), t.dtype), lambda packed: packed[0].clone()):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.clone(), t.dtype), lambda packed: packed[0].clone()
+        ):
             self.forward()
 
     def hooked(self) -> None:
         last = self.forward()[-1]
         turn = permutation(self.rng, last.shape[-1]).to(last.dtype)
-        # the last output: eagerly, a hook on an earlier one would also get the gradients that come from later ones
+        # the last output: eagerly, a hook on an earlier one would also get the gradients that come from later
+        # ones
         last.register_hook(lambda g: g @ turn)
-        self.calls[-1][0].register_hook(lambda g: self.seen.__setitem__(f"hooked {len(self.seen)}", g.clone()))
+        self.calls[-1][0].register_hook(
+            lambda g: self.seen.__setitem__(f"hooked {len(self.seen)}", g.clone())
+        )
 
     def forsaken(self) -> None:
         outs = self.forward()
@@ -216,7 +231,11 @@ class Side:
     def rescale(self) -> None:
         """Delayed scales are right again some calls later: these are part of the event."""
         factor = self.rng.choice((0.25, 2.0, 4.0, 64.0))
-        layers = [module for module in self.model.modules() if hasattr(module, "weight") and hasattr(module, "factor")]
+        layers = [
+            module
+            for module in self.model.modules()
+            if hasattr(module, "weight") and hasattr(module, "factor")
+        ]
         with torch.no_grad():
             for layer in layers:
                 w = layer.weight
@@ -227,7 +246,8 @@ class Side:
                     if layer.bias is not None:
                         layer.bias.mul_(factor)
         if self.case.recipe == "delayed":
-            for _ in range(4 + 4 * len(layers)):  # layer after layer recovers, forward and backward, with a history of 2 calls
+            # layer after layer recovers, forward and backward, with a history of 2 calls
+            for _ in range(4 + 4 * len(layers)):
                 self.backward(self.forward())
             self.calls, self.open = [], []
             self.model.zero_grad()

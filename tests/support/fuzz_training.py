@@ -1,9 +1,10 @@
-"""Random small models, trained by random protocols in FP8 and eagerly. FP8 is exact on their numbers, so all results are equal.
+"""Random small models, trained by random protocols in FP8 and eagerly. FP8 is exact on their numbers, so all
+results are equal.
 
     python -m tests.support.fuzz_training 500 [first seed [seconds]]
 
-So a wrong operand, layout, scale or slot, and a gradient that is lost or counted twice, shows in the first step. Rounding never
-shows. Graphs are interpreted.
+So a wrong operand, layout, scale or slot, and a gradient that is lost or counted twice, shows in the first
+step. Rounding never shows. Graphs are interpreted.
 """
 
 from __future__ import annotations
@@ -61,15 +62,22 @@ class Case:
             options = {"amax_history_len": 2}
         elif recipe in ("tensorwise", "rowwise") and rng.random() < 0.5:
             options = {"power_of_2_scale": True}
-        choices: dict[str, tuple] = {"recast_weights": (True,), "fp8_format": ("e4m3",), "use_fast_accum": ((True,) * 3,)}
+        choices: dict[str, tuple] = {
+            "recast_weights": (True,),
+            "fp8_format": ("e4m3",),
+            "use_fast_accum": ((True,) * 3,),
+        }
         choices |= {"merge_matmuls": (True,), "cache_weights": (True,)}
         for name, values in choices.items():
-            if rng.random() < 0.15 and not (recipe in ("rowwise", "blockwise", "mxfp8") and name == "fp8_format"):
+            if rng.random() < 0.15 and not (
+                recipe in ("rowwise", "blockwise", "mxfp8") and name == "fp8_format"
+            ):
                 options[name] = rng.choice(values)
         dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
         autocast = dtype == torch.float32 and rng.random() < 0.2
         model = Model(rng).to(dtype)
-        kept = {block.checkpoint for block in model.blocks}  # torch refuses a protocol with one of these, with any backend
+        # torch refuses a protocol with one of these, with any backend
+        kept = {block.checkpoint for block in model.blocks}
         if "reentrant" in kept:
             protocols = ["plain" if name == "no input gradient" else name for name in protocols]
         rank = rng.choice((2, 2, 3, 4))
@@ -82,14 +90,17 @@ class Case:
     def __str__(self) -> str:
         blocks = []
         for block in self.model.blocks:
-            layers = [f"{x.weight.stored} {x.spelled}{' +b' if x.bias is not None else ''}" for x in getattr(block, "each", ())]
+            layers = [
+                f"{x.weight.stored} {x.spelled}{' +b' if x.bias is not None else ''}"
+                for x in getattr(block, "each", ())
+            ]
             flags = ("+x" * block.residual + " " + block.checkpoint).strip()
             blocks.append(f"{block.kind}({', '.join(layers)}) {flags}".strip())
         flags = [name for name in ("breaks", "two", "tied") if getattr(self.model, name)]
         dtype = "autocast" if self.autocast else str(self.dtype).removeprefix("torch.")
         return (
-            f"seed {self.seed}: {self.recipe} {self.options} {self.how} {dtype} dynamic={self.dynamic} {self.shapes} "
-            f"{flags}\n  blocks: {'; '.join(blocks)}\n  protocols: {', '.join(self.protocols)}"
+            f"seed {self.seed}: {self.recipe} {self.options} {self.how} {dtype} dynamic={self.dynamic} "
+            f"{self.shapes} {flags}\n  blocks: {'; '.join(blocks)}\n  protocols: {', '.join(self.protocols)}"
         )
 
 
@@ -122,9 +133,14 @@ def check(case: Case, seen: Counter) -> None:
 
 
 def compare(expected: Results, got: Results, where: str, floor_db: float = FLOOR_DB) -> None:
-    got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}  # AOTAutograd's zeros
+    # AOTAutograd's zeros
+    got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}
     assert expected.keys() == got.keys(), f"{where}: {sorted(expected.keys() ^ got.keys())} on one side only"
-    ratios = {name: sqnr(tensor, got[name]) for name, tensor in expected.items() if not _cancels(name, tensor, got[name])}
+    ratios = {
+        name: sqnr(tensor, got[name])
+        for name, tensor in expected.items()
+        if not _cancels(name, tensor, got[name])
+    }
     low = [f"{name}: {ratio:.1f} dB" for name, ratio in ratios.items() if not ratio >= floor_db]
     assert not low, f"{where}: {', '.join(low)}"
 
@@ -135,10 +151,16 @@ def _cancels(name: str, expected: Tensor, got: Tensor) -> bool:
 
 
 def moved_once(side: Side, where: str) -> None:
-    """Each training forward moves the histories of its operands once, and each backward those of the gradients."""
+    """Each training forward moves the histories of its operands once, and each backward those of the
+    gradients."""
     for gradient, calls in ((False, side.forwards), (True, side.backwards)):
-        found = {key: history for key, (history, _) in histories(side.model).items() if (key[1] == "gradient") == gradient}
-        moves = {key: sum(amax > 0 for amax in history) for key, history in found.items()}  # a gradient may be all zeros
+        found = {
+            key: history
+            for key, (history, _) in histories(side.model).items()
+            if (key[1] == "gradient") == gradient
+        }
+        # a gradient may be all zeros
+        moves = {key: sum(amax > 0 for amax in history) for key, history in found.items()}
         most = min([calls, *map(len, found.values())])
         wrong = max(moves.values(), default=most) != most
         assert not (side.even and wrong), f"{where}: in {calls} calls, moved: {moves}"
@@ -176,7 +198,12 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def fuzzing() -> Iterator[None]:
     """The settings of torch that random models need; graphs are interpreted."""
-    settings = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True, "specialize_float": True, "suppress_errors": False}
+    settings = {
+        "recompile_limit": 64,
+        "fail_on_recompile_limit_hit": True,
+        "specialize_float": True,
+        "suppress_errors": False,
+    }
     # torch 2.11 drops the placeholder of a size that an autograd.Function reads, and every backend fails
     settings["automatic_dynamic_shapes"] = torch.__version__ >= "2.12"
     config = torch._dynamo.config.patch(**settings)
@@ -191,7 +218,9 @@ def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Coun
         return over(one, count, first, limit_s)
 
 
-def over(case: Callable[[int, Counter], str], count: int, first: int, limit_s: float) -> tuple[Counter, list[str]]:
+def over(
+    case: Callable[[int, Counter], str], count: int, first: int, limit_s: float
+) -> tuple[Counter, list[str]]:
     """As `run`, where `case(seed, counts)` says what fails of a seed."""
     seen, failed, begun = Counter[str](), list[str](), time.perf_counter()
     for seed in range(first, first + count):

@@ -18,13 +18,16 @@ BF16 = torch.bfloat16
 
 
 def unallocated(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """A module whose parameters are never written: the OS allocates no memory for them, so 0.4 GB cost nothing."""
+    """A module whose parameters are never written: the OS allocates no memory for them, so 0.4 GB cost
+    nothing."""
     with torch.device("meta"):
         model = build().to(dtype)
     return model.to_empty(device="cpu")
 
 
-def compile_mlp(rows: int, dtype: torch.dtype = BF16, dynamic: bool = False, gpu: Gpu = H200, **options: Any) -> Step:
+def compile_mlp(
+    rows: int, dtype: torch.dtype = BF16, dynamic: bool = False, gpu: Gpu = H200, **options: Any
+) -> Step:
     """One training step of `Mlp(256, 512)` on `rows` rows; float32 means fp32 weights under bf16 autocast."""
     model = Mlp(256, 512).to(dtype)
     compiled = torch.compile(model, backend="fp8", dynamic=dynamic, options={"policy": ALL_FP8, **options})

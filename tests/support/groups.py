@@ -1,13 +1,15 @@
-"""Producers of FP8 casts as a compiler sees them: traced graphs of ATen and our operators, fused and not, on a CPU.
+"""Producers of FP8 casts as a compiler sees them: traced graphs of ATen and our operators, fused and not, on
+a CPU.
 
-A `Case` is a function of plain torch and `fp8compile::` operators, with its inputs for a matrix [rows, columns] and the *role*
-of each of its results:
+A `Case` is a function of plain torch and `fp8compile::` operators, with its inputs for a matrix [rows,
+columns] and the *role* of each of its results:
 
     copy, transposed, amax, value, row, sum     as in `codegen.group`; a `transposed` belongs to the `copy` before it
     alone                                       a transposed copy without a row-major one
     other                                       not written by a kernel, but computed from a kernel's results
 
-`made(case, ..)` traces the function and fuses the graph. The trace itself runs the reference operators: it is the oracle.
+`made(case, ..)` traces the function and fuses the graph. The trace itself runs the reference operators: it is
+the oracle.
 """
 
 from __future__ import annotations
@@ -37,21 +39,47 @@ FNUZ = {"e4m3fnuz": (torch.float8_e4m3fnuz, 240.0), "e5m2fnuz": (torch.float8_e5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- numbers -------------------------------------------------------------------------------------------------
 
 
 def specials(dtype: torch.dtype) -> list[float]:
-    """Zeros, denormals, the edges of a dtype and of both FP8 formats, ties between FP8 values, infinities and NaN."""
+    """Zeros, denormals, the edges of a dtype and of both FP8 formats, ties between FP8 values, infinities and
+    NaN."""
     info = torch.finfo(dtype)
     tiny = info.smallest_normal * info.eps
-    small = [0.0, tiny, 3 * tiny, info.smallest_normal - tiny, info.smallest_normal, 2.0**-10, 2.0**-9, 1.5 * 2**-9, 2.0**-17]
-    large = [1.0, 1.0625, 1.1875, 17.0, 19.0, 240.0, 448.0, 464.0, 465.0, 57344.0, 61440.0, 61472.0, info.max / 2, info.max]
+    small = [
+        0.0,
+        tiny,
+        3 * tiny,
+        info.smallest_normal - tiny,
+        info.smallest_normal,
+        2.0**-10,
+        2.0**-9,
+        1.5 * 2**-9,
+        2.0**-17,
+    ]
+    large = [
+        1.0,
+        1.0625,
+        1.1875,
+        17.0,
+        19.0,
+        240.0,
+        448.0,
+        464.0,
+        465.0,
+        57344.0,
+        61440.0,
+        61472.0,
+        info.max / 2,
+        info.max,
+    ]
     return [sign * x for x in [*small, *large, float("inf")] for sign in (1.0, -1.0)] + [float("nan")]
 
 
 def numbers(shape: Sequence[int], dtype: torch.dtype, data: str, seed: int) -> Tensor:
-    """`normal`; `exact`: small integers, whose sums are exact in any order; `extreme`: specials in every second row;
-    `moderate`: the same, without specials whose squares or sums leave the range of a dtype."""
+    """`normal`; `exact`: small integers, whose sums are exact in any order; `extreme`: specials in every
+    second row; `moderate`: the same, without specials whose squares or sums leave the range of a dtype."""
     generator = torch.Generator().manual_seed(seed)
     if data == "exact":
         return torch.randint(-2, 3, tuple(shape), generator=generator).to(dtype)
@@ -94,7 +122,7 @@ class Source:
         return torch.tensor([value])
 
 
-# -- cases -------------------------------------------------------------------------------------------------------------
+# -- cases ---------------------------------------------------------------------------------------------------
 
 
 class Cast:
@@ -124,15 +152,19 @@ class Case:
     data: tuple[str, ...] = ("normal", "exact", "extreme")
 
 
-# Values of `exact`. With `exact` data, sums over rows are exact in any order; then column sums must be equal, too.
+# Values of `exact`. With `exact` data, sums over rows are exact in any order; then column sums must be equal,
+# too.
 ALWAYS, FOR_EXACT_SUMS, NEVER = "always", "for exact sums", "never: within one FP8 value"
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(inputs: Callable[[Source], tuple], roles: str, *kernels: str, exact: str = ALWAYS, **more: Any) -> Callable:
-    """Registers a function of (cast, *inputs). `kernels`: the roles that each kernel writes; default: one kernel writes all."""
+def case(
+    inputs: Callable[[Source], tuple], roles: str, *kernels: str, exact: str = ALWAYS, **more: Any
+) -> Callable:
+    """Registers a function of (cast, *inputs). `kernels`: the roles that each kernel writes; default: one
+    kernel writes all."""
 
     def register(function: Callable) -> Callable:
         name, given = function.__name__, tuple(roles.split())
@@ -206,7 +238,8 @@ def _heads(s: Source) -> tuple:
 
 @case(_heads, "copy transposed amax")
 def attention(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
-    """[B, H, T, D] with heads outside: the matrix is a permuted view, and the kernel reads it at its strides."""
+    """[B, H, T, D] with heads outside: the matrix is a permuted view, and the kernel reads it at its
+    strides."""
     x = x.permute(0, 2, 1, 3).reshape(x.shape[0] * x.shape[2], x.shape[1] * x.shape[3])
     return *cast.both(x, scale), ops.amax(x)
 
@@ -247,7 +280,9 @@ def rms_norm(cast: Cast, x: Tensor, weight: Tensor, scale: Tensor) -> tuple:
     return rstd, *cast.both(y, scale), ops.amax(y)
 
 
-@case(lambda s: (s.full(), s.full(), s.column(), s.scale()), "value row value copy amax", exact=FOR_EXACT_SUMS)
+@case(
+    lambda s: (s.full(), s.full(), s.column(), s.scale()), "value row value copy amax", exact=FOR_EXACT_SUMS
+)
 def residual_rms_norm(cast: Cast, x: Tensor, branch: Tensor, weight: Tensor, scale: Tensor) -> tuple:
     """Other nodes read the residual sum, its norm, and the statistics in the dtype of the model."""
     x = x + branch
@@ -340,7 +375,13 @@ def swiglu_backward(
     silu = F.silu(gate)
     du = dy * silu
     dg = aten.silu_backward(dy * up, gate)
-    return *cast.both(dg, scale_g), ops.amax(dg), *cast.both(du, scale_u), ops.amax(du), cast.transposed(silu * up, scale_y)
+    return (
+        *cast.both(dg, scale_g),
+        ops.amax(dg),
+        *cast.both(du, scale_u),
+        ops.amax(du),
+        cast.transposed(silu * up, scale_y),
+    )
 
 
 @case(lambda s: (s.full(), s.full(), s.scale()), "copy transposed amax sum")
@@ -354,7 +395,9 @@ def _norm_backward(s: Source) -> tuple:
 
 
 @case(_norm_backward, "value copy transposed amax sum", exact=FOR_EXACT_SUMS)
-def rms_norm_backward(cast: Cast, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, other: Tensor, scale: Tensor) -> tuple:
+def rms_norm_backward(
+    cast: Cast, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, other: Tensor, scale: Tensor
+) -> tuple:
     """The gradient is added to that of the residual stream, which other nodes read."""
     f = dy.to(torch.float32)
     normed, wdy = x.to(torch.float32) * rstd, f * weight
@@ -364,11 +407,20 @@ def rms_norm_backward(cast: Cast, dy: Tensor, x: Tensor, weight: Tensor, rstd: T
 
 
 def _layer_norm_backward(s: Source) -> tuple:
-    return s.full(), s.full(), s.column(), s(s.rows, 1, dtype=torch.float32).nan_to_num(0.5, 1.0, 1.0), s.row(), s.scale()
+    return (
+        s.full(),
+        s.full(),
+        s.column(),
+        s(s.rows, 1, dtype=torch.float32).nan_to_num(0.5, 1.0, 1.0),
+        s.row(),
+        s.scale(),
+    )
 
 
 @case(_layer_norm_backward, "copy transposed amax sum sum", exact=FOR_EXACT_SUMS)
-def layer_norm_backward(cast: Cast, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor) -> tuple:
+def layer_norm_backward(
+    cast: Cast, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor
+) -> tuple:
     f, size = dy.to(torch.float32), x.shape[-1]
     normed, wdy = (x.to(torch.float32) - mean) * rstd, f * weight
     one, two = wdy.sum(-1, keepdim=True), (wdy * normed).sum(-1, keepdim=True)
@@ -383,13 +435,18 @@ def gradient_of_a_sum(cast: Cast, dy: Tensor, rows: int, columns: int, scale: Te
     return *cast.both(y, scale), ops.amax(y)
 
 
-@case(lambda s: (s.full(), s.full(), s.scale(), s.scale(0.5)), "copy amax alone amax", "copy amax", "transposed amax")
+@case(
+    lambda s: (s.full(), s.full(), s.scale(), s.scale(0.5)),
+    "copy amax alone amax",
+    "copy amax",
+    "transposed amax",
+)
 def strangers(cast: Cast, x: Tensor, y: Tensor, scale: Tensor, other: Tensor) -> tuple:
     """Two matrices with nothing in common: two kernels."""
     return cast.copy(x, scale), ops.amax(x), cast.transposed(y, other), ops.amax(y)
 
 
-# -- graphs ------------------------------------------------------------------------------------------------------------
+# -- graphs --------------------------------------------------------------------------------------------------
 
 
 @dataclass

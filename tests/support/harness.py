@@ -1,4 +1,5 @@
-"""Comparing a compiled model with the oracle of reference.py, step by step: outputs, gradients, scaling state."""
+"""Comparing a compiled model with the oracle of reference.py, step by step: outputs, gradients, scaling
+state."""
 
 from __future__ import annotations
 
@@ -23,15 +24,17 @@ from tests.support.reference_settings import ROLES
 ALL_FP8 = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}
 FLOOR_DB = {torch.float32: 40.0, torch.bfloat16: 30.0}
 
-# How much one FP8 rounding in the other direction may change the amax of a later tensor. Values that differ in their last bit
-# (another order of summation, another BLAS) can lie on both sides of a rounding boundary. That changes one operand by 1/8 of
-# its value, and a sum of 128 such products by about 1/128. bf16 rounds intermediates that a fused kernel does not: 2**-8 more.
+# How much one FP8 rounding in the other direction may change the amax of a later tensor. Values that differ
+# in their last bit (another order of summation, another BLAS) can lie on both sides of a rounding boundary.
+# That changes one operand by 1/8 of its value, and a sum of 128 such products by about 1/128. bf16 rounds
+# intermediates that a fused kernel does not: 2**-8 more.
 AMAX_RTOL = {torch.float32: 1e-2, torch.bfloat16: 4e-2}
 
-# In a chain of FP8 layers such a rounding spreads: it changes a row of the next tensor. If that row contains the amax, the
-# scale changes, and with it the rounding of every value of the tensor. Two float32 references that sum in different orders are
-# then at 22 dB, about once in ten steps of two blocks. So a `deep` model must reach the floor in the median of its steps, and
-# the limits below in each step. Only errors are far off: a wrong scale gives 20 to 28 dB at every step, a wrong tensor -3 dB.
+# In a chain of FP8 layers such a rounding spreads: it changes a row of the next tensor. If that row contains
+# the amax, the scale changes, and with it the rounding of every value of the tensor. Two float32 references
+# that sum in different orders are then at 22 dB, about once in ten steps of two blocks. So a `deep` model
+# must reach the floor in the median of its steps, and the limits below in each step. Only errors are far off:
+# a wrong scale gives 20 to 28 dB at every step, a wrong tensor -3 dB.
 DEEP_FLOOR_DB = 14.0
 DEEP_AMAX_RTOL = 0.15
 
@@ -48,12 +51,15 @@ def load_scaling(model: nn.Module, state: Mapping[str, Any] | None, strict: bool
 def sqnr(reference: Tensor, test: Tensor) -> float:
     """10 log10(|reference|^2 / |reference - test|^2) in dB.
 
-    inf for equal tensors; -inf where the two disagree about inf and NaN, or where the reference is all zeros and test is not.
+    inf for equal tensors; -inf where the two disagree about inf and NaN, or where the reference is all zeros
+    and test is not.
     """
     assert reference.shape == test.shape, f"shapes {tuple(reference.shape)} and {tuple(test.shape)}"
     a, b = reference.detach().double().cpu(), test.detach().double().cpu()
     finite = a.isfinite()
-    if not torch.equal(finite, b.isfinite()) or not torch.equal(a[~finite].nan_to_num(0.0), b[~finite].nan_to_num(0.0)):
+    if not torch.equal(finite, b.isfinite()) or not torch.equal(
+        a[~finite].nan_to_num(0.0), b[~finite].nan_to_num(0.0)
+    ):
         return -math.inf
     a, b = a[finite], b[finite]
     peak = max(a.abs().max().item(), b.abs().max().item()) if a.numel() else 0.0
@@ -66,12 +72,19 @@ def sqnr(reference: Tensor, test: Tensor) -> float:
     return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
 
 
-def assert_close(reference: Mapping[str, Tensor], test: Mapping[str, Tensor], floor_db: float, where: str) -> None:
-    """Same names, dtypes and shapes, and every tensor at floor_db or above; the error lists all tensors below."""
-    assert reference.keys() == test.keys(), f"{where}: {sorted(reference.keys() ^ test.keys())} on one side only"
+def assert_close(
+    reference: Mapping[str, Tensor], test: Mapping[str, Tensor], floor_db: float, where: str
+) -> None:
+    """Same names, dtypes and shapes, and every tensor at floor_db or above; the error lists all tensors
+    below."""
+    assert reference.keys() == test.keys(), (
+        f"{where}: {sorted(reference.keys() ^ test.keys())} on one side only"
+    )
     assert reference, f"{where}: nothing to compare"
     for name, expected in reference.items():
-        assert test[name].dtype == expected.dtype, f"{where}: {name} is {test[name].dtype}, expected {expected.dtype}"
+        assert test[name].dtype == expected.dtype, (
+            f"{where}: {name} is {test[name].dtype}, expected {expected.dtype}"
+        )
     assert_floor({name: sqnr(expected, test[name]) for name, expected in reference.items()}, floor_db, where)
 
 
@@ -82,15 +95,24 @@ def assert_floor(ratios: Mapping[str, float], floor_db: float, where: str) -> No
 
 
 def compiled(
-    model: nn.Module, recipe: str = "delayed", *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any
+    model: nn.Module,
+    recipe: str = "delayed",
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **options: Any,
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="fp8")` with these options of ours or of Inductor."""
-    return torch.compile(model, backend="fp8", dynamic=dynamic, fullgraph=fullgraph, options={"recipe": recipe, **options})
+    return torch.compile(
+        model, backend="fp8", dynamic=dynamic, fullgraph=fullgraph, options={"recipe": recipe, **options}
+    )
 
 
 def grads_of(model: nn.Module, inputs: Sequence[Tensor] = ()) -> dict[str, Tensor]:
     """Copies of the gradients of the parameters, and of inputs as "input 0", ..., that have one."""
-    named = {name: p.grad for name, p in model.named_parameters()} | {f"input {i}": x.grad for i, x in enumerate(inputs)}
+    named = {name: p.grad for name, p in model.named_parameters()} | {
+        f"input {i}": x.grad for i, x in enumerate(inputs)
+    }
     return {name: grad.detach().clone() for name, grad in named.items() if grad is not None}
 
 
@@ -105,20 +127,27 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def gated_inputs(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Overrides for a rule of the default policy: down projections after a gated activation use current scaling of inputs."""
-    names = [f"{name}.down.weight".lstrip(".") for name, module in model.named_modules() if isinstance(module, SwiGlu)]
+    """Overrides for a rule of the default policy: down projections after a gated activation use current
+    scaling of inputs."""
+    names = [
+        f"{name}.down.weight".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, SwiGlu)
+    ]
     return {name: {"current_scaling": (True, False, False)} for name in names}
 
 
 class Pair:
-    """One model compiled with backend="fp8" beside its eager FP8 reference. Each `step` compares outputs, gradients and state.
+    """One model compiled with backend="fp8" beside its eager FP8 reference. Each `step` compares outputs,
+    gradients and state.
 
     floor_db: from the dtype of the model unless given.
     options: as for torch.compile. `exclude` and `overrides` are passed to the reference.
     compile: how to compile the model, for tests that do not compile the whole model at once.
     No matmuls are merged: the reference scales each tensor by itself (see test_merge.py).
-    deep: the model is a chain of FP8 layers. Then the floor holds for the median of the steps (`finish`). After each comparison
-    the reference takes over the state of the compiled model, so that both begin each step with the same state.
+    deep: the model is a chain of FP8 layers. Then the floor holds for the median of the steps (`finish`).
+    After each comparison the reference takes over the state of the compiled model, so that both begin each
+    step with the same state.
     """
 
     def __init__(
@@ -158,12 +187,14 @@ class Pair:
                 self.ratios[name].append(sqnr(tensor, got[name]))
 
     def finish(self) -> None:
-        """After the last step: the model ran in FP8, and, if deep, the median of every tensor is at the floor."""
+        """After the last step: the model ran in FP8, and, if deep, the median of every tensor is at the
+        floor."""
         assert_floor({name: median(ratios) for name, ratios in self.ratios.items()}, self.floor_db, "medians")
         self.assert_fp8()
 
     def two_calls(self, first: Tensor, second: Tensor, reverse: bool = False) -> None:
-        """Two forwards before two backwards, which run in this order or in reverse. Compares after each of the four."""
+        """Two forwards before two backwards, which run in this order or in reverse. Compares after each of
+        the four."""
         calls = []
         for x in (first, second):
             calls.append(self.forward(x))
@@ -173,7 +204,8 @@ class Pair:
         self.steps += 1
 
     def forward(self, *inputs: Tensor) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
-        """One forward of both; compares the outputs. -> both outputs (compiled, reference) and the leaves of both inputs."""
+        """One forward of both; compares the outputs. -> both outputs (compiled, reference) and the leaves of
+        both inputs."""
         sides = []
         dtype, enabled = self.autocast or torch.bfloat16, self.autocast is not None
         for run in (self.compiled, self.reference):
@@ -186,7 +218,12 @@ class Pair:
         return out, expected, leaves, expected_leaves
 
     def backward(
-        self, out: Any, expected: Any, leaves: list[Tensor], expected_leaves: list[Tensor], grad: Tensor | None = None
+        self,
+        out: Any,
+        expected: Any,
+        leaves: list[Tensor],
+        expected_leaves: list[Tensor],
+        grad: Tensor | None = None,
     ) -> None:
         """The backward of both with the same gradient of the output; compares gradients and state."""
         if grad is None:
@@ -201,33 +238,49 @@ class Pair:
         self.compare(expected, grads_of(self.model, leaves), "gradients of step")
 
     def compare_state(self) -> None:
-        """Compares histories and scales with the reference's. A scale must be exactly the one that its history gives.
+        """Compares histories and scales with the reference's. A scale must be exactly the one that its
+        history gives.
 
         A slot that has seen no amax yet may be missing on either side.
         """
-        slots = {key: value for key, value in histories(self.model).items() if any(value[0]) or value[1] != 1.0}
+        slots = {
+            key: value for key, value in histories(self.model).items() if any(value[0]) or value[1] != 1.0
+        }
         if not any(self.reference.of(name).delayed(role) for name in self.reference.names for role in ROLES):
             assert not slots, f"current scaling has no state, yet {sorted(slots)}"
             return
-        expected = {key: slot for key, slot in self.reference.slots.items() if any(slot.history) or slot.scale is not None}
+        expected = {
+            key: slot
+            for key, slot in self.reference.slots.items()
+            if any(slot.history) or slot.scale is not None
+        }
         rtol = DEEP_AMAX_RTOL if self.deep else AMAX_RTOL[self.dtype]
         assert slots.keys() <= expected.keys(), f"slots of nothing: {sorted(slots.keys() - expected.keys())}"
         where = f"step {self.steps}"
         kept = {(key[1], tuple(expected[key].history)) for key in slots}
         for key, slot in expected.items():
-            # for a tensor with several readers, the package has one slot (its first reader's), the reference several equal ones
+            # for a tensor with several readers, the package has one slot (its first reader's), the reference
+            # several equal ones
             assert key in slots or (key[1], tuple(slot.history)) in kept, f"{where}: no slot for {key}"
         for key, (history, scale) in slots.items():
             slot = expected[key]
             torch.testing.assert_close(
-                torch.tensor(history), torch.tensor(slot.history), rtol=rtol, atol=0.0, msg=lambda m, k=key: f"{where} {k}: {m}"
+                torch.tensor(history),
+                torch.tensor(slot.history),
+                rtol=rtol,
+                atol=0.0,
+                msg=lambda m, k=key: f"{where} {k}: {m}",
             )
             wanted = 1.0 if slot.scale is None else slot.scale
-            assert math.isclose(scale, wanted, rel_tol=rtol), f"{where} {key}: scale {scale}, expected {wanted}"
+            assert math.isclose(scale, wanted, rel_tol=rtol), (
+                f"{where} {key}: scale {scale}, expected {wanted}"
+            )
             settings = self.reference.of(key[0])
             length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
             if settings.interval == 1 and max(history[:length]) > 0.0:
-                exact = scale_of(max(history[:length]), settings.format(key[1])[1], settings.margin_of(key[1]))
+                exact = scale_of(
+                    max(history[:length]), settings.format(key[1])[1], settings.margin_of(key[1])
+                )
                 assert scale == exact, f"{where} {key}: {scale}"
         if self.deep:
             homes = {(key[1], tuple(expected[key].history)): key for key in slots}
@@ -236,7 +289,8 @@ class Pair:
                 slot.history, slot.scale = list(slots[home][0]), slots[home][1]
 
     def step(self, *inputs: Tensor, grad: Tensor | None = None, zero_grad: bool = True) -> None:
-        """Forward and backward of both with the same gradient of the output; compares output, gradients and state."""
+        """Forward and backward of both with the same gradient of the output; compares output, gradients and
+        state."""
         if zero_grad:
             self.zero_grad()
         self.backward(*self.forward(*inputs), grad)
@@ -247,7 +301,8 @@ class Pair:
         self.reference.model.zero_grad(set_to_none=True)
 
     def sgd(self, lr: float) -> None:
-        """One SGD step of the compiled model; the reference takes over its weights, so that the two never drift apart."""
+        """One SGD step of the compiled model; the reference takes over its weights, so that the two never
+        drift apart."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -257,7 +312,8 @@ class Pair:
                 theirs[name].detach().copy_(parameter)
 
     def assert_fp8(self) -> None:
-        """The matmuls ran in FP8. A silent fall back to eager would fail the comparisons, too, but this message is clearer."""
+        """The matmuls ran in FP8. A silent fall back to eager would fail the comparisons, too, but this
+        message is clearer."""
         override = self.options.get("override_linear_precision", (False, False, False))
         gemm = ("fprop", "dgrad", "wgrad")[tuple(override).index(False)]
         assert_fp8(self.model, [] if gemm != "fprop" else self.reference.names, gemm)
@@ -278,10 +334,15 @@ def like(x: Tensor, seed: int) -> Tensor:
     return torch.randn(x.shape, generator=generator).to(device=x.device, dtype=x.dtype)
 
 
-def noise(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+def noise(
+    *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Tensor:
     """Normal noise times scale, the same on every device."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(device=device, dtype=dtype)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(
+        device=device, dtype=dtype
+    )
 
 
-# Factors of the inputs in ten steps: scales rise and fall by a factor of 40; in between, values saturate and vanish.
+# Factors of the inputs in ten steps: scales rise and fall by a factor of 40; in between, values saturate and
+# vanish.
 MOVING = (1.0, 1.5, 4.0, 0.5, 8.0, 0.25, 0.2, 2.0, 3.0, 1.0)

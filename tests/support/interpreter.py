@@ -1,8 +1,9 @@
 """Triton kernels on a CPU: Triton's interpreter, made to round as the hardware does.
 
-Triton decides at import whether it compiles or interprets. Tests do both in one process, so Triton's library of functions
-(`tl.max`, `tl.sum`) is replaced while an interpreted kernel runs. The interpreter's conversions truncate to bfloat16 and differ
-from torch for FP8: they are replaced by torch's, which round to nearest even, and saturate as NVIDIA's do (cvt.rn.satfinite).
+Triton decides at import whether it compiles or interprets. Tests do both in one process, so Triton's library
+of functions (`tl.max`, `tl.sum`) is replaced while an interpreted kernel runs. The interpreter's conversions
+truncate to bfloat16 and differ from torch for FP8: they are replaced by torch's, which round to nearest even,
+and saturate as NVIDIA's do (cvt.rn.satfinite).
 
 A kernel may touch only its own tensors: each load, store and atomic operation is checked.
 """
@@ -74,7 +75,8 @@ def _bf16_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
 
 
 def _compared(self: Any, *args: Any) -> Any:
-    """The interpreter loses the boolean dtype of a comparison of two scalars when the result is broadcast: restores it."""
+    """The interpreter loses the boolean dtype of a comparison of two scalars when the result is broadcast:
+    restores it."""
     made = _binary(self, *args)
     return TensorHandle(made.data, tl.int1) if made.data.dtype == np.bool_ else made
 
@@ -102,7 +104,9 @@ class Memory:
         touched = pointers[np.broadcast_to(mask, pointers.shape)]
         if touched.size:
             low, high = int(touched.min()), int(touched.max())
-            assert any(first <= low and high < end for first, end in self.ranges), "a kernel touches what is not its own"
+            assert any(first <= low and high < end for first, end in self.ranges), (
+                "a kernel touches what is not its own"
+            )
 
 
 @contextlib.contextmanager
@@ -126,12 +130,15 @@ def _guarded(memory: Memory):
 def tensor_of(data: Any, dtype: tl.dtype, number: bool = False) -> tl.tensor:
     """`number`: it is no block, although numpy holds it as [1]."""
     data = np.asarray(data)
-    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.shape and not number else dtype)
+    return tl.tensor(
+        TensorHandle(data, dtype),
+        tl.block_type(dtype, list(data.shape)) if data.shape and not number else dtype,
+    )
 
 
 class _Library:
-    """Replaces `libdevice`: each function is torch's, in float64, so that an element's bits do not depend on its neighbours (on
-    how torch divides a tensor into vectors)."""
+    """Replaces `libdevice`: each function is torch's, in float64, so that an element's bits do not depend on
+    its neighbours (on how torch divides a tensor into vectors)."""
 
     NAMES = {"rint": "round", "nearbyint": "round", "llrint": "round", "fast_dividef": "div"}
 
@@ -141,7 +148,10 @@ class _Library:
         def call(*args: Any) -> tl.tensor:
             tensors = [x for x in args if isinstance(x, tl.tensor)]
             dtype, number = tensors[0].dtype, not any(x.type.is_block() for x in tensors)
-            wide = [torch.tensor(x.handle.data if isinstance(x, tl.tensor) else x, dtype=torch.float64) for x in args]
+            wide = [
+                torch.tensor(x.handle.data if isinstance(x, tl.tensor) else x, dtype=torch.float64)
+                for x in args
+            ]
             made = function(*wide)
             if made.dtype == torch.bool:
                 return tensor_of(made.numpy(), tl.int1, number)
@@ -188,12 +198,16 @@ class Interpreted:
         def run(*args: Any, **kwargs: Any) -> None:
             memory = Memory([*args, *kwargs.values()])
             with interpreting(), _guarded(memory), _with_libdevice(self.jitted.fn.__globals__):
-                InterpretedFunction(self.jitted.fn)[grid(self.block) if callable(grid) else grid](*args, **kwargs, **self.block)
+                InterpretedFunction(self.jitted.fn)[grid(self.block) if callable(grid) else grid](
+                    *args, **kwargs, **self.block
+                )
 
         return run
 
 
-def _ptx(text: str, _constraints: str, values: list[tl.tensor], dtype: tl.dtype, *_: Any, **_more: Any) -> tl.tensor:
+def _ptx(
+    text: str, _constraints: str, values: list[tl.tensor], dtype: tl.dtype, *_: Any, **_more: Any
+) -> tl.tensor:
     """The one piece of PTX in our kernels: four conversions to FP8 (`codegen.expressions.converted`)."""
     kinds = {"cvt.rn.satfinite.e4m3x2": tl.float8e4nv, "cvt.rn.satfinite.e5m2x2": tl.float8e5}
     (target,) = [kind for name, kind in kinds.items() if name in text]
@@ -202,7 +216,8 @@ def _ptx(text: str, _constraints: str, values: list[tl.tensor], dtype: tl.dtype,
 
 @contextlib.contextmanager
 def interpreting(*modules: Any):
-    """Inside, interpreted functions can run. `modules`: further modules, beside Triton's, whose jitted functions they call."""
+    """Inside, interpreted functions can run. `modules`: further modules, beside Triton's, whose jitted
+    functions they call."""
     with contextlib.ExitStack() as stack:
         for (module, name), function in _library(*modules).items():
             stack.enter_context(mock.patch.object(module, name, function))
@@ -222,13 +237,15 @@ _patch = interpreter._patch_lang_tensor
 
 def _patch_tensor(tensor: Any, scope: Any) -> None:
     _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # one element, in any shape (Triton 3.6)
+    # one element, in any shape (Triton 3.6)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _caller():
     """A `__call__` by which one interpreted function calls another.
 
-    Triton's own patches the language at each call, which takes longer than the rest; this one patches once a module.
+    Triton's own patches the language at each call, which takes longer than the rest; this one patches once a
+    module.
     """
     patched: set[int] = set()
 
@@ -243,7 +260,8 @@ def _caller():
 
 @contextlib.contextmanager
 def _restored():
-    """Restores Triton's language at the end: Triton before 3.7 leaves parts patched, and its compiler fails afterwards."""
+    """Restores Triton's language at the end: Triton before 3.7 leaves parts patched, and its compiler fails
+    afterwards."""
     modules, classes = (tl, tl.core, tl.math, standard), (tl.tensor, tl.core.tensor_descriptor_base)
     before = {owner: dict(vars(owner)) for owner in (*modules, *classes)}
     try:
@@ -253,12 +271,14 @@ def _restored():
             for name, member in dict(vars(owner)).items():
                 if name in members and member is not members[name]:
                     setattr(owner, name, members[name])
-                elif name not in members and owner in classes:  # names added to modules stay: interpreted functions use them
+                elif name not in members and owner in classes:
+                    # names added to modules stay: interpreted functions use them
                     delattr(owner, name)
 
 
 def launched(call: Any, given: Any, target: Any, lower: Any, dynamic: bool) -> GraphModule:
-    """The graph of `call`, in which `lower` makes a launch of the one call of `target`. The interpreter runs it on the CPU."""
+    """The graph of `call`, in which `lower` makes a launch of the one call of `target`. The interpreter runs
+    it on the CPU."""
     traced = make_fx(call, tracing_mode="symbolic" if dynamic else "fake")(*given)
     (node,) = traced.graph.find_nodes(op="call_function", target=target)
     with hooks.launching(lambda kernel, tiles: Interpreted(kernel, tiles[0])):
@@ -273,9 +293,11 @@ def launched(call: Any, given: Any, target: Any, lower: Any, dynamic: bool) -> G
 
 
 @contextlib.contextmanager
-def kernels_on_cpu(config: tuple[int, int, int] | None = None, choose: Callable[[Any], Any] | None = None, **limits: int):
-    """Inside, CPU graphs get generated kernels, and the interpreter runs them. Yields the list of the kernels made. `config`:
-    the tile of each; `choose` and `limits`: see `hooks.launching`."""
+def kernels_on_cpu(
+    config: tuple[int, int, int] | None = None, choose: Callable[[Any], Any] | None = None, **limits: int
+):
+    """Inside, CPU graphs get generated kernels, and the interpreter runs them. Yields the list of the kernels
+    made. `config`: the tile of each; `choose` and `limits`: see `hooks.launching`."""
     made: list[Interpreted] = []
 
     def tuned(kernel: JITFunction, configs: Any, restore: Any = ()) -> Interpreted:
@@ -288,7 +310,8 @@ def kernels_on_cpu(config: tuple[int, int, int] | None = None, choose: Callable[
 
 @contextlib.contextmanager
 def offsets():
-    """The bytes of each element of the offsets that interpreted kernels add to pointers inside, but for single numbers."""
+    """The bytes of each element of the offsets that interpreted kernels add to pointers inside, but for
+    single numbers."""
     widths: set[int] = set()
     add = BUILDER.create_addptr
 

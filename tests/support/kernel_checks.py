@@ -1,4 +1,5 @@
-"""Compares a generated kernel's results with the reference operators': bit by bit, to one FP8 value, or to a sum's rounding."""
+"""Compares a generated kernel's results with the reference operators': bit by bit, to one FP8 value, or to a
+sum's rounding."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ def assert_bits(expected: Tensor, got: Tensor, where: str) -> None:
     wrong = (bits(expected) != bits(got)).nonzero()
     if len(wrong):
         at = tuple(wrong[0].tolist())
-        pytest.fail(f"{where}: {len(wrong)} of {got.numel()} differ; at {at} {expected[at].item()} became {got[at].item()}")
+        pytest.fail(
+            
+                f"{where}: {len(wrong)} of {got.numel()} differ; at {at} {expected[at].item()} became "
+                f"{got[at].item()}"
+            
+        )
 
 
 def assert_within_one(expected: Tensor, got: Tensor, where: str) -> None:
@@ -41,7 +47,8 @@ def assert_within_one(expected: Tensor, got: Tensor, where: str) -> None:
 
 
 def assert_close(expected: Tensor, got: Tensor, floor: Tensor | float, where: str) -> None:
-    """The difference is at most two units in the last place, plus the error of float32 sums of size `floor` in another order.
+    """The difference is at most two units in the last place, plus the error of float32 sums of size `floor`
+    in another order.
 
     Values that are not finite are at the same places.
     """
@@ -53,7 +60,8 @@ def assert_close(expected: Tensor, got: Tensor, floor: Tensor | float, where: st
 
 
 class Weights(Interpreter):
-    """Runs the oracle, and notes for each sum the sum of its terms' magnitudes: the rounding of a sum is relative to that."""
+    """Runs the oracle, and notes for each sum the sum of its terms' magnitudes: the rounding of a sum is
+    relative to that."""
 
     def __init__(self, gm: GraphModule):
         super().__init__(gm)
@@ -73,9 +81,12 @@ class Weights(Interpreter):
 
 
 def assert_sum(expected: Tensor, got: Tensor, weight: Tensor, where: str) -> None:
-    assert torch.equal(expected.isnan() & weight.isnan(), got.isnan() & weight.isnan()), f"{where}: NaN elsewhere"
+    assert torch.equal(expected.isnan() & weight.isnan(), got.isnan() & weight.isnan()), (
+        f"{where}: NaN elsewhere"
+    )
     assert not got[weight.isinf()].isfinite().any(), f"{where}: an infinite term is lost"
-    fits = weight < torch.finfo(expected.dtype).max / 2  # larger sums overflow or not, depending on the order of the terms
+    # larger sums overflow or not, depending on the order of the terms
+    fits = weight < torch.finfo(expected.dtype).max / 2
     assert_close(expected[fits], got[fits], weight[fits], where)
 
 
@@ -105,14 +116,26 @@ def check(case: Case, made: Made, inputs: tuple, data: str) -> None:
             assert_within_one(a, b, where)
         else:
             finite = a.to(torch.float64).nan_to_num(0.0, 0.0, 0.0).abs()
-            floor = finite.amax(-1, keepdim=True) if role == "value" and a.numel() else 1e5 if data == "moderate" else 16.0
+            floor = (
+                finite.amax(-1, keepdim=True)
+                if role == "value" and a.numel()
+                else 1e5
+                if data == "moderate"
+                else 16.0
+            )
             assert_close(a, b, floor, where)
         if role == "transposed":
             rows = got[i - 1].shape[0]
             assert b.shape == (got[i - 1].shape[1], max(16, -(-rows // 16) * 16)), where
-            assert torch.equal(got[i - 1].view(torch.uint8), b[:, :rows].t().view(torch.uint8)), f"{where}: of the copy"
+            assert torch.equal(got[i - 1].view(torch.uint8), b[:, :rows].t().view(torch.uint8)), (
+                f"{where}: of the copy"
+            )
             assert not b[:, rows:].view(torch.uint8).any(), f"{where}: padding"
         if role == "value" and b.dtype != torch.bool:
             values = b
         if role == "amax" and values is not None:
-            assert_bits(values.to(torch.float32).abs().amax().reshape(1) if values.numel() else b * 0, b, f"{where}: of values")
+            assert_bits(
+                values.to(torch.float32).abs().amax().reshape(1) if values.numel() else b * 0,
+                b,
+                f"{where}: of values",
+            )

@@ -1,4 +1,5 @@
-"""Triton kernels as machine code, without a GPU: traced from a model for a described GPU, compiled by Triton, and examined.
+"""Triton kernels as machine code, without a GPU: traced from a model for a described GPU, compiled by Triton,
+and examined.
 
     for kernel in traced("llama", "delayed"):
         code = compile_kernel(kernel, kernel.configs[0], TARGETS["sm_90"])
@@ -53,7 +54,7 @@ SHARED = {  # bytes of shared memory that a program may use
 }
 
 
-# -- the models, at the sizes of the real ones: nothing runs and nothing is written, so size costs nothing --------------
+# -- the models, at the sizes of the real ones: nothing runs and nothing is written, so size costs nothing ---
 
 # name: (builder, shape of the input); ViT has 197 tokens an image
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -65,17 +66,24 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "rotary": (lambda: Rotary(4096, 32, 8192), (1, 8192, 4096)),
 }
 RECIPES = ("delayed", "tensorwise")
-_SHORT = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
+_SHORT = {
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float16": "fp16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+}
 HANDWRITTEN = {**vars(triton_kernels), **vars(triton_grouped)}
 CONTRACTED = ("fp8_gemm", "fp8_grouped")  # whose products and sums may become one instruction
 
 
-# -- which kernels a model gets ----------------------------------------------------------------------------------------
+# -- which kernels a model gets ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """A kernel as it is launched: its source, block sizes to choose from, the Triton type of each argument, and constants."""
+    """A kernel as it is launched: its source, block sizes to choose from, the Triton type of each argument,
+    and constants."""
 
     model: str
     name: str
@@ -100,7 +108,8 @@ class Generated:
 
     @property
     def form(self) -> str:
-        """The text without its name, its comments and numbers of two or more digits, which differ between sizes."""
+        """The text without its name, its comments and numbers of two or more digits, which differ between
+        sizes."""
         text = re.sub(r"#.*", "", self.source.replace(self.name, "kernel")) + str(self.constants)
         return re.sub(r"(?<![\w.])\d{2,}(?![\w.])", _size, text) + str([kind for _, kind in self.types])
 
@@ -111,7 +120,8 @@ def _size(number: re.Match[str]) -> str:
 
 
 def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> list[Generated]:
-    """The kernels of one training step, each once, as they are launched on an H200. `amd`: with an AMD GPU's conversions."""
+    """The kernels of one training step, each once, as they are launched on an H200. `amd`: with an AMD GPU's
+    conversions."""
     build, shape = MODELS[name]
     model = unallocated(build, BF16)
     # weights are cast into both layouts
@@ -128,7 +138,9 @@ def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> 
         source = pathlib.Path(jitted.fn.__code__.co_filename).read_text() if written else jitted.src
         configs = tuple((c.kwargs["BLOCK_R"], c.kwargs["BLOCK_C"], c.num_warps) for c in function.configs)
         types = tuple((key, _type(value)) for key, value in arguments.items())
-        kernel = Generated(f"{name} {recipe}", jitted.fn.__name__, source, configs, types, tuple(constants.items()))
+        kernel = Generated(
+            f"{name} {recipe}", jitted.fn.__name__, source, configs, types, tuple(constants.items())
+        )
         found.setdefault(kernel.text, kernel)
 
     with hooks.launched(noted, amd):
@@ -153,18 +165,24 @@ def with_fnuz(kernel: Generated) -> Generated:
     source, types = kernel.source, dict(kernel.types)
     for ocp, fnuz in ((pick(wide, False), pick(wide, True)) for wide in (False, True)):
         old, new = (TRITON_DTYPE[form.dtype].removeprefix("tl.") for form in (ocp, fnuz))
-        source = source.replace(f"tl.{old})", f"tl.{new})").replace(str(ocp.dtype)[6:] + "\n", str(fnuz.dtype)[6:] + "\n")
+        source = source.replace(f"tl.{old})", f"tl.{new})").replace(
+            str(ocp.dtype)[6:] + "\n", str(fnuz.dtype)[6:] + "\n"
+        )
         source = re.sub(rf"(?<![\w.]){re.escape(str(ocp.max))}(?![\w.])", str(fnuz.max), source)
-        types = {key: kind.replace(old.replace("float", "fp"), new.replace("float", "fp")) for key, kind in types.items()}
+        types = {
+            key: kind.replace(old.replace("float", "fp"), new.replace("float", "fp"))
+            for key, kind in types.items()
+        }
     return dataclasses.replace(kernel, source=source, types=tuple(types.items()))
 
 
-# -- compiling and reading ---------------------------------------------------------------------------------------------
+# -- compiling and reading -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """Resources of a compiled kernel: registers a thread, bytes (NVIDIA) or registers (AMD) spilled, shared memory a block."""
+    """Resources of a compiled kernel: registers a thread, bytes (NVIDIA) or registers (AMD) spilled, shared
+    memory a block."""
 
     registers: int
     spills: int
@@ -179,20 +197,30 @@ def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
     return compile_function(jitted, dict(kernel.types), constants, target, num_warps=warps)
 
 
-def compile_function(jitted: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget, **options: int) -> Any:
-    """Compiles a JIT function whose arguments have these types; all others are constants. It is contracted as its launch is."""
+def compile_function(
+    jitted: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget, **options: int
+) -> Any:
+    """Compiles a JIT function whose arguments have these types; all others are constants. It is contracted as
+    its launch is."""
     signature = {name: types.get(name, "constexpr") for name in jitted.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")
+    }
     source = ASTSource(fn=jitted, signature=signature, constexprs=constants, attrs=aligned)
     chosen = {"enable_fp_fusion": jitted.fn.__name__ in CONTRACTED, **options}
     return triton.compile(source, target=target, options=chosen)
 
 
 def compile_source(source: str, block: Config, target: GPUTarget, **options: int) -> Any:
-    """Compiles a generated kernel with one scale for each output, whose inputs are floats, by what its comments say of it."""
+    """Compiles a generated kernel with one scale for each output, whose inputs are floats, by what its
+    comments say of it."""
     function = compat.triton.load_kernel(re.findall(r"def (\w+)\(", source)[0], source)
     types = {key: "*" + _SHORT[kind] for key, kind in re.findall(r"# ([xy]\d+): (?:\w+ )?(\w+)", source)}
-    types |= {key: "*fp32" if key.startswith("s") else "*i32" for key in function.arg_names if re.match(r"s\d|amax", key)}
+    types |= {
+        key: "*fp32" if key.startswith("s") else "*i32"
+        for key in function.arg_names
+        if re.match(r"s\d|amax", key)
+    }
     constants = {"BLOCK_R": block[0], "BLOCK_C": block[1]}
     return compile_function(function, types, constants, target, num_warps=block[2], **options)
 
@@ -200,7 +228,8 @@ def compile_source(source: str, block: Config, target: GPUTarget, **options: int
 def resources(compiled: Any) -> Resources:
     """Reads the resources from the cubin (with cuobjdump), or from the metadata of AMD's code object.
 
-    The object knows static shared memory, Triton's metadata the memory requested at the launch: the larger one counts.
+    The object knows static shared memory, Triton's metadata the memory requested at the launch: the larger
+    one counts.
     """
     if "hsaco" in compiled.asm:
         data = compiled.asm["hsaco"]
@@ -208,10 +237,14 @@ def resources(compiled: Any) -> Resources:
             _metadata(data, "vgpr_count"),
             _metadata(data, "vgpr_spill_count") + _metadata(data, "sgpr_spill_count"),
         )
-        return Resources(registers, spills, max(_metadata(data, "group_segment_fixed_size"), compiled.metadata.shared))
+        return Resources(
+            registers, spills, max(_metadata(data, "group_segment_fixed_size"), compiled.metadata.shared)
+        )
     text = _printed(compiled, "cuobjdump", "--dump-resource-usage")
     counts = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
-    return Resources(counts["REG"], counts["STACK"] + counts["LOCAL"], max(counts["SHARED"], compiled.metadata.shared))
+    return Resources(
+        counts["REG"], counts["STACK"] + counts["LOCAL"], max(counts["SHARED"], compiled.metadata.shared)
+    )
 
 
 def sass_of(compiled: Any) -> str:
@@ -221,11 +254,15 @@ def sass_of(compiled: Any) -> str:
 
 def _printed(compiled: Any, tool: str, *arguments: str) -> str:
     """What a tool that comes with Triton prints of a kernel's machine code."""
-    path = pathlib.Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / tool
+    path = (
+        pathlib.Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / tool
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        return subprocess.run([str(path), *arguments, file.name], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            [str(path), *arguments, file.name], check=True, capture_output=True, text=True
+        ).stdout
 
 
 def _metadata(data: bytes, key: str) -> int:

@@ -1,4 +1,5 @@
-"""Small vanilla models, 128 to 256 wide, with the structures of common training code. None of them knows of FP8."""
+"""Small vanilla models, 128 to 256 wide, with the structures of common training code. None of them knows of
+FP8."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class ResidualMlp(Mlp):
 
 
 class SwiGlu(nn.Module):
-    """silu(gate(x)) * up(x), then down, as in Llama: gate and up read one tensor; [..., width] -> [..., width]."""
+    """silu(gate(x)) * up(x), then down, as in Llama: gate and up read one tensor; [..., width] -> [...,
+    width]."""
 
     def __init__(self, width: int = 128, hidden: int = 256) -> None:
         super().__init__()
@@ -62,7 +64,9 @@ class Lora(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(128)
-        self.up, self.down = (nn.Linear(*sizes, bias=False).requires_grad_(False) for sizes in ((128, 256), (256, 128)))
+        self.up, self.down = (
+            nn.Linear(*sizes, bias=False).requires_grad_(False) for sizes in ((128, 256), (256, 128))
+        )
         self.a, self.b = nn.Linear(128, 128, bias=False), nn.Linear(128, 256, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,12 +94,18 @@ class Heads(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
-        q, k, v = (f(x).view(batch, time, self.heads, width // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return self.o(((q @ k.transpose(-2, -1) * 0.1).softmax(-1) @ v).transpose(1, 2).reshape(batch, time, width))
+        q, k, v = (
+            f(x).view(batch, time, self.heads, width // self.heads).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
+        return self.o(
+            ((q @ k.transpose(-2, -1) * 0.1).softmax(-1) @ v).transpose(1, 2).reshape(batch, time, width)
+        )
 
 
 class NormalHeads(nn.Module):
-    """Attention with norms of q and k. Backward of a norm can read FP8, attention's cannot: v is not merged with them."""
+    """Attention with norms of q and k. Backward of a norm can read FP8, attention's cannot: v is not merged
+    with them."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -111,7 +121,8 @@ class NormalHeads(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: attention and an MLP on a residual stream; [batch, time, width] -> the same."""
+    """Pre-norm transformer block: attention and an MLP on a residual stream; [batch, time, width] -> the
+    same."""
 
     def __init__(self, width: int = 128, gated: bool = False) -> None:
         super().__init__()
@@ -134,7 +145,10 @@ class LlamaLayer(nn.Module):
         self.head = head
         self.attn_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
         self.q, self.o = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.k, self.v = nn.Linear(dim, kv_heads * head, bias=False), nn.Linear(dim, kv_heads * head, bias=False)
+        self.k, self.v = (
+            nn.Linear(dim, kv_heads * head, bias=False),
+            nn.Linear(dim, kv_heads * head, bias=False),
+        )
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
@@ -154,7 +168,9 @@ class Rotary(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in "qkvo")
         self.head = width // heads
-        angles = torch.outer(torch.arange(length), 100.0 ** -torch.linspace(0, 1, self.head // 2)).repeat(1, 2)
+        angles = torch.outer(torch.arange(length), 100.0 ** -torch.linspace(0, 1, self.head // 2)).repeat(
+            1, 2
+        )
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -170,7 +186,8 @@ class Rotary(nn.Module):
 
 
 class GptLayer(nn.Module):
-    """A pre-norm block with LayerNorm, one projection for q, k and v, and GELU: GPT-2 (causal, tanh) or ViT (neither)."""
+    """A pre-norm block with LayerNorm, one projection for q, k and v, and GELU: GPT-2 (causal, tanh) or ViT
+    (neither)."""
 
     def __init__(self, dim: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -180,7 +197,9 @@ class GptLayer(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh" if self.causal else "none"))
@@ -220,14 +239,16 @@ class Checkpointed(Stack):
 
 
 class Parallel(Stack):
-    """Modules side by side, on inputs of different scales: FP8 roundings of one module do not affect the others."""
+    """Modules side by side, on inputs of different scales: FP8 roundings of one module do not affect the
+    others."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([module(x * (i + 1)) for i, module in enumerate(self.inner)])
 
 
 class Broken(nn.Module):
-    """Three modules in a row with graph breaks between them. (Not in a loop: Dynamo leaves such a frame to eager mode.)"""
+    """Three modules in a row with graph breaks between them. (Not in a loop: Dynamo leaves such a frame to
+    eager mode.)"""
 
     def __init__(self, first: nn.Module, second: nn.Module, third: nn.Module) -> None:
         super().__init__()
@@ -265,7 +286,8 @@ class Uses(nn.Module):
 
 
 class Positive(nn.Module):
-    """A linear with positive weights, and relu: in a row, values that are clipped make the next inputs too small."""
+    """A linear with positive weights, and relu: in a row, values that are clipped make the next inputs too
+    small."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -282,7 +304,9 @@ class Spelled(nn.Module):
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Parameter(torch.randn(width, width) * width**-0.5) for _ in range(4))
+        self.a, self.b, self.c, self.d = (
+            nn.Parameter(torch.randn(width, width) * width**-0.5) for _ in range(4)
+        )
         self.bias = nn.Parameter(torch.randn(width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -319,7 +343,8 @@ class Branches(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear whose forward is user code, because `nn.Linear().compile()` compiles nothing, with any backend."""
+    """A linear whose forward is user code, because `nn.Linear().compile()` compiles nothing, with any
+    backend."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -332,8 +357,11 @@ def linear(weight: float = 0.5) -> nn.Linear:
     return module
 
 
-def make(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> nn.Module:
-    """build() with the same weights on every machine: made on the CPU from this seed, then moved to the device."""
+def make(
+    build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+) -> nn.Module:
+    """build() with the same weights on every machine: made on the CPU from this seed, then moved to the
+    device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build()
@@ -341,13 +369,14 @@ def make(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, dev
 
 
 def relus(count: int = 2) -> list[nn.Module]:
-    """MLPs with relu, which rounds nothing, so that bf16 models have the same intermediates fused and not fused."""
+    """MLPs with relu, which rounds nothing, so that bf16 models have the same intermediates fused and not
+    fused."""
     return [Mlp(act=F.relu) for _ in range(count)]
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards as stacks of matrices. `offs` are the ends of each expert's rows; rows after the last end are zeros
-    in the result. `turned`: the stacks lie as [E, inputs, outputs]."""
+    """Gated feed-forwards as stacks of matrices. `offs` are the ends of each expert's rows; rows after the
+    last end are zeros in the result. `turned`: the stacks lie as [E, inputs, outputs]."""
 
     def __init__(self, width: int = 128, hidden: int = 128, count: int = 4, turned: bool = False) -> None:
         super().__init__()
@@ -366,10 +395,12 @@ class Experts(nn.Module):
 
 
 class Moe(nn.Module):
-    """Tokens are sorted by their experts, multiplied and added, as transformers' `grouped_mm` experts do. The first features of
-    a token choose its experts, so no error of a matmul changes the choice."""
+    """Tokens are sorted by their experts, multiplied and added, as transformers' `grouped_mm` experts do. The
+    first features of a token choose its experts, so no error of a matmul changes the choice."""
 
-    def __init__(self, width: int = 128, hidden: int = 128, count: int = 4, top: int = 2, turned: bool = False) -> None:
+    def __init__(
+        self, width: int = 128, hidden: int = 128, count: int = 4, top: int = 2, turned: bool = False
+    ) -> None:
         super().__init__()
         self.count, self.top = count, top
         self.experts = Experts(width, hidden, count, turned)

@@ -13,7 +13,9 @@ from fp8compile.ir import ops
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 LINE, SQUARE, MX_BLOCK, MX_TILE = (1, 128), (128, 128), (1, 32), (32, 32)
-H100, RTX4090, B200, RTX5090, MI300X = (catalog.find(key).gpu for key in ("h100", "rtx4090", "b200", "rtx5090", "mi300x"))
+H100, RTX4090, B200, RTX5090, MI300X = (
+    catalog.find(key).gpu for key in ("h100", "rtx4090", "b200", "rtx5090", "mi300x")
+)
 
 
 def ends(sizes: Sequence[int]) -> Tensor:
@@ -21,7 +23,9 @@ def ends(sizes: Sequence[int]) -> Tensor:
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
-def operand(rows: int, k: int, block: Sequence[int], dtype: torch.dtype = E4M3, seed: int = 0) -> tuple[Tensor, Tensor]:
+def operand(
+    rows: int, k: int, block: Sequence[int], dtype: torch.dtype = E4M3, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """An FP8 copy [rows, K] and the inverses of its scales, which are powers of two."""
     generator = torch.Generator().manual_seed(seed)
     copy = (3 * torch.randn(rows, k, generator=generator)).to(dtype)

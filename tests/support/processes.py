@@ -1,7 +1,7 @@
 """Several processes on a CPU, by gloo, each under a time limit: what goes wrong among processes hangs.
 
-Processes wait for the next work, so that loading torch and compiling for the first time are paid once. After an error or a
-hang, new ones take their place.
+Processes wait for the next work, so that loading torch and compiling for the first time are paid once. After
+an error or a hang, new ones take their place.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from tests.support import hooks
 
 TIME_LIMIT = 300  # seconds
 SEEN = "fp8compile"
-# Forked from this process, which has loaded what they need. With a GPU, autograd's threads would be missing there.
+# Forked from this process, which has loaded what they need. With a GPU, autograd's threads would be missing
+# there.
 START = "forkserver" if torch.cuda.is_available() else "fork"
 if START == "fork":
-    # Autograd starts a thread for each device in its first backward. Once fake tensors were made, a CUDA build without a GPU
-    # counts eight devices, and a fork would miss their threads: so the first backward is here.
+    # Autograd starts a thread for each device in its first backward. Once fake tensors were made, a CUDA
+    # build without a GPU counts eight devices, and a fork would miss their threads: so the first backward is
+    # here.
     torch.ones((), requires_grad=True).backward()
 
 
@@ -51,18 +53,19 @@ def warnings() -> list[str]:
     return found
 
 
-# -- in a process --------------------------------------------------------------------------------------------------------
+# -- in a process --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _afresh(environment: dict[str, str], inductor: bool) -> Iterator[None]:
-    """As the fixture `fresh` for tests: nothing is left from the work before. (DTensor's cache would hold meshes that equal
-    ours and are other objects, which torch's tracing cannot always tell apart.)"""
+    """As the fixture `fresh` for tests: nothing is left from the work before. (DTensor's cache would hold
+    meshes that equal ours and are other objects, which torch's tracing cannot always tell apart.)"""
     before, handlers = dict(os.environ), [*logging.getLogger(SEEN).handlers]
     os.environ.clear()
     os.environ.update(environment)
     hooks.forget()
-    alone = torch._inductor.config.patch(compile_threads=1)  # a fork has not the threads that wait for compile workers
+    # a fork has not the threads that wait for compile workers
+    alone = torch._inductor.config.patch(compile_threads=1)
     with hooks.strictly(), alone if inductor else hooks.interpreted():
         yield
     os.environ.clear()
@@ -93,7 +96,7 @@ def _process(rank: int, ranks: int, store: str, pipe: Connection) -> None:
             os._exit(1)  # which ends what the others wait for
 
 
-# -- here ----------------------------------------------------------------------------------------------------------------
+# -- here ----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -110,7 +113,8 @@ class _Pool:
 
     def __init__(self, ranks: int) -> None:
         _loaded()
-        _clear_sharding_prop_cache()  # a fork that frees a process group of ours waits for threads that it does not have
+        # a fork that frees a process group of ours waits for threads that it does not have
+        _clear_sharding_prop_cache()
         context = multiprocessing.get_context(START)
         store = tempfile.mktemp(prefix="fp8compile-store-")
         pairs = [context.Pipe() for _ in range(ranks)]
@@ -136,7 +140,9 @@ class _Pool:
                 except (EOFError, OSError):
                     fine, result = False, f"rank {rank} ended without a word"
                 (done if fine else failed)[rank] = result
-        assert not left and not failed, f"{len(left)} of {len(self.pipes)} processes hang\n" + "\n".join(failed.values())
+        assert not left and not failed, f"{len(left)} of {len(self.pipes)} processes hang\n" + "\n".join(
+            failed.values()
+        )
         return [torch.load(io.BytesIO(done[rank]), weights_only=False) for rank in range(len(self.pipes))]
 
     def end(self) -> None:
@@ -149,10 +155,15 @@ _pools: dict[int, _Pool] = {}
 
 
 def on_ranks(
-    ranks: int, work: Callable[..., Any], *args: Any, inductor: bool = False, once: bool = False, limit: float = TIME_LIMIT
+    ranks: int,
+    work: Callable[..., Any],
+    *args: Any,
+    inductor: bool = False,
+    once: bool = False,
+    limit: float = TIME_LIMIT,
 ) -> list[Any]:
-    """`work(rank, *args)` in as many processes; what it returned on each. Graphs are interpreted, or compiled by Inductor.
-    `once`: no other work has these processes, before or after. `limit`: in seconds."""
+    """`work(rank, *args)` in as many processes; what it returned on each. Graphs are interpreted, or compiled
+    by Inductor. `once`: no other work has these processes, before or after. `limit`: in seconds."""
     pool = None if once else _pools.pop(ranks, None)
     pool, kept = pool or _Pool(ranks), False
     try:

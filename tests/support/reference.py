@@ -1,29 +1,31 @@
 """The oracle: one FP8 training step in plain eager PyTorch, independent of the package.
 
-The oracle imports nothing from fp8compile and shares nothing with it. Formats, scales and the cast (reference_casts.py), the
-meaning of the options (reference_settings.py), the three matmuls of a linear and the delayed state are written again from
-their definitions, as plainly as possible.
+The oracle imports nothing from fp8compile and shares nothing with it. Formats, scales and the cast
+(reference_casts.py), the meaning of the options (reference_settings.py), the three matmuls of a linear and
+the delayed state are written again from their definitions, as plainly as possible.
 
     fprop  y  = x w^T    x: "input",    w: "weight"   (forward format)
     dgrad  dx = dy w     dy: "gradient" (gradient format), w: "weight"
     wgrad  dw = dy^T x   dy: "gradient", x: "input"
 
-Each gemm takes its operands with the contracted dimension last. A recipe says which elements of such a copy share a scale
-(`Settings.block`): all (delayed, tensorwise), a row (rowwise), 1 x 128 or 128 x 128 (blockwise), 1 x 32 (mxfp8). Two gemms read
-a tensor, each with a copy of its own; each copy is quantized from the tensor with its own scales.
+Each gemm takes its operands with the contracted dimension last. A recipe says which elements of such a copy
+share a scale (`Settings.block`): all (delayed, tensorwise), a row (rowwise), 1 x 128 or 128 x 128
+(blockwise), 1 x 32 (mxfp8). Two gemms read a tensor, each with a copy of its own; each copy is quantized from
+the tensor with its own scales.
 
-`Reference(model)` deep-copies a vanilla model and replaces its eligible weights by `Weight`, a Parameter that runs its own
-matmuls in FP8. `Weight` is a subclass and not a mode: a mode entered around the forward is no longer active when activation
-checkpointing recomputes in the backward. A stack of weights, as experts have, is a Weight of three dimensions: each matrix
-multiplies its own rows, all formats are E4M3, and "one scale" is one for the stack, or for the rows of all groups.
+`Reference(model)` deep-copies a vanilla model and replaces its eligible weights by `Weight`, a Parameter that
+runs its own matmuls in FP8. `Weight` is a subclass and not a mode: a mode entered around the forward is no
+longer active when activation checkpointing recomputes in the backward. A stack of weights, as experts have,
+is a Weight of three dimensions: each matrix multiplies its own rows, all formats are E4M3, and "one scale" is
+one for the stack, or for the rows of all groups.
 
-Delayed state belongs to a slot (parameter name, role, use). Here every reader has its own slot: if q, k and v read one tensor,
-the oracle keeps three equal histories and the package keeps one.
+Delayed state belongs to a slot (parameter name, role, use). Here every reader has its own slot: if q, k and v
+read one tensor, the oracle keeps three equal histories and the package keeps one.
 
-A call is cold while some slot has seen only zeros (for 16 such calls at most), and after a call in which an amax overflowed or
-underflowed. In a cold call, a tensor is cast with the scale of its own amax if its slot is cold, or if the scale of the slot
-would saturate or flush it. Each path through a model is a graph of its own with its own cold calls. The arguments that are not
-tensors determine the path of a call. """
+A call is cold while some slot has seen only zeros (for 16 such calls at most), and after a call in which an
+amax overflowed or underflowed. In a cold call, a tensor is cast with the scale of its own amax if its slot is
+cold, or if the scale of the slot would saturate or flush it. Each path through a model is a graph of its own
+with its own cold calls. The arguments that are not tensors determine the path of a call."""
 
 from __future__ import annotations
 
@@ -47,12 +49,14 @@ Key = tuple[str, str, int]  # (parameter name, role, use)
 
 @dataclass
 class Slot:
-    """Delayed state of one tensor: amaxes, newest first, and the scale computed from them (None before the first amax)."""
+    """Delayed state of one tensor: amaxes, newest first, and the scale computed from them (None before the
+    first amax)."""
 
     length: int
     history: list[float] = field(default_factory=list)
     scale: float | None = None
-    calls: int = 0  # since the first non-zero amax; an overflow or underflow sets it to 0 until the next non-zero amax
+    # since the first non-zero amax; an overflow or underflow sets it to 0 until the next non-zero amax
+    calls: int = 0
 
     @property
     def cold(self) -> bool:
@@ -86,15 +90,17 @@ class Call:
     last: int = 0
     uses: dict[str, int] = field(default_factory=dict)
     forward: dict[Key, float] = field(default_factory=dict)  # amaxes of inputs and weights
-    gradient: dict[Key, float] = field(default_factory=dict)  # amaxes of gradients seen by the running backward
+    # amaxes of gradients seen by the running backward
+    gradient: dict[Key, float] = field(default_factory=dict)
     expected: set[Key] = field(default_factory=set)  # gradient slots that a backward of this call visits
-    # (parameter, use) -> (amax of the input, scale of the input, scale of the weight) of the original forward; a scale of
-    # None: current scaling
+    # (parameter, use) -> (amax of the input, scale of the input, scale of the weight) of the original
+    # forward; a scale of None: current scaling
     scales: dict[tuple[str, int], tuple[float, float | None, float | None]] = field(default_factory=dict)
 
 
 class Reference:
-    """An eager FP8 copy of `model`: call it as the model, then `.backward()` as usual; see `grads()` and `slots`.
+    """An eager FP8 copy of `model`: call it as the model, then `.backward()` as usual; see `grads()` and
+    `slots`.
 
     options: the fields of `Settings`, named as in the package.
     exclude: parameters to keep in high precision, besides output heads and shapes that FP8 does not support.
@@ -152,10 +158,16 @@ class Reference:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         parameters = list(self.model.parameters())
-        trains = torch.is_grad_enabled() and self.model.training and any(t.requires_grad for t in tensors + parameters)
+        trains = (
+            torch.is_grad_enabled()
+            and self.model.training
+            and any(t.requires_grad for t in tensors + parameters)
+        )
         if not trains or any(t.numel() == 0 for t in tensors):
             return self.model(*args, **kwargs)  # evaluations and empty inputs run in high precision
-        path = self.paths.setdefault(tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)), Path())
+        path = self.paths.setdefault(
+            tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)), Path()
+        )
         if any(slot.overflowed for slot in path.slots):
             path.cold, path.patience = True, max(1, path.patience)
         self.call = Call(path, path.cold, torch._C._autograd._get_sequence_nr())
@@ -172,15 +184,17 @@ class Reference:
 
     def grads(self) -> dict[str, Tensor]:
         """Copies of the gradients of all parameters that have one."""
-        return {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        return {
+            name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None
+        }
 
     # scaling state
 
     def _scale(self, key: Key, amax: float, call: Call) -> float | None:
         """The scale with which this training call quantizes a tensor with this amax. None: current scaling.
 
-        The scale comes from earlier calls. In a cold call it comes from `amax`, if `amax` is finite, and the slot is cold or
-        its scale would saturate the tensor, or flush it.
+        The scale comes from earlier calls. In a cold call it comes from `amax`, if `amax` is finite, and the
+        slot is cold or its scale would saturate the tensor, or flush it.
         """
         settings, role = self.of(key[0]), key[1]
         if not settings.delayed(role):
@@ -195,14 +209,16 @@ class Reference:
 
     @staticmethod
     def _flushes(settings: Settings, role: str, amax: float, scale: float) -> bool:
-        """An underflow: 64 times less than what the scale is for, and within 2**12 of the least number of the format."""
+        """An underflow: 64 times less than what the scale is for, and within 2**12 of the least number of the
+        format."""
         fp8_max = settings.format(role)[1]
         least = 4096 * (2.0**-9 if fp8_max < 1000.0 else 2.0**-16)
         least = min(least, fp8_max / 2 ** settings.margin_of(role) / 64)
         return settings.on_overflow == "current" and 0.0 < float32(amax * scale) < least
 
     def _update(self, amaxes: dict[Key, float], call: Call, last: bool = True) -> None:
-        """Moves the state at the end of one direction of a call. After the `last` one, decides if the path stays cold."""
+        """Moves the state at the end of one direction of a call. After the `last` one, decides if the path
+        stays cold."""
         self._move(amaxes)
         path = call.path
         if last and path.cold:
@@ -223,7 +239,9 @@ class Reference:
             fp8_max, margin = settings.format(key[1])[1], settings.margin_of(key[1])
             # an overflow saturates, and is more than 2 (gradients: 8) times the largest amax in the history
             limit = max(fp8_max, (8.0 if key[1] == "gradient" else 2.0) * fp8_max / 2**margin)
-            overflow = settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > limit
+            overflow = (
+                settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > limit
+            )
             underflow = slot.scale is not None and self._flushes(settings, key[1], amax, slot.scale)
             if underflow and slot.cold:  # the second one, or after an overflow
                 slot.history = [amax] + [0.0] * (self.length - 1)
@@ -239,11 +257,12 @@ class Reference:
     def _begin(
         self, name: str, x: Tensor, w: Tensor, needs: tuple[bool, ...]
     ) -> tuple[Call, int, float | None, float | None]:
-        """-> the call, the number of this use of the weight, the scales of x and w. Records amaxes, except in a recompute.
-        `needs`: whether x and w need gradients."""
+        """-> the call, the number of this use of the weight, the scales of x and w. Records amaxes, except in
+        a recompute. `needs`: whether x and w need gradients."""
         x_amax = amax_of(x)
         settings = self.of(name)
-        if self.call is None:  # a recompute: a node of an earlier call needs its saved tensors; take the scales of that call
+        # a recompute: a node of an earlier call needs its saved tensors; take the scales of that call
+        if self.call is None:
             number = torch._C._current_autograd_node()._sequence_nr()
             call = next(c for c in self.calls if c.first <= number < c.last)
             uses = [(use, s) for (weight, use), s in call.scales.items() if weight == name]
@@ -267,7 +286,8 @@ class Reference:
         return call, use, x_scale, w_scale
 
     def _gradient(self, call: Call, key: Key, dy: Tensor) -> float | None:
-        """The scale of dy from its slot; None with current scaling. A backward's last gradient moves the gradient slots."""
+        """The scale of dy from its slot; None with current scaling. A backward's last gradient moves the
+        gradient slots."""
         amax = amax_of(dy)
         scale = self._scale(key, amax, call)
         if not call.gradient:  # a backward may not visit every slot: the slots of an unused output see zeros
@@ -284,7 +304,8 @@ class Reference:
             self._update(amaxes, call)
 
     def matmul(self, weight: Weight, x: Tensor, other: Tensor | None, transposed: bool) -> Tensor:
-        """x w^T + bias for a weight [n, k], or x w + bias for one [k, n] (`transposed`); x: [..., k] -> [..., n].
+        """x w^T + bias for a weight [n, k], or x w + bias for one [k, n] (`transposed`); x: [..., k] -> [...,
+        n].
 
         `other` is the bias, or for a stack of weights the end of each one's rows."""
         dtype = x.dtype
@@ -322,7 +343,10 @@ class _Linear(torch.autograd.Function):
         if settings.high_fprop:
             y = torch.nn.functional.linear(rows.to(dtype), w_nk.to(dtype), bias)
         else:
-            x8, w8 = settings.quantize(rows, "input", "fprop", x_scale), settings.quantize(w_nk, "weight", "fprop", w_scale)
+            x8, w8 = (
+                settings.quantize(rows, "input", "fprop", x_scale),
+                settings.quantize(w_nk, "weight", "fprop", w_scale),
+            )
             y = scaled_mm(x8, w8, dtype, bias)
         return y.reshape(*x.shape[:-1], w_nk.shape[0])
 
@@ -354,7 +378,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """The three matmuls of one reader of a stack of weights: a loop over the groups of rows. Rows of no group are zeros."""
+    """The three matmuls of one reader of a stack of weights: a loop over the groups of rows. Rows of no group
+    are zeros."""
 
     @staticmethod
     def forward(ctx, x, w, offs, owner, name, transposed, dtype):  # noqa: PLR0913
@@ -377,7 +402,9 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         w_kn = w if ctx.transposed else w.mT
-        ctx.scales.append(ctx.owner._gradient(ctx.call, ctx.key, dy[ctx.inside]) if ctx.key in ctx.call.expected else None)
+        ctx.scales.append(
+            ctx.owner._gradient(ctx.call, ctx.key, dy[ctx.inside]) if ctx.key in ctx.call.expected else None
+        )
         dx, dw = torch.zeros_like(x), torch.zeros_like(w)
         made = _each(ctx, "dgrad", dy, "gradient"), _each(ctx, "dgrad", w_kn, "weight")
         wgrad = _each(ctx, "wgrad", dy, "gradient"), _each(ctx, "wgrad", x, "input")
@@ -391,7 +418,8 @@ class _Grouped(torch.autograd.Function):
 
 
 def _each(ctx: Any, gemm: str, tensor: Tensor, role: str) -> list[Quantized | None]:
-    """The FP8 copies of each group's rows, or of each matrix of a stack, for one gemm. None for a group without rows."""
+    """The FP8 copies of each group's rows, or of each matrix of a stack, for one gemm. None for a group
+    without rows."""
     stack, settings = tensor.dim() == 3, ctx.settings
     scale = ctx.scales[ROLES.index(role)]
     if scale is None and settings.block(role, gemm) == (0, 0):
@@ -403,7 +431,8 @@ def _each(ctx: Any, gemm: str, tensor: Tensor, role: str) -> list[Quantized | No
 
 
 class Weight(nn.Parameter):
-    """A parameter whose matmuls with activations run in FP8 in a training call of its owner, and in recomputes of that call."""
+    """A parameter whose matmuls with activations run in FP8 in a training call of its owner, and in
+    recomputes of that call."""
 
     owner: Reference
     key: str

@@ -1,4 +1,5 @@
-"""The oracle's casts: FP8 formats, scales, blocks that share a scale, and the product, written from their definitions.
+"""The oracle's casts: FP8 formats, scales, blocks that share a scale, and the product, written from their
+definitions.
 
     scale = float32(min(FLT_MAX, fp8_max / (amax * 2**margin)))      scale_inv = float32(1 / scale)
     q(x)  = to_fp8(clamp(float32(x) * scale, -fp8_max, fp8_max)),    inf and NaN -> NaN
@@ -62,7 +63,8 @@ def cast(x: Tensor, scale: float | Tensor, dtype: torch.dtype, fp8_max: float) -
 
 
 def block_amaxes(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """The amax of each block of x [R, C]. A block size of 0 is the whole dimension; the last blocks may be smaller."""
+    """The amax of each block of x [R, C]. A block size of 0 is the whole dimension; the last blocks may be
+    smaller."""
     size = [each or whole for each, whole in zip(block, x.shape, strict=True)]
     return torch.nn.functional.max_pool2d(x.detach().float().abs()[None], size, ceil_mode=True)[0]
 
@@ -103,9 +105,11 @@ def quantize(
 
 
 def scaled_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a[m, k] @ b[n, k]^T + bias of FP8 operands, rounded to float32 before the bias and to out_dtype at the end.
+    """a[m, k] @ b[n, k]^T + bias of FP8 operands, rounded to float32 before the bias and to out_dtype at the
+    end.
 
-    The sum runs in float64, which holds every product and most sums exactly, so the oracle depends on no BLAS and no CPU.
+    The sum runs in float64, which holds every product and most sums exactly, so the oracle depends on no BLAS
+    and no CPU.
     """
     out = (a.exact() @ b.exact().t()).float()
     if bias is not None:

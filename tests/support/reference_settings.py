@@ -52,7 +52,8 @@ class Settings:
         return (FORMATS_FNUZ if self.fp8_encoding == "fnuz" else FORMATS)[name][role == "gradient"]
 
     def margin_of(self, role: str) -> int:
-        """The margin option if given. Else gradients with delayed scaling get headroom: 2**11 in E5M2, 2**3 in E4M3."""
+        """The margin option if given. Else gradients with delayed scaling get headroom: 2**11 in E5M2, 2**3
+        in E4M3."""
         if self.margin is None:
             wide = "e5m2" in str(self.format(role)[0])
             return (11 if wide else 3) if role == "gradient" and self.delayed(role) else 0
@@ -61,10 +62,13 @@ class Settings:
     @property
     def rounded(self) -> bool:
         """Whether current scales are powers of two."""
-        return self.recipe in ("blockwise", "mxfp8") if self.power_of_2_scale is None else self.power_of_2_scale
+        return (
+            self.recipe in ("blockwise", "mxfp8") if self.power_of_2_scale is None else self.power_of_2_scale
+        )
 
     def block(self, role: str, gemm: str) -> tuple[int, int]:
-        """The rows and columns that share a scale, in the copy whose columns this gemm contracts; 0: the whole dimension."""
+        """The rows and columns that share a scale, in the copy whose columns this gemm contracts; 0: the
+        whole dimension."""
         if self.tensorwise or (self.recipe, role, gemm) == ("rowwise_with_gw_hp", "weight", "dgrad"):
             return 0, 0
         if self.recipe == "mxfp8":
@@ -74,10 +78,13 @@ class Settings:
         return (0, 0) if role == "weight" and self.weight_tiles else (1, 0)
 
     def quantize(self, x: Tensor, role: str, gemm: str, scale: float | None) -> Quantized:
-        """x [R, C], a tensor in this role, in FP8 for this gemm. `scale`: with delayed scaling its scale, else None."""
+        """x [R, C], a tensor in this role, in FP8 for this gemm. `scale`: with delayed scaling its scale,
+        else None."""
         margin = self.margin_of(role)
         return quantize(x, self.format(role), self.block(role, gemm), margin, self.rounded, scale)
 
     high_fprop = property(lambda self: self.override_linear_precision[0])
     high_dgrad = property(lambda self: self.override_linear_precision[1])
-    high_wgrad = property(lambda self: self.override_linear_precision[2] or self.recipe == "rowwise_with_gw_hp")
+    high_wgrad = property(
+        lambda self: self.override_linear_precision[2] or self.recipe == "rowwise_with_gw_hp"
+    )

@@ -1,6 +1,8 @@
-"""Writes tests/codegen/expected/<name>.py, the generated source of representative groups: `python -m tests.support.regenerate`
+"""Writes tests/codegen/expected/<name>.py, the generated source of representative groups: `python -m
+tests.support.regenerate`
 
-A change of the generator shows as a readable diff of these files. tests/codegen/test_expected_kernels.py compares them.
+A change of the generator shows as a readable diff of these files. tests/codegen/test_expected_kernels.py
+compares them.
 """
 
 from __future__ import annotations
@@ -53,8 +55,12 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, scale_gate: Tensor, sc
     return *both(d_gate, scale_gate, E5M2), *both(d_up, scale_up, E5M2)
 
 
-def layer_norm_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> Any:
-    dx, dw, db = aten.native_layer_norm_backward(dy, x, [x.shape[1]], mean, rstd, weight, bias, [True, True, True])
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, scale: Tensor
+) -> Any:
+    dx, dw, db = aten.native_layer_norm_backward(
+        dy, x, [x.shape[1]], mean, rstd, weight, bias, [True, True, True]
+    )
     return *both(dx, scale, E5M2), dw, db
 
 
@@ -65,7 +71,8 @@ def dynamic_rows(x: Tensor, scale: Tensor) -> Any:
 def in_blocks(x: Tensor, block: list[int], power_of_2: bool = True) -> tuple[Tensor, ...]:
     """Both layouts, each with scales of its own blocks, and the inverses of the scales."""
     scale, other = (
-        ops.current_scale(ops.amax_blocks(x, transposed, block), E4M3[1], 0, power_of_2) for transposed in (False, True)
+        ops.current_scale(ops.amax_blocks(x, transposed, block), E4M3[1], 0, power_of_2)
+        for transposed in (False, True)
     )
     return *ops.quantize_both(x, scale, *E4M3, other, block), ops.inverse(scale), ops.inverse(other)
 
@@ -116,7 +123,9 @@ def generate(function: Callable[..., Any]) -> str:
         rows = DimDynamic.DYNAMIC if function is dynamic_rows and len(shape) == 2 else DimDynamic.STATIC
         context = StatelessSymbolicContext([rows, *[DimDynamic.STATIC] * (len(shape) - 1)])  # type: ignore[arg-type]
         real = torch.empty(shape, dtype=dtype, device="meta")
-        inputs.append(mode.from_tensor(real, symbolic_context=context, source=ConstantSource(f"input{len(inputs)}")))
+        inputs.append(
+            mode.from_tensor(real, symbolic_context=context, source=ConstantSource(f"input{len(inputs)}"))
+        )
     with mode:
         inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
     # a kernel's name comes from the operators from which its nodes were decomposed

@@ -1,4 +1,5 @@
-"""A server in eager PyTorch: reads an exported checkpoint by its config.json alone, and computes as servers of its format do.
+"""A server in eager PyTorch: reads an exported checkpoint by its config.json alone, and computes as servers
+of its format do.
 
 Nothing here is imported from fp8compile: the casts are those of reference_casts.py.
 """
@@ -22,7 +23,11 @@ WHOLE, ROW = (0, 0), (1, 0)
 def tensors_of(directory: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, of one file or of several."""
     index = directory / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.exists()
+        else ["model.safetensors"]
+    )
     return {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
 
 
@@ -31,15 +36,19 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 
 class Served(nn.Module):
-    """A Linear as a server runs it. `rounded`: dynamic scales are rounded to powers of two (servers do so on request, and where
-    scales are E8M0)."""
+    """A Linear as a server runs it. `rounded`: dynamic scales are rounded to powers of two (servers do so on
+    request, and where scales are E8M0)."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], blocks: tuple[int, int], inputs: tuple[int, int], rounded: bool):
+    def __init__(
+        self, tensors: Mapping[str, Tensor], blocks: tuple[int, int], inputs: tuple[int, int], rounded: bool
+    ):
         super().__init__()
         scale_inv = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
         if scale_inv.dtype == torch.uint8:
             scale_inv, rounded = torch.exp2(scale_inv.double() - 127.0).float(), True
-        self.weight = Quantized(tensors["weight"], scale_inv.reshape(1, 1) if blocks == WHOLE else scale_inv, blocks)
+        self.weight = Quantized(
+            tensors["weight"], scale_inv.reshape(1, 1) if blocks == WHOLE else scale_inv, blocks
+        )
         self.bias, self.static = tensors.get("bias"), tensors.get("input_scale")
         self.inputs, self.rounded = inputs, rounded
 
@@ -54,13 +63,18 @@ class Served(nn.Module):
 
 
 def serve(model: nn.Module, directory: Path, rounded: bool = False) -> nn.Module:
-    """`model`, with the weights of a checkpoint: Linears in FP8 where the configuration says so, all else as stored."""
+    """`model`, with the weights of a checkpoint: Linears in FP8 where the configuration says so, all else as
+    stored."""
     config, tensors = config_of(directory), tensors_of(directory)
     ignored = config.get("ignore", config.get("modules_to_not_convert"))
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or name in ignored:
             continue
-        own = {key.removeprefix(f"{name}."): tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
+        own = {
+            key.removeprefix(f"{name}."): tensors.pop(key)
+            for key in list(tensors)
+            if key.startswith(f"{name}.")
+        }
         model.set_submodule(name, Served(own, *_blocks(config, name), rounded=rounded))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not missing and not unexpected, (missing, unexpected)

@@ -1,8 +1,9 @@
-"""Hundreds of training steps in a test: graphs are lowered as usual, then run as the Python code of their nodes.
+"""Hundreds of training steps in a test: graphs are lowered as usual, then run as the Python code of their
+nodes.
 
-`hooks.interpreted` runs a graph in an FX interpreter, at 0.1 ms a node: fine for ten steps. Here generated Python code
-calls the operators of the lowered graph in the same order, ten times faster. Inductor's random operators (dropout) cannot be
-called from such code, so a graph with them is refused.
+`hooks.interpreted` runs a graph in an FX interpreter, at 0.1 ms a node: fine for ten steps. Here generated
+Python code calls the operators of the lowered graph in the same order, ten times faster. Inductor's random
+operators (dropout) cannot be called from such code, so a graph with them is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Straight:
     def __init__(self, gm: GraphModule):
         drawn = [node.name for node in gm.graph.nodes if "inductor_rand" in str(node.target)]
         assert not drawn, f"{drawn} draw random numbers: use interpreted()"
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+        for node in gm.graph.find_nodes(
+            op="call_function", target=torch.ops.prims.convert_element_type.default
+        ):
             node.target = _convert
         gm.recompile()
         self.gm, self.env = gm, {}

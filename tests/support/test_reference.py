@@ -1,8 +1,8 @@
 """Tests of the oracle: against high precision, and against autograd without FP8.
 
-What the oracle and the package do alike is tested where they are compared, mostly in test_agreement.py: here are the things in
-which both could be wrong together. torchao (test_torchao.py) and TransformerEngine's rule (test_te_update_rule.py) are others'
-definitions of the same casts and scales.
+What the oracle and the package do alike is tested where they are compared, mostly in test_agreement.py: here
+are the things in which both could be wrong together. torchao (test_torchao.py) and TransformerEngine's rule
+(test_te_update_rule.py) are others' definitions of the same casts and scales.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from torch import Tensor, nn
 from tests.support.harness import sqnr
 from tests.support.models import Block, Mlp, Spelled, Twice, make
 from tests.support.reference import Reference
-from tests.support.reference_casts import FLT_MAX, FORMATS, amax_of, block_amaxes, cast, elements, inverse, quantize, scale_of
+from tests.support.reference_casts import (
+    FLT_MAX,
+    FORMATS,
+    amax_of,
+    block_amaxes,
+    cast,
+    elements,
+    inverse,
+    quantize,
+    scale_of,
+)
 from tests.support.reference_settings import RECIPES
 
 E4M3, E5M2 = FORMATS["hybrid"]
@@ -85,10 +95,12 @@ def test_linear_is_close_to_high_precision_and_not_equal(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "dtype"), [(Mlp, torch.bfloat16), (Block, torch.float32), (Spelled, torch.float32), (Twice, torch.bfloat16)]
+    ("build", "dtype"),
+    [(Mlp, torch.bfloat16), (Block, torch.float32), (Spelled, torch.float32), (Twice, torch.bfloat16)],
 )
 def test_gradients_without_quantization_are_autograds(build, dtype: torch.dtype) -> None:
-    """With all three matmuls overridden the reference is the model: its shapes, orientations and dtypes are right."""
+    """With all three matmuls overridden the reference is the model: its shapes, orientations and dtypes are
+    right."""
     model = make(build, dtype)
     reference = Reference(model, override_linear_precision=(True, True, True))
     x = torch.randn(*((2, 32) if build is not Spelled else (64,)), 128, dtype=dtype)
@@ -163,7 +175,8 @@ def test_an_overflow_asks_for_the_current_amax_once() -> None:
         linear.weight.copy_(torch.eye(128))
     current, saturate = (Reference(linear, on_overflow=how) for how in ("current", "saturate"))
     slots = [reference.slots for reference in (current, saturate)]
-    # 3.5 is exactly twice what the scale of 1.75 covers: no overflow yet. 14 is one; then "current" scales 28 by its own amax
+    # 3.5 is exactly twice what the scale of 1.75 covers: no overflow yet. 14 is one; then "current" scales 28
+    # by its own amax
     for value, seen, saturated in (
         (1.75, 1.75, 1.75),
         (3.5, 1.75, 1.75),

@@ -1,5 +1,5 @@
-"""Instead of `dryrun.estimate.Compiler`, which compiles for minutes: a nanosecond for each weight of a linear, times a factor
-of the recipe that a policy gives it."""
+"""Instead of `dryrun.estimate.Compiler`, which compiles for minutes: a nanosecond for each weight of a
+linear, times a factor of the recipe that a policy gives it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class Compiler:
 
     def _costs(self, policy: Policy) -> dict[str, Cost]:
         linears = {name: part for name, part in self.model.named_modules() if isinstance(part, nn.Linear)}
-        return {name: Cost(seconds=1e-9 * part.weight.numel() * self._factor(policy, name)) for name, part in linears.items()}
+        return {
+            name: Cost(seconds=1e-9 * part.weight.numel() * self._factor(policy, name))
+            for name, part in linears.items()
+        }
 
     def _factor(self, policy: Policy, name: str) -> float:
         rule = next((rule for rule in policy.rules[: policy.own] if fits(rule.module or (), name)), None)

@@ -1,10 +1,12 @@
-"""Bytes that machine code for an NVIDIA GPU stores although nothing has written them: miscompiled kernels, found without a GPU.
+"""Bytes that machine code for an NVIDIA GPU stores although nothing has written them: miscompiled kernels,
+found without a GPU.
 
     stored_undefined(sass)    [(the store, the first register that is not whole)]
 
-The code is read once from top to bottom. For each register it is known which of its four bytes are defined: after a load all,
-after a move of a half that half. What an instruction makes of undefined bytes is undefined: byte by byte where it moves, shifts
-or masks, else as a whole. Kernels with loops and long arithmetic in bf16 may be accused wrongly.
+The code is read once from top to bottom. For each register it is known which of its four bytes are defined:
+after a load all, after a move of a half that half. What an instruction makes of undefined bytes is undefined:
+byte by byte where it moves, shifts or masks, else as a whole. Kernels with loops and long arithmetic in bf16
+may be accused wrongly.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def stored_undefined(sass: str) -> list[tuple[str, int]]:
             register = REGISTER.search(operands[-1])
             if register and "[" not in operands[-1]:
                 needed = 1 if "U8" in parts else 3 if "U16" in parts else ALL
-                wide = [x for x in range(_width(name, parts)) if undefined.get(int(register[1]) + x, ALL) & needed]
+                wide = [
+                    x for x in range(_width(name, parts)) if undefined.get(int(register[1]) + x, ALL) & needed
+                ]
                 found += [(match[0].strip(), int(register[1]) + wide[0])] if wide else []
         elif name not in NO_RESULT and re.match(r"R\d", operands[0]):
             made, first = _made(name, parts, operands[1:], of), int(operands[0][1:].split(".")[0])

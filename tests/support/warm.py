@@ -1,4 +1,5 @@
-"""The tests of warm starts: `scene` trains a small model, and gives all that a second compilation must repeat."""
+"""The tests of warm starts: `scene` trains a small model, and gives all that a second compilation must
+repeat."""
 
 from __future__ import annotations
 
@@ -38,13 +39,18 @@ def digest(tensors: Any) -> str:
     """Of the bits of tensors."""
     found = hashlib.sha256()
     for x in tensors:
-        found.update(x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x is not None else b"none")
+        found.update(
+            x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x is not None else b"none"
+        )
     return found.hexdigest()[:16]
 
 
 def counts() -> dict[str, int]:
     """What AOTAutograd's cache has counted."""
-    return {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "saved", "bypass")}
+    return {
+        name: counters["aot_autograd"][f"autograd_cache_{name}"]
+        for name in ("hit", "miss", "saved", "bypass")
+    }
 
 
 def scene(kind: type[nn.Module]) -> dict[str, Any]:
@@ -86,6 +92,7 @@ def scene(kind: type[nn.Module]) -> dict[str, Any]:
     seen["measured"] = [repr(row) for row in fp8compile.stats(model).rows()]
     seen["stats"] = str(fp8compile.stats(model))
     report = fp8compile.report(model)
-    seen["report"] = [re.sub(r"(?m)^graph \d+:", "graph:", str(report)), report.summary()]  # a process numbers its graphs
+    # a process numbers its graphs
+    seen["report"] = [re.sub(r"(?m)^graph \d+:", "graph:", str(report)), report.summary()]
     seen["forwards"] = [hooks.forwards_of(p) for p in model.parameters()]
     return seen

@@ -1,10 +1,11 @@
 """The expression language of `where`: a condition on the sizes m, n and k of a matmul.
 
-``n < 128 or k < 128``, ``m * n * k >= 2**30``, ``256 <= n <= 8192 and k % 64 == 0``, ``max(n, k) / min(n, k) > 8``
+``n < 128 or k < 128``, ``m * n * k >= 2**30``, ``256 <= n <= 8192 and k % 64 == 0``, ``max(n, k) / min(n, k)
+> 8``
 
-A condition is a Python expression of m, n, k, numbers, ``+ - * / // % **``, comparisons, ``and or not``, parentheses, `min` and
-`max`. The text may come from somebody else. So its tree is checked node by node before it is compiled: other names, calls and
-attributes are errors.
+A condition is a Python expression of m, n, k, numbers, ``+ - * / // % **``, comparisons, ``and or not``,
+parentheses, `min` and `max`. The text may come from somebody else. So its tree is checked node by node before
+it is compiled: other names, calls and attributes are errors.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ LARGEST_EXPONENT = 64
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 _COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
-_SPELLED = {"BitAnd": "; write 'and'", "BitOr": "; write 'or'", "BitXor": "; a power is '**'", "Invert": "; write 'not'"}
+_SPELLED = {
+    "BitAnd": "; write 'and'",
+    "BitOr": "; write 'or'",
+    "BitXor": "; a power is '**'",
+    "Invert": "; write 'not'",
+}
 _MEANT = {"tokens": "m", "rows": "m", "out_features": "n", "in_features": "k", "features": "n"}
 _LANGUAGE = "the sizes m, n, k, numbers, + - * / // % **, comparisons, and, or, not, parentheses, min and max"
 
@@ -39,7 +45,8 @@ def checked(text: Any) -> str:
 
 
 def holds(text: str, m: int, n: int, k: int) -> bool:
-    """For the matmul out[m, n] = a[m, k] @ b[k, n]. False where it divides by zero, or a fraction becomes too large."""
+    """For the matmul out[m, n] = a[m, k] @ b[k, n]. False where it divides by zero, or a fraction becomes too
+    large."""
     try:
         return bool(eval(_compiled(text), {"__builtins__": {}, **FUNCTIONS, "m": m, "n": n, "k": k}))
     except (ZeroDivisionError, OverflowError):
@@ -74,7 +81,9 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
         case ast.Name(id=name):
             if name not in SIZES:
                 meant = [_MEANT[name]] if name in _MEANT else near(name, (*SIZES, *FUNCTIONS))
-                raise _error(text, f"names {name!r}, which is none of the sizes m, n and k", did_you_mean(meant))
+                raise _error(
+                    text, f"names {name!r}, which is none of the sizes m, n and k", did_you_mean(meant)
+                )
         case ast.Constant(value=value):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise _error(text, f"has {value!r}, which is not a number; allowed are {_LANGUAGE}")
@@ -90,7 +99,9 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
             parts = [operand]
         case ast.BoolOp(values=parts):
             pass
-        case ast.Compare(left=left, ops=ops, comparators=others) if all(isinstance(op, _COMPARISONS) for op in ops):
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(
+            isinstance(op, _COMPARISONS) for op in ops
+        ):
             parts = [left, *others]
         case ast.Call(func=ast.Name(id=name), args=parts, keywords=named) if name in FUNCTIONS:
             if named or len(parts) < 2:
@@ -104,7 +115,9 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
     if condition is not (logical or isinstance(node, ast.Compare)):
         if outermost:
             raise _error(text, f"is a number; a condition compares, as in '{text} < 128'")
-        raise _error(text, f"needs a {'condition' if condition else 'number'} where it has {ast.unparse(node)!r}")
+        raise _error(
+            text, f"needs a {'condition' if condition else 'number'} where it has {ast.unparse(node)!r}"
+        )
     for part in parts:
         _check(part, text, logical, outermost=False)
 

@@ -1,7 +1,7 @@
 """The facts that a rule can test, whether it matches, and messages about rules that never match.
 
-A `Site` is one gemm of a graph. Its sizes are those of the forward matmul, for dgrad and wgrad, too: so a rule decides alike
-about fprop, dgrad and wgrad of a weight, unless it names one.
+A `Site` is one gemm of a graph. Its sizes are those of the forward matmul, for dgrad and wgrad, too: so a
+rule decides alike about fprop, dgrad and wgrad of a weight, unless it names one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a
 
 @dataclass(frozen=True)
 class Site:
-    """One gemm. m, n, k are those of the forward matmul out[m, n] = a[m, k] @ b[k, n], hints where they are symbolic."""
+    """One gemm. m, n, k are those of the forward matmul out[m, n] = a[m, k] @ b[k, n], hints where they are
+    symbolic."""
 
     module: str  # "layers.0.mlp.up_proj"
     parameter: str  # "layers.0.mlp.up_proj.weight"
-    classes: tuple[str, ...]  # of the modules around it, innermost first: ("Linear", "LlamaMLP", "LlamaDecoderLayer")
+    # of the modules around it, innermost first: ("Linear", "LlamaMLP", "LlamaDecoderLayer")
+    classes: tuple[str, ...]
     op: str  # one of `operators.MATMULS`
     gemm: str  # "fprop", "dgrad", "wgrad"
     m: int
     n: int
     k: int
-    block: tuple[int, int] | None  # (position, number) in the outermost repeated container, None outside of it
-    layer: tuple[int, int]  # (position, number) among the weights that are multiplied, in the order of forward
+    # (position, number) in the outermost repeated container, None outside of it
+    block: tuple[int, int] | None
+    # (position, number) among the weights that are multiplied, in the order of forward
+    layer: tuple[int, int]
     kind: str  # "", or "output head: by its name": the kind, and how it was recognised
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a policy says of a gemm. `rule` is the deciding rule's index and `label` its name; None and "" if there is none."""
+    """What a policy says of a gemm. `rule` is the deciding rule's index and `label` its name; None and "" if
+    there is none."""
 
     fp8: str  # "on", "off", "auto"
     recipe: Recipe
@@ -75,13 +80,19 @@ CONDITIONS: dict[str, Callable[[Any, Site], bool]] = {
 }
 
 
-def places(policy: Policy, blocks: Iterable[tuple[int, int] | None], layers: Iterable[tuple[int, int]]) -> str:
-    """What the rules that count blocks or layers make of weights at these positions: "1" where they fit, by rule and weight."""
+def places(
+    policy: Policy, blocks: Iterable[tuple[int, int] | None], layers: Iterable[tuple[int, int]]
+) -> str:
+    """What the rules that count blocks or layers make of weights at these positions: "1" where they fit, by
+    rule and weight."""
     positions = list(zip(blocks, layers, strict=True))
     counting = [rule for rule in policy.rules if rule.counts]
     return " ".join(
         "".join(
-            "01"[(rule.blocks is None or _within(rule.blocks, block)) and (rule.layers is None or _within(rule.layers, layer))]
+            "01"[
+                (rule.blocks is None or _within(rule.blocks, block))
+                and (rule.layers is None or _within(rule.layers, layer))
+            ]
             for block, layer in positions
         )
         for rule in counting
@@ -89,25 +100,39 @@ def places(policy: Policy, blocks: Iterable[tuple[int, int] | None], layers: Ite
 
 
 def unmatched(
-    policy: Policy, sites: Sequence[Site], modules: Mapping[str, str], parameters: Collection[str], whole: bool
+    policy: Policy,
+    sites: Sequence[Site],
+    modules: Mapping[str, str],
+    parameters: Collection[str],
+    whole: bool,
 ) -> list[str]:
     """A message for each of the user's own rules that decided about none of `sites`, the gemms of one graph.
 
-    `modules`: the names of the model's modules, with their classes; `parameters`: the names of its parameters. With `whole`
-    the graph has the whole model. Otherwise other graphs have the rest, and a rule gets a message only if one of its patterns
-    fits no name of the model.
+    `modules`: the names of the model's modules, with their classes; `parameters`: the names of its
+    parameters. With `whole` the graph has the whole model. Otherwise other graphs have the rest, and a rule
+    gets a message only if one of its patterns fits no name of the model.
     """
     own = len(policy.rules) if policy.own is None else policy.own
-    deciding = [next((i for i, rule in enumerate(policy.rules) if rule.matches(site)), None) for site in sites]
+    deciding = [
+        next((i for i, rule in enumerate(policy.rules) if rule.matches(site)), None) for site in sites
+    ]
     messages = []
     for i, rule in enumerate(policy.rules[:own]):
         if i in deciding:
             continue
-        taken = sorted({other for site, other in zip(sites, deciding, strict=True) if rule.matches(site) and other is not None})
+        taken = sorted(
+            {
+                other
+                for site, other in zip(sites, deciding, strict=True)
+                if rule.matches(site) and other is not None
+            }
+        )
         if taken:
             why = _taken(taken) if whole else None
         else:
-            why = _nameless(rule, modules, parameters, sites) or (_failing(rule, sites, modules) if whole and sites else None)
+            why = _nameless(rule, modules, parameters, sites) or (
+                _failing(rule, sites, modules) if whole and sites else None
+            )
         if why is not None:
             called = f"rule {i + 1}" + (f" ({rule.name!r})" if rule.name else "")
             messages.append(f"{called} of policy {policy.source} matches no matmul: {why}")
@@ -120,10 +145,16 @@ def _taken(rules: Sequence[int]) -> str:
     return f"it matches only what {which} about before it"
 
 
-def _nameless(rule: Rule, modules: Mapping[str, str], parameters: Collection[str], sites: Sequence[Site]) -> str | None:
+def _nameless(
+    rule: Rule, modules: Mapping[str, str], parameters: Collection[str], sites: Sequence[Site]
+) -> str | None:
     """Says which pattern fits no name of the model; None if each fits one."""
     classes = {*modules.values(), *(name for site in sites for name in site.classes)}
-    known = {"module": ("module", modules), "parameter": ("parameter", parameters), "module_class": ("class", classes)}
+    known = {
+        "module": ("module", modules),
+        "parameter": ("parameter", parameters),
+        "module_class": ("class", classes),
+    }
     for key, (noun, names) in known.items():
         given = getattr(rule, key)
         if given is not None and names and not any(patterns.fits(given, name) for name in names):
@@ -143,17 +174,27 @@ def _failing(rule: Rule, sites: Sequence[Site], modules: Collection[str]) -> str
         kept = [site for site in left if holds(rule, site)]
         if not kept:
             if len(left) < len(sites):
-                return f"{key} = {_list(given)} holds for none of the {len(left)} gemms that its other conditions leave"
-            inside = sorted(name for name in modules if key == "module" and name and patterns.fits(given, name))
+                return (
+                    f"{key} = {_list(given)} holds for none of the {len(left)} gemms that its other "
+                    "conditions leave"
+                )
+            inside = sorted(
+                name for name in modules if key == "module" and name and patterns.fits(given, name)
+            )
             within = [name for name in inside if any(site.module.startswith(f"{name}.") for site in sites)]
-            hint = f". {within[0]!r} has its matmuls in modules inside of it: write {within[0] + '.*'!r}" if within else ""
+            hint = (
+                f". {within[0]!r} has its matmuls in modules inside of it: write {within[0] + '.*'!r}"
+                if within
+                else ""
+            )
             return f"{key} = {_list(given)} holds for none of the {len(sites)} gemms{hint}"
         left = kept
     return "nothing matches it"
 
 
 def _alike(pattern: str, names: Collection[str]) -> list[str]:
-    """Globs that do match some of `names` and look like `pattern`: numbers become "*", a leading "*." is kept."""
+    """Globs that do match some of `names` and look like `pattern`: numbers become "*", a leading "*." is
+    kept."""
     if pattern.startswith(patterns.PREFIX):
         return []
     globs = dict.fromkeys(_NUMBER.sub("*", name) for name in sorted(names) if name)

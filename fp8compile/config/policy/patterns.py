@@ -1,8 +1,8 @@
 """Patterns for names of modules, parameters and classes: globs, or regular expressions after ``re:``.
 
-``*`` stands for any text, dots too; ``?`` for one character; ``[0-3]`` and ``[!0-3]`` for one of a set. A regular expression
-has to match the whole name. A glob that no name can fit is refused when the policy is loaded: later it would silently do
-nothing.
+``*`` stands for any text, dots too; ``?`` for one character; ``[0-3]`` and ``[!0-3]`` for one of a set. A
+regular expression has to match the whole name. A glob that no name can fit is refused when the policy is
+loaded: later it would silently do nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _STRANGE = re.compile(r"[^\w.*?-]")
 
 
 def check(key: str, pattern: Any) -> str:
-    """`pattern`. PolicyError for a regular expression with an error, or a glob that cannot fit the name of a `key`."""
+    """`pattern`. PolicyError for a regular expression with an error, or a glob that cannot fit the name of a
+    `key`."""
     if not isinstance(pattern, str):
         raise PolicyError.of(key, pattern, "a glob, or a list of globs")
     if pattern.startswith(PREFIX):
@@ -34,7 +35,9 @@ def check(key: str, pattern: Any) -> str:
         return pattern
     why, hint = _impossible(key, pattern)
     if why:
-        raise PolicyError(f"{key!r}: the glob {pattern!r} can never match: {why}.{hint and ' ' + hint}", key, pattern)
+        raise PolicyError(
+            f"{key!r}: the glob {pattern!r} can never match: {why}.{hint and ' ' + hint}", key, pattern
+        )
     return pattern
 
 
@@ -51,15 +54,21 @@ def matcher(pattern: str) -> Callable[[str], object]:
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "possible nested set" and the like: about Python's future, not about the policy
-        return re.compile(pattern[len(PREFIX) :] if pattern.startswith(PREFIX) else fnmatch.translate(pattern))
+        # "possible nested set" and the like: about Python's future, not about the policy
+        warnings.simplefilter("ignore")
+        return re.compile(
+            pattern[len(PREFIX) :] if pattern.startswith(PREFIX) else fnmatch.translate(pattern)
+        )
 
 
 def _impossible(key: str, glob: str) -> tuple[str, str]:
     """Why no name fits, and what to do about it; two empty strings if a name may fit."""
     regular = f"{PREFIX!r} begins a regular expression."
     if not glob:
-        return "it is empty", "'*' fits every name." if key != "module" else "'re:' fits the model itself, '*' everything."
+        return (
+            "it is empty",
+            "'*' fits every name." if key != "module" else "'re:' fits the model itself, '*' everything.",
+        )
     bare = _SET.sub("x", glob)
     if "[" in bare or "]" in bare:
         return "a bracket has no partner", regular
@@ -72,7 +81,11 @@ def _impossible(key: str, glob: str) -> tuple[str, str]:
         return f"names have no {strange.group()!r}", regular
     if key == "module_class":
         last = glob.rpartition(".")[2]
-        return ("class names have no dots", f"Did you mean {last!r}?" if last else "") if "." in bare else ("", "")
+        return (
+            ("class names have no dots", f"Did you mean {last!r}?" if last else "")
+            if "." in bare
+            else ("", "")
+        )
     if bare.startswith(".") or bare.endswith("."):
         side = "begins" if bare.startswith(".") else "ends"
         wider = f"*{glob}" if side == "begins" else f"{glob}*"

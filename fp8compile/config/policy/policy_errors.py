@@ -1,7 +1,7 @@
 """PolicyError: what is wrong with a policy, and where.
 
-The parts are kept apart until the message is read. The code that checks a value knows neither its rule nor its file; `files`
-adds both.
+The parts are kept apart until the message is read. The code that checks a value knows neither its rule nor
+its file; `files` adds both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _HEADER = re.compile(r"\s*\[\[?([^\[\]]+)\]\]?\s*(?:#.*)?$")
 class PolicyError(OptionError):
     """A policy that cannot be used. `text` is what is wrong, `path` leads to it: ("rules", 1, "gemm").
 
-    `key` and `value` are what was given, `place` names the rule or table for people, `source` and `line` the file. Several
-    errors of one policy are the `parts` of one exception.
+    `key` and `value` are what was given, `place` names the rule or table for people, `source` and `line` the
+    file. Several errors of one policy are the `parts` of one exception.
     """
 
     def __init__(self, text: str, key: str | None = None, value: Any = None, path: Path = ()) -> None:
@@ -58,8 +58,8 @@ class PolicyError(OptionError):
         return self
 
     def found_in(self, source: str, tables: Mapping[str, Any], content: str | None) -> PolicyError:
-        """The same error, with its places in the policy `source`. `content`: the TOML text of `tables`, None if there is
-        none."""
+        """The same error, with its places in the policy `source`. `content`: the TOML text of `tables`, None
+        if there is none."""
         for error in self.parts or [self]:
             error.place = place_of(error.path, tables)
             error.line = line_of(content, error.path) if content is not None else None
@@ -68,7 +68,11 @@ class PolicyError(OptionError):
         return self
 
     def __str__(self) -> str:
-        where = [self.source, f"line {self.line}" if self.line is not None else "", self.place or place_of(self.path)]
+        where = [
+            self.source,
+            f"line {self.line}" if self.line is not None else "",
+            self.place or place_of(self.path),
+        ]
         text = self.text
         if self.parts:
             more = len(self.parts) - _SHOWN
@@ -79,7 +83,8 @@ class PolicyError(OptionError):
 
 
 def place_of(path: Path, tables: Mapping[str, Any] | None = None) -> str:
-    """What people call a place: "rule 2 ('mlp')", "[recipes.mine]", "[defaults]", or nothing for the file itself."""
+    """What people call a place: "rule 2 ('mlp')", "[recipes.mine]", "[defaults]", or nothing for the file
+    itself."""
     if len(path) > 1 and path[0] == "rules" and isinstance(path[1], int):
         rules = (tables or {}).get("rules")
         rule = rules[path[1]] if isinstance(rules, (list, tuple)) and path[1] < len(rules) else None
@@ -91,7 +96,8 @@ def place_of(path: Path, tables: Mapping[str, Any] | None = None) -> str:
 
 
 def line_of(content: str, path: Path) -> int | None:
-    """The line, from 1, of the key to which `path` leads in a TOML text, else of the header above it. None if unknown.
+    """The line, from 1, of the key to which `path` leads in a TOML text, else of the header above it. None if
+    unknown.
 
     It understands the usual way of writing a policy, with one header or key a line.
     """

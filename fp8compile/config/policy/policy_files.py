@@ -1,7 +1,8 @@
-"""Makes a Policy of a file, a name, a dict or the environment. Errors say where in the file they are, and what to write.
+"""Makes a Policy of a file, a name, a dict or the environment. Errors say where in the file they are, and
+what to write.
 
-Whatever the source, its tables go through `validation`. A file may come from somebody else: reading one executes nothing. Each
-`load` reads a file anew, because it may have been edited.
+Whatever the source, its tables go through `validation`. A file may come from somebody else: reading one
+executes nothing. Each `load` reads a file anew, because it may have been edited.
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ def load(source: Any = None) -> Policy:
         try:
             return _named(named, None, ())
         except PolicyError as error:
-            error.source += f" (from the environment variable {VARIABLE})" if error.source else f"{VARIABLE}={named}"
+            error.source += (
+                f" (from the environment variable {VARIABLE})" if error.source else f"{VARIABLE}={named}"
+            )
             raise
     if isinstance(source, (str, os.PathLike)):
         return _named(source, None, ())
     if isinstance(source, Mapping):
         return _from_tables(source, "given as a dict")
-    allowed = f"a path, a dict, a Policy, a function (module, name) -> bool, or one of {', '.join(map(repr, BUILTIN))}"
+    allowed = (
+        "a path, a dict, a Policy, a function (module, name) -> bool, or one of "
+        f"{', '.join(map(repr, BUILTIN))}"
+    )
     raise PolicyError.of("policy", source, allowed)
 
 
@@ -49,22 +55,33 @@ def shipped(name: str) -> str:
     return (resources.files("fp8compile.config") / "policies" / f"{name}.toml").read_text("utf-8")
 
 
-def _named(name: str | os.PathLike[str], beside: Path | None, chain: tuple[str, ...], key: str = "policy") -> Policy:
+def _named(
+    name: str | os.PathLike[str], beside: Path | None, chain: tuple[str, ...], key: str = "policy"
+) -> Policy:
     """A shipped policy or a file; a relative path begins at the folder `beside`. `key` names it."""
     text = os.fspath(name)
     if not isinstance(text, str):
         raise PolicyError.of("policy", name, "a path in text, not bytes")
     separators = [separator for separator in ("/", os.sep, os.altsep) if separator]
-    if isinstance(name, str) and not text.endswith(".toml") and not any(separator in text for separator in separators):
+    if (
+        isinstance(name, str)
+        and not text.endswith(".toml")
+        and not any(separator in text for separator in separators)
+    ):
         if text not in BUILTIN:
-            allowed = f"one of {', '.join(map(repr, BUILTIN))}, or a path that ends in .toml or has a '/' in it"
-            raise PolicyError.of(key, text, allowed if key == "policy" else f"'none', or {allowed}", near(text, BUILTIN))
+            allowed = (
+                f"one of {', '.join(map(repr, BUILTIN))}, or a path that ends in .toml or has a '/' in it"
+            )
+            raise PolicyError.of(
+                key, text, allowed if key == "policy" else f"'none', or {allowed}", near(text, BUILTIN)
+            )
         return _shipped(text)
     try:
         path = Path(text).expanduser()
         path = path if beside is None else beside / path
         known = str(path.resolve())
-    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a loop of links, a user without a home
+    except (OSError, ValueError, RuntimeError) as error:
+        # a null byte, a loop of links, a user without a home
         raise _unreadable(text, str(error)) from None
     if known in chain:
         circle = " -> ".join((*chain, known)[-4:])
@@ -75,7 +92,8 @@ def _named(name: str | os.PathLike[str], beside: Path | None, chain: tuple[str, 
 
 def _shipped(name: str) -> Policy:
     content = shipped(name)
-    return dataclasses.replace(_from_tables(tomllib.loads(content), name, content), own=0)  # its rules are not the user's own
+    # its rules are not the user's own
+    return dataclasses.replace(_from_tables(tomllib.loads(content), name, content), own=0)
 
 
 def _from_tables(
@@ -85,7 +103,8 @@ def _from_tables(
     beside: Path | None = None,
     chain: tuple[str, ...] = (),
 ) -> Policy:
-    """Validate `tables`, and put the rules of the policy that they extend after theirs. `content` is their TOML text."""
+    """Validate `tables`, and put the rules of the policy that they extend after theirs. `content` is their
+    TOML text."""
     try:
         file = made(PolicyFile, tables)
         base = None if file.extends == "none" else _extended(file.extends or "default", beside, chain)
@@ -106,12 +125,15 @@ def _extended(name: str, beside: Path | None, chain: tuple[str, ...]) -> Policy:
 
 
 def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
-    """The file's rules, then those of `base`. Everything else is the file's where it is given, else that of `base`."""
+    """The file's rules, then those of `base`. Everything else is the file's where it is given, else that of
+    `base`."""
     if base is None:
         base = Policy(source="none")
     settings = {**given(base.defaults), **given(file.defaults)}
     own = (label(file.rules, i) for i in range(len(file.rules)))
-    others = (rule.name or f"{name} of {base.source}" for name, rule in zip(base.labels, base.rules, strict=True))
+    others = (
+        rule.name or f"{name} of {base.source}" for name, rule in zip(base.labels, base.rules, strict=True)
+    )
     return Policy(
         rules=(*file.rules, *base.rules),
         recipes={**base.recipes, **file.recipes},
@@ -126,7 +148,8 @@ def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
     )
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> str:
@@ -139,7 +162,9 @@ def _read(path: Path) -> str:
         raise _unreadable(str(path), "it does not exist" + hint) from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise _unreadable(str(path), f"it is not UTF-8 (byte 0x{content[error.start]:02x} in line {line})") from None
+        raise _unreadable(
+            str(path), f"it is not UTF-8 (byte 0x{content[error.start]:02x} in line {line})"
+        ) from None
     except (OSError, ValueError) as error:
         raise _unreadable(str(path), getattr(error, "strerror", None) or str(error)) from None
 

@@ -1,10 +1,12 @@
-"""What a policy is: rules in order, named recipes, defaults. Frozen dataclasses that check their values, see `validation`.
+"""What a policy is: rules in order, named recipes, defaults. Frozen dataclasses that check their values, see
+`validation`.
 
-The settings of a recipe are read off `Recipe`'s own fields: a field that is added there is also a key of rules,
-`[recipes.NAME]` and `[defaults]`. `PolicyFile` is one file as it is written. `Policy` decides: it has the file's rules, those
-of the policies that the file extends, and every recipe resolved.
+The settings of a recipe are read off `Recipe`'s own fields: a field that is added there is also a key of
+rules, `[recipes.NAME]` and `[defaults]`. `PolicyFile` is one file as it is written. `Policy` decides: it has
+the file's rules, those of the policies that the file extends, and every recipe resolved.
 
-A setting is looked up in this order: the rule, the named recipe, the options given beside the policy, `[defaults]`, `Recipe`.
+A setting is looked up in this order: the rule, the named recipe, the options given beside the policy,
+`[defaults]`, `Recipe`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,18 @@ from ..settings import integer
 from . import match, patterns
 from .condition import checked
 from .policy_errors import PolicyError
-from .validation import FILE, LONGEST_NAME, choice, key, line, named_tables_of, several, table, table_of, tables_of
+from .validation import (
+    FILE,
+    LONGEST_NAME,
+    choice,
+    key,
+    line,
+    named_tables_of,
+    several,
+    table,
+    table_of,
+    tables_of,
+)
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Kind = Literal["output head", "router gate", "down projection"]
@@ -48,9 +61,13 @@ _NAME_OF_RECIPE = line("the name of a recipe")
 
 def _span(name: str, given: Any) -> str:
     if not isinstance(given, str) or not match.SPAN.fullmatch(given):
-        meant = re.match(r"\s*(first|last)\s*([1-9]\d{0,4})?", given.lower()) if isinstance(given, str) else None
+        meant = (
+            re.match(r"\s*(first|last)\s*([1-9]\d{0,4})?", given.lower()) if isinstance(given, str) else None
+        )
         hint = [f"{meant[1]} {meant[2] or 1}"] if meant else []
-        raise PolicyError.of(name, given, "'first N' or 'last N' with N from 1 to 99999, or a list of them", hint)
+        raise PolicyError.of(
+            name, given, "'first N' or 'last N' with N from 1 to 99999, or a list of them", hint
+        )
     return given
 
 
@@ -61,7 +78,9 @@ def _switch(name: str, given: Any) -> str:
 def _brief(table: Any) -> str:
     """A repr with the fields that differ from their defaults."""
     plain = type(table)()
-    shown = [f for f in dataclasses.fields(table) if f.compare and getattr(table, f.name) != getattr(plain, f.name)]
+    shown = [
+        f for f in dataclasses.fields(table) if f.compare and getattr(table, f.name) != getattr(plain, f.name)
+    ]
     return f"{type(table).__name__}({', '.join(f'{f.name}={getattr(table, f.name)!r}' for f in shown)})"
 
 
@@ -70,8 +89,13 @@ _HINTS = get_type_hints(Recipe)
 # the settings of a recipe, None where not given
 Settings: Any = dataclasses.make_dataclass(
     "Settings",
-    [(name, _HINTS[name] | None, key(described.meaning, described.check)) for name, described in SETTINGS.items()],
-    namespace={"settings": cached_property(lambda self: {k: v for k, v in given(self).items() if k in SETTINGS})},
+    [
+        (name, _HINTS[name] | None, key(described.meaning, described.check))
+        for name, described in SETTINGS.items()
+    ],
+    namespace={
+        "settings": cached_property(lambda self: {k: v for k, v in given(self).items() if k in SETTINGS})
+    },
     frozen=True,
     kw_only=True,
 )
@@ -91,7 +115,8 @@ class NamedRecipe(Settings):
     """`[recipes.NAME]`: a recipe with a name, for rules and `[defaults]`."""
 
     base: str | None = key(
-        f"The recipe that this one varies: built-in, or another NAME. Default: {Recipe().name!r}.", _NAME_OF_RECIPE
+        f"The recipe that this one varies: built-in, or another NAME. Default: {Recipe().name!r}.",
+        _NAME_OF_RECIPE,
     )
 
 
@@ -100,24 +125,38 @@ class NamedRecipe(Settings):
 class Rule(Settings):
     """One `[[rules]]`: conditions, which all have to hold, and the decision for the gemms for which they do.
 
-    If a key takes several values, one of them has to fit. They are kept as tuples of strings, None if not given.
+    If a key takes several values, one of them has to fit. They are kept as tuples of strings, None if not
+    given.
     """
 
     name: str | None = key("A label for reports.", line(f"a line of 1 to {LONGEST_NAME} characters"))
-    module: Several[str] = key('Glob for the module\'s name ("*" matches dots too), or "re:" and a regex.', _GLOBS)
+    module: Several[str] = key(
+        'Glob for the module\'s name ("*" matches dots too), or "re:" and a regex.', _GLOBS
+    )
     parameter: Several[str] = key('Glob for the name of the weight, or "re:" and a regex.', _GLOBS)
     module_class: Several[str] = key("Glob for the class of the module, or of any module around it.", _GLOBS)
     op: Several[Op] = key(f"The operator of forward: {', '.join(MATMULS)}.", several(choice(Op)))
-    gemm: Several[Gemm] = key("fprop (the forward), dgrad (the input's gradient), wgrad (the weight's).", several(choice(Gemm)))
+    gemm: Several[Gemm] = key(
+        "fprop (the forward), dgrad (the input's gradient), wgrad (the weight's).", several(choice(Gemm))
+    )
     where: str | None = key(
         "A condition on m, n, k of the forward out[m, n] = a[m, k] @ b[k, n]: 'n < 128 or k < 128'.",
         lambda name, given: checked(given),
     )
-    blocks: Several[str] = key('"first 2", "last 1": position among the repeated blocks of the model.', several(_span))
-    layers: Several[str] = key('"first 1", "last 1": position among the weights, in the order of forward.', several(_span))
-    kind: Several[Kind] = key(f"What the graph shows it to be: {', '.join(map(repr, get_args(Kind)))}.", several(choice(Kind)))
+    blocks: Several[str] = key(
+        '"first 2", "last 1": position among the repeated blocks of the model.', several(_span)
+    )
+    layers: Several[str] = key(
+        '"first 1", "last 1": position among the weights, in the order of forward.', several(_span)
+    )
+    kind: Several[Kind] = key(
+        f"What the graph shows it to be: {', '.join(map(repr, get_args(Kind)))}.", several(choice(Kind))
+    )
     fp8: bool | Fp8 = key(
-        "on (or true): FP8. off (or false): high precision. auto: FP8 if it is estimated to be faster on this device.",
+        (
+            "on (or true): FP8. off (or false): high precision. auto: FP8 if it is estimated to "
+            "be faster on this device."
+        ),
         _switch,
         "auto",
     )
@@ -143,9 +182,12 @@ class Rule(Settings):
 @table("[schedule]")
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`[schedule]`: steps are optimizer steps. High precision before `warmup_steps` and from `cooldown_at` on."""
+    """`[schedule]`: steps are optimizer steps. High precision before `warmup_steps` and from `cooldown_at`
+    on."""
 
-    warmup_steps: int = key("Train in high precision for so many steps first.", partial(integer, least=0), 0, minimum=0)
+    warmup_steps: int = key(
+        "Train in high precision for so many steps first.", partial(integer, least=0), 0, minimum=0
+    )
     cooldown_at: int | None = key(
         "The step from which training is in high precision again.", partial(integer, least=1), minimum=1
     )
@@ -166,14 +208,23 @@ class _Tables:
         (),
         minItems=0,
     )
-    recipes: dict[str, NamedRecipe] = key("Recipes with a name.", named_tables_of(NamedRecipe, "tables, [recipes.NAME]"), dict)
-    defaults: Defaults = key("The settings where no rule gives others.", table_of(Defaults, "a table, [defaults]"), Defaults())
+    recipes: dict[str, NamedRecipe] = key(
+        "Recipes with a name.", named_tables_of(NamedRecipe, "tables, [recipes.NAME]"), dict
+    )
+    defaults: Defaults = key(
+        "The settings where no rule gives others.", table_of(Defaults, "a table, [defaults]"), Defaults()
+    )
     schedule: Schedule | None = key(
-        "High precision at the beginning and at the end of training.", table_of(Schedule, "a table, [schedule]")
+        "High precision at the beginning and at the end of training.",
+        table_of(Schedule, "a table, [schedule]"),
     )
     eval: Eval | None = key("Precision of evaluation. Default: high_precision.", choice(Eval))
-    save: Save | None = key("How large tensors are kept for backward. Default: auto, as they are.", choice(Save))
-    device: str | None = key('Decide as for this device, such as "h100". Default: the one that is used.', line("a name", 4096))
+    save: Save | None = key(
+        "How large tensors are kept for backward. Default: auto, as they are.", choice(Save)
+    )
+    device: str | None = key(
+        'Decide as for this device, such as "h100". Default: the one that is used.', line("a name", 4096)
+    )
 
 
 @table(FILE)
@@ -182,7 +233,8 @@ class PolicyFile(_Tables):
     """Which matmuls of a model become FP8, and how."""
 
     extends: str | None = key(
-        'The policy whose rules come after these: a shipped one, a path, or "none". Default: "default".', line("a name", 4096)
+        'The policy whose rules come after these: a shipped one, a path, or "none". Default: "default".',
+        line("a name", 4096),
     )
 
     def __post_init__(self) -> None:
@@ -193,7 +245,9 @@ class PolicyFile(_Tables):
             conditions = repr(rule.conditions)
             for known, has in ((repr({}), nothing), (conditions, "the same conditions")):
                 if known in seen:
-                    text = f"this rule is never reached: {label(self.rules, seen[known])}, before it, has {has}."
+                    text = (
+                        f"this rule is never reached: {label(self.rules, seen[known])}, before it, has {has}."
+                    )
                     raise PolicyError(text).under("rules", i)
             seen[conditions] = i
 
@@ -201,11 +255,12 @@ class PolicyFile(_Tables):
 @table()
 @dataclass(frozen=True, repr=False)
 class Policy(_Tables):
-    """Decides about every gemm. Made by `load`, or in Python: ``Policy(rules=(Rule(module="*.mlp.*", fp8="off"),))``.
+    """Decides about every gemm. Made by `load`, or in Python: ``Policy(rules=(Rule(module="*.mlp.*",
+    fp8="off"),))``.
 
-    The first `own` rules are the user's (None: all). The others come from the policies that it extends. `source` says in
-    messages where it came from; `labels` are the rules' names in reports. Only fields that decide something count for == and
-    hash.
+    The first `own` rules are the user's (None: all). The others come from the policies that it extends.
+    `source` says in messages where it came from; `labels` are the rules' names in reports. Only fields that
+    decide something count for == and hash.
     """
 
     eval: Eval = key("Precision of evaluation.", choice(Eval), "high_precision")
@@ -230,9 +285,10 @@ class Policy(_Tables):
     def load(source: Any = None) -> Policy:
         """The policy that `source` names or holds.
 
-        None: the policy that the environment variable FP8COMPILE_POLICY names, else "default". A string that ends in .toml or
-        has a separator, and any Path: a file. Another string: a shipped policy. A dict: the tables of a file. A Policy: itself.
-        Raises PolicyError (a ValueError), also where a file cannot be read.
+        None: the policy that the environment variable FP8COMPILE_POLICY names, else "default". A string that
+        ends in .toml or has a separator, and any Path: a file. Another string: a shipped policy. A dict: the
+        tables of a file. A Policy: itself. Raises PolicyError (a ValueError), also where a file cannot be
+        read.
         """
         return importlib.import_module(".policy_files", __package__).load(source)  # which imports this module
 
@@ -255,7 +311,8 @@ class Policy(_Tables):
         return tuple(dict.fromkeys(self._effective[: always + 1]))
 
     def owns(self, rule: int | None) -> bool:
-        """Whether a rule, by its position, is the user's own, and does not come from a policy that is extended."""
+        """Whether a rule, by its position, is the user's own, and does not come from a policy that is
+        extended."""
         return rule is not None and (self.own is None or rule < self.own)
 
     def with_defaults(self, **settings: Any) -> Policy:
@@ -297,14 +354,19 @@ class Policy(_Tables):
         """The recipe of each rule, and last the default one."""
         default = self._resolve(None, {}, ("defaults",))
         rules = enumerate(self.rules)
-        return (*(self._resolve(rule.recipe, self._settings_of(rule, i), ("rules", i)) for i, rule in rules), default)
+        return (
+            *(self._resolve(rule.recipe, self._settings_of(rule, i), ("rules", i)) for i, rule in rules),
+            default,
+        )
 
     def _settings_of(self, rule: Rule, i: int) -> dict[str, Any]:
-        """A rule's settings. `current_scaling` in a rule of an extended policy adds to that of `[defaults]`; in a rule of the
-        user's own it replaces that."""
+        """A rule's settings. `current_scaling` in a rule of an extended policy adds to that of `[defaults]`;
+        in a rule of the user's own it replaces that."""
         settings, asked = dict(rule.settings), self.defaults.settings.get("current_scaling")
         if asked is not None and "current_scaling" in settings and not self.owns(i):
-            settings["current_scaling"] = tuple(a or b for a, b in zip(asked, settings["current_scaling"], strict=True))
+            settings["current_scaling"] = tuple(
+                a or b for a, b in zip(asked, settings["current_scaling"], strict=True)
+            )
         return settings
 
     def _resolve(self, name: str | None, settings: Mapping[str, Any], path: tuple[str | int, ...]) -> Recipe:
@@ -317,7 +379,8 @@ class Policy(_Tables):
             raise PolicyError.made_of(error, path) from None
 
     def _chain(self, name: str, path: tuple[str | int, ...]) -> tuple[str, dict[str, Any]]:
-        """The built-in recipe at the end of a chain of named ones, and the settings on the way, the nearest first."""
+        """The built-in recipe at the end of a chain of named ones, and the settings on the way, the nearest
+        first."""
         settings: dict[str, Any] = {}
         seen: dict[str, None] = {}
         while name not in RECIPES:
@@ -330,7 +393,9 @@ class Policy(_Tables):
                 where = path if len(seen) == 1 else ("recipes", list(seen)[-2], "base")
                 shown = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "")
                 allowed = peers.recipe(name) or f"one of {shown}"
-                error = PolicyError.of("recipe" if len(seen) == 1 else "base", name, allowed, near(name, known))
+                error = PolicyError.of(
+                    "recipe" if len(seen) == 1 else "base", name, allowed, near(name, known)
+                )
                 raise error.under(*where)
             settings = {**self.recipes[name].settings, **settings}
             name = self.recipes[name].base or Recipe().name
@@ -344,4 +409,8 @@ def label(rules: Sequence[Rule], i: int) -> str:
 
 def given(table: Any) -> dict[str, Any]:
     """The keys of a table that are not None, with their values."""
-    return {f.name: getattr(table, f.name) for f in dataclasses.fields(table) if getattr(table, f.name) is not None}
+    return {
+        f.name: getattr(table, f.name)
+        for f in dataclasses.fields(table)
+        if getattr(table, f.name) is not None
+    }

@@ -5,7 +5,8 @@
     class Schedule:
         warmup_steps: int = key("Train in high precision for so many steps first.", partial(integer, least=0), 0)
 
-`Schedule(warmup_steps="3")`, and a file that says so, give "'warmup_steps' must be an integer >= 0; got '3' (str)."
+`Schedule(warmup_steps="3")`, and a file that says so, give "'warmup_steps' must be an integer >= 0; got '3'
+(str)."
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _MEANT = {
 }  # fmt: skip
 
 
-# --- checks: of a key's name and value; they return the value as it is stored, or raise PolicyError -------------------
+# --- checks: of a key's name and value; they return the value as it is stored, or raise PolicyError
+# -------------------
 
 
 def fitting(fits: Callable[[Any], object], allowed: str) -> Check:
@@ -52,7 +54,10 @@ def fitting(fits: Callable[[Any], object], allowed: str) -> Check:
 
 def line(allowed: str, longest: int = LONGEST_NAME) -> Check:
     """A line of text."""
-    return fitting(lambda text: isinstance(text, str) and text.strip() and len(text) <= longest and text.isprintable(), allowed)
+    return fitting(
+        lambda text: isinstance(text, str) and text.strip() and len(text) <= longest and text.isprintable(),
+        allowed,
+    )
 
 
 def choice(literal: Any) -> Check:
@@ -74,27 +79,35 @@ def table_of(cls: type, allowed: str) -> Check:
 def tables_of(cls: type, allowed: str) -> Check:
     """A list of tables; kept as a tuple."""
     check, listed = table_of(cls, allowed), fitting(lambda given: isinstance(given, (list, tuple)), allowed)
-    return lambda name, given: tuple(_each(lambda _, part: check(name, part), enumerate(listed(name, given))).values())
+    return lambda name, given: tuple(
+        _each(lambda _, part: check(name, part), enumerate(listed(name, given))).values()
+    )
 
 
 def named_tables_of(cls: type, allowed: str) -> Check:
     check = table_of(cls, allowed)
-    named = fitting(lambda given: isinstance(given, Mapping) and all(isinstance(key, str) for key in given), allowed)
+    named = fitting(
+        lambda given: isinstance(given, Mapping) and all(isinstance(key, str) for key in given), allowed
+    )
     return lambda name, given: _each(lambda _, part: check(name, part), named(name, given).items())
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables
+# -----------------------------------------------------------------------------------------------------------
 
 
 def key(meaning: str, check: Check, default: Any = None, **schema: Any) -> Any:
-    """A key of a table, whose `default` may be a function. If it is None, None stands for "not given". `meaning` and `schema`
-    are for JSON Schema, beside what the annotation says."""
+    """A key of a table, whose `default` may be a function. If it is None, None stands for "not given".
+    `meaning` and `schema` are for JSON Schema, beside what the annotation says."""
     metadata = {"check": check, "schema": {"description": meaning, **schema}}
-    return dataclasses.field(**{"default_factory" if callable(default) else "default": default}, metadata=metadata)
+    return dataclasses.field(
+        **{"default_factory" if callable(default) else "default": default}, metadata=metadata
+    )
 
 
 def table(title: str = "") -> Callable[[type[T]], type[T]]:
-    """For a dataclass: its constructor checks all values, and raises PolicyError. A table of a file has a `title`."""
+    """For a dataclass: its constructor checks all values, and raises PolicyError. A table of a file has a
+    `title`."""
 
     def checked(cls: Any) -> Any:
         keys = {field.name: field for field in dataclasses.fields(cls)}
@@ -155,7 +168,8 @@ def _unknown(name: str, value: Any, cls: type) -> str:
     return f"unknown key {name!r} (value {describe(value, 40)}).{hint} The keys here are {', '.join(keys)}."
 
 
-# --- JSON Schema ------------------------------------------------------------------------------------------------------
+# --- JSON Schema
+# ------------------------------------------------------------------------------------------------------
 
 
 def schema() -> dict[str, Any]:

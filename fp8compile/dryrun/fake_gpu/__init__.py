@@ -1,17 +1,18 @@
 """Compile a training step for a GPU that is not there, and read which kernels it would launch.
 
-Dynamo and AOTAutograd trace the step on the CPU. From Inductor's joint passes on, the graph's fake tensors are on cuda:0, and a
-`Gpu` description answers every question about the device (`device`). So Inductor runs its GPU passes, partitions, schedules,
-fuses and writes Triton source. The source is read instead of run (`record`). Graphs return placeholder tensors, so that a step
-may consist of several graphs. Each backward is compiled with its forward, whether the step calls backward or not.
+Dynamo and AOTAutograd trace the step on the CPU. From Inductor's joint passes on, the graph's fake tensors
+are on cuda:0, and a `Gpu` description answers every question about the device (`device`). So Inductor runs
+its GPU passes, partitions, schedules, fuses and writes Triton source. The source is read instead of run
+(`record`). Graphs return placeholder tensors, so that a step may consist of several graphs. Each backward is
+compiled with its forward, whether the step calls backward or not.
 
     step = trace(lambda: torch.compile(model, backend="fp8")(x).sum().backward())
     step.bytes_outside_matmuls, step.flops, step.kept_for_backward, step.code
 
-The figures are static: bytes are counted on Inductor's schedule, each buffer once per kernel (`plan_traffic`). They compare two
-compilations of one model and are not a measurement. Limits: code between graphs runs on the CPU and is not counted; a tensor
-that one graph passes to the next does not count as kept for backward; there is no autotuning; the process must not have a CUDA
-device.
+The figures are static: bytes are counted on Inductor's schedule, each buffer once per kernel
+(`plan_traffic`). They compare two compilations of one model and are not a measurement. Limits: code between
+graphs runs on the CPU and is not counted; a tensor that one graph passes to the next does not count as kept
+for backward; there is no autotuning; the process must not have a CUDA device.
 
 This folder patches private names of torch. Comments say which names moved between torch 2.11 and 2.15.
 """
@@ -47,8 +48,9 @@ def unavailable() -> str | None:
 
 
 def trace(step: Callable[[], Any], gpu: Gpu = H200) -> Step:
-    """Run `step`, a forward (and backward) of a torch.compile'd callable on CPU tensors. Its graphs are compiled for `gpu` and
-    compute nothing, so the gradients that they leave are meaningless. Resets Dynamo, before and after."""
+    """Run `step`, a forward (and backward) of a torch.compile'd callable on CPU tensors. Its graphs are
+    compiled for `gpu` and compute nothing, so the gradients that they leave are meaningless. Resets Dynamo,
+    before and after."""
     graphs: list[Graph] = []
     torch._dynamo.reset()
     try:

@@ -1,4 +1,5 @@
-"""The described device: torch, Inductor and Triton see it while a step is compiled for a GPU that is not there."""
+"""The described device: torch, Inductor and Triton see it while a step is compiled for a GPU that is not
+there."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def _interface(gpu: Gpu) -> type:
         "exchange_device": lambda index: 0,
         "maybe_exchange_device": lambda index: 0,
     }
-    return type("DescribedCuda", (CudaInterface,), {"Worker": Worker, **{k: staticmethod(f) for k, f in answers.items()}})
+    return type(
+        "DescribedCuda",
+        (CudaInterface,),
+        {"Worker": Worker, **{k: staticmethod(f) for k, f in answers.items()}},
+    )
 
 
 def _cuda_answers(gpu: Gpu) -> dict[str, Any]:
@@ -88,7 +93,8 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    device_interface.get_interface_for_device("cpu")  # registers the real interfaces now, not inside the context
+    # registers the real interfaces now, not inside the context
+    device_interface.get_interface_for_device("cpu")
     triton_driver = mock.MagicMock()
     triton_driver.get_current_target = lambda: GPUTarget("cuda", _capability(gpu), gpu.warp_size)
     true = lambda *a, **k: True  # noqa: E731
@@ -100,37 +106,52 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
             if hasattr(target, attribute):
                 stack.enter_context(mock.patch.object(target, attribute, value))
 
-        # Inductor traces its patterns once, by running ops. Here they run on the CPU, before the GPU appears. The arguments are
-        # those of Inductor's own calls, because these functions run once per distinct argument list and a second run fails.
+        # Inductor traces its patterns once, by running ops. Here they run on the CPU, before the GPU appears.
+        # The arguments are those of Inductor's own calls, because these functions run once per distinct
+        # argument list and a second run fails.
         trace_joint: Any = joint_graph.lazy_init  # its annotation lacks the argument in 2.11
         trace_joint(torch.device("cpu"))
         post_grad.lazy_init()
         for passes in (joint_graph, post_grad):
             patch(passes.__name__, "lazy_init", lambda *a, **k: None)
         interface = _interface(gpu)
-        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, {"cuda": interface, "cuda:0": interface}))
+        stack.enter_context(
+            mock.patch.dict(device_interface.device_interfaces, {"cuda": interface, "cuda:0": interface})
+        )
         for name, answer in _cuda_answers(gpu).items():
             patch("torch.cuda", name, answer)
         patch("torch.version", "cuda", "13.0")
         patch("torch.utils._triton", "has_triton", true)
         patch("torch._inductor.scheduler", "has_triton", true)
-        # A CUDA build makes a real tensor here, to initialise the device before autograd meets a fake one (2.11).
+        # A CUDA build makes a real tensor here, to initialise the device before autograd meets a fake one
+        # (2.11).
         patch("torch._subclasses.fake_tensor", "init_gpu_context", lambda *a, **k: None)
-        # tensor[...], copy_ and contiguous ask the device's runtime for a guard, and there is no such runtime.
+        # tensor[...], copy_ and contiguous ask the device's runtime for a guard, and there is no such
+        # runtime.
         stack.enter_context(mock.patch.object(FakeTensor, "__getitem__", _getitem))
         stack.enter_context(mock.patch.object(FakeTensor, "contiguous", _contiguous, create=True))
         stack.enter_context(mock.patch.object(FakeTensor, "copy_", _copy_, create=True))
-        stack.enter_context(mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True))
+        stack.enter_context(
+            mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True)
+        )
         # recomputed attention would read the random state of a device
         patch(
-            "torch._functorch.partitioners", "functionalize_rng_ops", lambda joint, forward, backward, *_: (forward, backward)
+            "torch._functorch.partitioners",
+            "functionalize_rng_ops",
+            lambda joint, forward, backward, *_: (forward, backward),
         )
-        # Constant folding would compute on the device, and so would Inductor's choice whether to pad a matmul's odd sizes.
-        # A cached graph would bypass our hooks.
-        uncached = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "joint_graph_constant_folding": False}
+        # Constant folding would compute on the device, and so would Inductor's choice whether to pad a
+        # matmul's odd sizes. A cached graph would bypass our hooks.
+        uncached = {
+            "fx_graph_cache": False,
+            "fx_graph_remote_cache": False,
+            "joint_graph_constant_folding": False,
+        }
         uncached["shape_padding"] = False
         stack.enter_context(torch._inductor.config.patch({"compile_threads": 1, **uncached}))
-        stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
+        stack.enter_context(
+            torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
+        )
         previous = driver._active
         driver.set_active(triton_driver)
         stack.callback(setattr, driver, "_active", previous)
@@ -145,7 +166,9 @@ _indexed = FakeTensor.__getitem__
 def _getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
     """tensor[index] for ints, slices, None and Ellipsis, built from operators that need no device guard."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if self.device.type == "cpu" or not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items):
+    if self.device.type == "cpu" or not all(
+        i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items
+    ):
         return _indexed(self, index)
     if Ellipsis in items:
         at = items.index(Ellipsis)
@@ -157,12 +180,16 @@ def _getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
         elif isinstance(item, int):
             self, dim = self.select(dim, item), dim - 1
         elif item != slice(None):
-            self = torch.ops.aten.slice.Tensor(self, dim, item.start, item.stop, 1 if item.step is None else item.step)
+            self = torch.ops.aten.slice.Tensor(
+                self, dim, item.start, item.stop, 1 if item.step is None else item.step
+            )
         dim += 1
     return self
 
 
-def _contiguous(self: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+def _contiguous(
+    self: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> torch.Tensor:
     as_it_is = self.is_contiguous(memory_format=memory_format)
     return self if as_it_is else torch.ops.aten.clone.default(self, memory_format=memory_format)
 

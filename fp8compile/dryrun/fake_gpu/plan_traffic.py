@@ -1,11 +1,12 @@
 """How many bytes does a launch move? Each buffer once, as far as the kernel touches it.
 
-Inductor's scheduler counts by the same rule (`get_read_write_buffers_sizes`: worst inputs, best kernel), with two faults that
-matter for the logits of a language model. It takes no more than 1e9 elements of a buffer for a fused kernel, an extern kernel
-and a user's kernel; GPT-2's logits at 64 x 1024 tokens are 3.3e9. And it takes a fused kernel to touch all of a buffer (up to
-that limit), also where it gathers one element of a row.
+Inductor's scheduler counts by the same rule (`get_read_write_buffers_sizes`: worst inputs, best kernel), with
+two faults that matter for the logits of a language model. It takes no more than 1e9 elements of a buffer for
+a fused kernel, an extern kernel and a user's kernel; GPT-2's logits at 64 x 1024 tokens are 3.3e9. And it
+takes a fused kernel to touch all of a buffer (up to that limit), also where it gathers one element of a row.
 
-Here, a kernel touches of a buffer the sum of what the accesses of its parts touch, but no more than the buffer:
+Here, a kernel touches of a buffer the sum of what the accesses of its parts touch, but no more than the
+buffer:
 
     x[i, j]           as many elements as the loop variables of the index have values
     x[i, index[i]]    as many as the loop runs, because the addresses are data
@@ -36,15 +37,16 @@ def moved(node: Any, number: Number) -> int:
 
 
 def _touched(node: Any, number: Number) -> Iterator[tuple[str, int]]:
-    """The buffers that a node touches, with a number of elements for each access. A buffer that only lives within a fused
-    kernel is not in memory."""
+    """The buffers that a node touches, with a number of elements for each access. A buffer that only lives
+    within a fused kernel is not in memory."""
     parts = node.get_nodes()
     inside = {name for name in node.get_buffer_names() if len(parts) > 1 and not _outlives(node, name, parts)}
     for part in parts:
         runs = _runs(part, number)
         deps = {*part.read_writes.reads, *part.read_writes.writes}
         for dep in deps:
-            if dep.name not in inside and type(dep).__name__ != "WeakDep":  # a WeakDep is an order, not an access
+            # a WeakDep is an order, not an access
+            if dep.name not in inside and type(dep).__name__ != "WeakDep":
                 yield dep.name, _elements(dep, runs, number)
 
 
@@ -65,7 +67,10 @@ def _elements(dep: Any, runs: int | None, number: Number) -> int:
     if dep.is_indirect():
         return runs
     used = dep.index.free_symbols
-    return min(runs, math.prod(number(size) for name, size in zip(dep.var_names, dep.size, strict=True) if name in used))
+    return min(
+        runs,
+        math.prod(number(size) for name, size in zip(dep.var_names, dep.size, strict=True) if name in used),
+    )
 
 
 def _bytes(node: Any, name: str, elements: int, number: Number) -> int:
@@ -81,7 +86,12 @@ def _bytes(node: Any, name: str, elements: int, number: Number) -> int:
     layout = getattr(buffer, "layout", None)
     if isinstance(layout, ir.MultiOutputLayout):  # the outputs are buffers of their own
         users = [user.node for user in node.scheduler.name_to_buf[name].users]
-        made = [out for user in users if isinstance(getattr(user, "node", None), ir.MultiOutput) for out in user.get_outputs()]
+        made = [
+            out
+            for user in users
+            if isinstance(getattr(user, "node", None), ir.MultiOutput)
+            for out in user.get_outputs()
+        ]
         return sum(_size(out.node, number) for out in made)
     if isinstance(layout, ir.NoneLayout):  # a kernel that only mutates
         return sum(_size(V.graph.get_buffer(changed), number) for changed in buffer.get_mutation_names())

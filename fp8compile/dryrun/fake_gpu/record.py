@@ -1,4 +1,5 @@
-"""Moves graphs that were traced on the CPU to the described device, and reads the kernels that Inductor makes of them."""
+"""Moves graphs that were traced on the CPU to the described device, and reads the kernels that Inductor makes
+of them."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def _move_graph(gm: torch.fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def retarget_graphs() -> Iterator[None]:
-    """Move graphs at the two entries of Inductor: the joint passes, and the lowering of each partitioned graph."""
+    """Move graphs at the two entries of Inductor: the joint passes, and the lowering of each partitioned
+    graph."""
     from torch._inductor import compile_fx
 
     joint_passes, lower = compile_fx._recursive_joint_graph_passes, compile_fx.fx_codegen_and_compile
@@ -71,9 +73,10 @@ def retarget_graphs() -> Iterator[None]:
         yield
 
 
-# -- reading the scheduled graph ---------------------------------------------------------------------------------------
+# -- reading the scheduled graph -----------------------------------------------------------------------------
 
-# our matmul operators, one that only Inductor makes (bias_addmm), and those that only a model's own code calls
+# our matmul operators, one that only Inductor makes (bias_addmm), and those that only a model's own code
+# calls
 _MATMULS = {**MATMULS, "bias_addmm": MATMULS["addmm"]}
 _MATMULS |= dict.fromkeys(("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm"), MATMULS["mm"])
 _MATMUL = re.compile(rf"\b({'|'.join(_MATMULS)})(\.default|\.out|_dtype)?$")
@@ -108,7 +111,9 @@ class _Reader:
         return TensorLayout(name, tuple(map(self.number, shape)), tuple(map(self.number, stride)), dtype)
 
     def matmul(self, node: Any) -> MatmulLaunch | None:
-        found = _MATMUL.search(str(getattr(node, "python_kernel_name", None) or getattr(node, "op_overload", "")))
+        found = _MATMUL.search(
+            str(getattr(node, "python_kernel_name", None) or getattr(node, "op_overload", ""))
+        )
         if not found:
             return None
         form = _MATMULS[found[1]]
@@ -118,8 +123,16 @@ class _Reader:
 
     def accumulation(self, node: Any, a: TensorLayout) -> str:
         """How a scaled matmul of the library accumulates: FAST, PRECISE or BLOCKS."""
-        scales = self.layout(node.inputs[2]) if len(node.inputs) > 2 and "grouped" not in str(node.python_kernel_name) else None
-        if scales is not None and scales.dtype == torch.float32 and math.prod(scales.shape) > math.prod(a.shape[:-1]):
+        scales = (
+            self.layout(node.inputs[2])
+            if len(node.inputs) > 2 and "grouped" not in str(node.python_kernel_name)
+            else None
+        )
+        if (
+            scales is not None
+            and scales.dtype == torch.float32
+            and math.prod(scales.shape) > math.prod(a.shape[:-1])
+        ):
             return BLOCKS  # more scales than rows
         fast = (getattr(node, "kwargs", None) or {}).get("use_fast_accum")
         if fast is None:
@@ -129,8 +142,8 @@ class _Reader:
         return FAST if fast else PRECISE
 
     def launched(self, node: Any, written: list[Any]) -> MatmulLaunch | None:
-        """The matmul of a launch of `fp8_gemm` or `fp8_grouped`, whose first two arguments are a [M, K] and b [N, K] or
-        [E, N, K]; None for other kernels."""
+        """The matmul of a launch of `fp8_gemm` or `fp8_grouped`, whose first two arguments are a [M, K] and b
+        [N, K] or [E, N, K]; None for other kernels."""
         from ...codegen.triton_grouped import fp8_grouped
         from ...codegen.triton_kernels import fp8_gemm
 
@@ -140,14 +153,18 @@ class _Reader:
         a, b = (self.layout(t) for t in node.inputs[:2])
         turned = [(*x[:-2], x[-1], x[-2]) for x in (b.shape, b.stride)]
         b = replace(b, shape=turned[0], stride=turned[1])
-        return MatmulLaunch(kernel.__name__, a, b, self.layout(written[0]), BLOCKS if kernel is fp8_gemm else FAST)
+        return MatmulLaunch(
+            kernel.__name__, a, b, self.layout(written[0]), BLOCKS if kernel is fp8_gemm else FAST
+        )
 
     def attention(self, node: Any) -> Attention | None:
         origins = [x for x in node.get_origins() if x.target is getattr(node, "op_overload", None)]
         if not origins or not _ATTENTION.search(str(origins[0].target)):
             return None
         (call,) = origins
-        tensors = [x for name in ("query", "key", "value") if isinstance(x := _argument(call, name), torch.fx.Node)]
+        tensors = [
+            x for name in ("query", "key", "value") if isinstance(x := _argument(call, name), torch.fx.Node)
+        ]
         if len(tensors) != 3:
             return None
         q, k, v = (self.placeholder(t.name, t.meta["val"]) for t in tensors)
@@ -163,7 +180,9 @@ class _Reader:
         what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward}
         if isinstance(node.node, ir.UserDefinedTritonKernel):
             written = {t.get_name(): t for t in node.node.mutable_args}
-            return Launch("user", node.get_name(), moved, self.launched(node.node, list(written.values())), **what)
+            return Launch(
+                "user", node.get_name(), moved, self.launched(node.node, list(written.values())), **what
+            )
         if isinstance(node.node, ir.ExternKernel):
             name = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
             return Launch("extern", name, moved, self.matmul(node.node), self.attention(node.node), **what)
@@ -177,24 +196,27 @@ def _argument(call: torch.fx.Node, name: str) -> Any:
 
 
 def _fqn(node: Any) -> str:
-    """The module of a scheduler node: that of its operator, or that of most of its operators; the deepest one in case of a
-    tie."""
+    """The module of a scheduler node: that of its operator, or that of most of its operators; the deepest one
+    in case of a tie."""
     from torch._inductor import ir
 
     parts = [part.node for part in node.get_nodes() if part.node is not None]
     if isinstance(node.node, ir.ExternKernel) and (origin := node.node.get_origin_node()) is not None:
-        return module_of(origin) or _nearest({origin})  # a matmul that Inductor fused with a sum has no module
+        # a matmul that Inductor fused with a sum has no module
+        return module_of(origin) or _nearest({origin})
     origins = {x for part in parts for x in part.get_origins()}
     named = Counter(fqn for x in origins if (fqn := module_of(x)))
     return max(sorted(named), key=lambda fqn: (named[fqn], fqn.count(".")), default="") or _nearest(origins)
 
 
 def _nearest(origins: set[torch.fx.Node], steps: int = 6) -> str:
-    """The module of the nearest nodes that a node is computed from, for nodes without a module, such as sums of gradients.
-    Skips the zeroed vector of a graph's amaxes (`full`), which belongs to no module."""
+    """The module of the nearest nodes that a node is computed from, for nodes without a module, such as sums
+    of gradients. Skips the zeroed vector of a graph's amaxes (`full`), which belongs to no module."""
     front = origins
     for _ in range(steps):
-        front = {x for node in front for x in node.all_input_nodes if x.target is not torch.ops.aten.full.default}
+        front = {
+            x for node in front for x in node.all_input_nodes if x.target is not torch.ops.aten.full.default
+        }
         named = sorted({fqn for x in front if (fqn := module_of(x))})
         if named:
             return max(named, key=lambda fqn: fqn.count("."))
@@ -209,7 +231,8 @@ def module_of(node: torch.fx.Node) -> str:
 
 @contextlib.contextmanager
 def instead_of_loading(load: Callable[[Any, str], Boxed]) -> Iterator[None]:
-    """Inside the context, Inductor does not load its generated code: `load(lowering, code)` returns the callable instead."""
+    """Inside the context, Inductor does not load its generated code: `load(lowering, code)` returns the
+    callable instead."""
     from torch._inductor.graph import GraphLowering
 
     def compile_to_module(self: Any) -> Any:
@@ -223,7 +246,8 @@ def instead_of_loading(load: Callable[[Any, str], Boxed]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record(graphs: list[Graph]) -> Iterator[None]:
-    """Inside the context, each graph that Inductor lowers is appended to `graphs`, and its callable computes nothing."""
+    """Inside the context, each graph that Inductor lowers is appended to `graphs`, and its callable computes
+    nothing."""
 
     def load(lowering: Any, code: str) -> Boxed:
         reader = _Reader(lowering)

@@ -1,4 +1,5 @@
-"""The kernels that a compiled step would launch, with their bytes, their FLOPs and the module that they belong to."""
+"""The kernels that a compiled step would launch, with their bytes, their FLOPs and the module that they
+belong to."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The layout in memory of a tensor that a kernel reads or writes. Symbolic sizes are replaced by their hints.
+    """The layout in memory of a tensor that a kernel reads or writes. Symbolic sizes are replaced by their
+    hints.
 
     `buffer` names the memory; operands that are views of one buffer have the same name.
     """
@@ -43,11 +45,14 @@ class MatmulLaunch:
 
     @property
     def flops(self) -> int:
-        return 2 * self.a.shape[-1] * math.prod(self.out.shape[1:] if self._contracts_groups else self.out.shape)
+        return (
+            2 * self.a.shape[-1] * math.prod(self.out.shape[1:] if self._contracts_groups else self.out.shape)
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(groups, m, n, k) of each of the matmuls of the launch. Groups whose sizes are data are taken to be equally large."""
+        """(groups, m, n, k) of each of the matmuls of the launch. Groups whose sizes are data are taken to be
+        equally large."""
         (*_, m, k), n = self.a.shape, self.out.shape[-1]
         if self._contracts_groups:
             groups = self.out.shape[0]
@@ -65,7 +70,8 @@ class MatmulLaunch:
 
 @dataclass(frozen=True)
 class Attention:
-    """One launch of fused attention: q [..., T, D], k [..., S, D], v [..., S, Dv]. k and v may have fewer heads than q."""
+    """One launch of fused attention: q [..., T, D], k [..., S, D], v [..., S, Dv]. k and v may have fewer
+    heads than q."""
 
     q: TensorLayout
     k: TensorLayout
@@ -75,8 +81,9 @@ class Attention:
 
     @property
     def flops(self) -> int:
-        """The forward has 2 matmuls, q k^T and p v: 2 T S (D + Dv) FLOPs per head, half of that if causal. The backward has 5
-        matmuls, because it computes q k^T again: 2.5 times as many FLOPs (FlashAttention-2, arXiv:2307.08691, section 4.1)."""
+        """The forward has 2 matmuls, q k^T and p v: 2 T S (D + Dv) FLOPs per head, half of that if causal.
+        The backward has 5 matmuls, because it computes q k^T again: 2.5 times as many FLOPs
+        (FlashAttention-2, arXiv:2307.08691, section 4.1)."""
         *heads, tokens, width = self.q.shape
         count = 2 * math.prod(heads) * tokens * self.k.shape[-2] * (width + self.v.shape[-1])
         return count * (5 if self.backward else 2) // (4 if self.causal else 2)
@@ -84,11 +91,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. `origin`: "triton" for a kernel that Inductor wrote, "user" for another Triton kernel, "extern" for cuBLAS or
-    an ATen op. `bytes` are those that it reads and writes (`plan_traffic`).
+    """One launch. `origin`: "triton" for a kernel that Inductor wrote, "user" for another Triton kernel,
+    "extern" for cuBLAS or an ATen op. `bytes` are those that it reads and writes (`plan_traffic`).
 
-    `fqn` is the module that the kernel belongs to ("" for none). If it serves several, `fqn` is the one with most of its
-    operators.
+    `fqn` is the module that the kernel belongs to ("" for none). If it serves several, `fqn` is the one with
+    most of its operators.
     """
 
     origin: str
@@ -113,8 +120,8 @@ class Graph:
 
     @property
     def kept(self) -> dict[str, int]:
-        """Bytes that a backward gets from its forward, by the module that made them. AOTAutograd names parameters primals_* and
-        gradients tangents_*; saved tensors keep their names from the forward."""
+        """Bytes that a backward gets from its forward, by the module that made them. AOTAutograd names
+        parameters primals_* and gradients tangents_*; saved tensors keep their names from the forward."""
         total: Counter[str] = Counter()
         for name, t in self.inputs.items():
             if self.backward and not name.startswith(("primals", "tangents")):

@@ -1,13 +1,13 @@
-"""async_tp: async tensor parallelism, where Inductor fuses an all-gather with the matmuls after it, and a matmul with the
-reduce-scatter after it (`torch._inductor.config._micro_pipeline_tp`).
+"""async_tp: async tensor parallelism, where Inductor fuses an all-gather with the matmuls after it, and a
+matmul with the reduce-scatter after it (`torch._inductor.config._micro_pipeline_tp`).
 
     y = view(scaled_mm(a8 [M, K], b8, ..), [B, T, N]); reduce_scatter(y)
 ->
     y = view(_scaled_mm(view(view(a8, [B, T, K]), [M, K]), permute(b8), ..), [B, T, N]); reduce_scatter(y)
 
-Inductor does that before our passes over a partitioned graph, for `aten._scaled_mm` only, and looks for the matmul of a
-reduce-scatter between two views. `expose` writes both first. `complete` comes later: it computes the values of nodes that
-Inductor has written without them.
+Inductor does that before our passes over a partitioned graph, for `aten._scaled_mm` only, and looks for the
+matmul of a reduce-scatter between two views. `expose` writes both first. `complete` comes later: it computes
+the values of nodes that Inductor has written without them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ def expose(graph: Graph) -> int:
 def _between_views(node: Node, a: Node) -> None:
     for user in node.users:
         shape = value(user).shape if call_function(user, VIEWS) else ()
-        if len(shape) > 2 and shape[-1] == value(node).shape[-1] and all(isinstance(size, int) for size in shape):
+        if (
+            len(shape) > 2
+            and shape[-1] == value(node).shape[-1]
+            and all(isinstance(size, int) for size in shape)
+        ):
             emit = Emitter(node.graph, node, node)
             whole = emit(aten.reshape.default, a, [*shape[:-1], value(a).shape[-1]])
             node.args = (emit(aten.reshape.default, whole, list(value(a).shape)), *node.args[1:])

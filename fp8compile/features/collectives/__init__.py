@@ -30,10 +30,15 @@ class FP8Collectives(Feature):
     name = "collectives"
     passes = {
         "amax_groups": (
-            Pass("all_gathers", run_all_gathers, optional=True),  # which all-gathers of the graph can carry FP8
-            Pass("all_to_alls", run_all_to_alls, optional=True),  # which all-to-alls can, with `fp8_all_to_all`
+            # which all-gathers of the graph can carry FP8
+            Pass("all_gathers", run_all_gathers, optional=True),
+            # which all-to-alls can, with `fp8_all_to_all`
+            Pass("all_to_alls", run_all_to_alls, optional=True),
         ),
-        "substitute": (Pass("move_all_gathers", move_all_gathers), Pass("move_all_to_alls", move_all_to_alls)),
+        "substitute": (
+            Pass("move_all_gathers", move_all_gathers),
+            Pass("move_all_to_alls", move_all_to_alls),
+        ),
     }
 
     def of_graph(self, job: Job, phase: str) -> GraphFeature:

@@ -1,13 +1,14 @@
-"""all_gathers: let the all-gathers of a graph carry FP8. The rank casts its part, and the gather moves one byte an element.
+"""all_gathers: let the all-gathers of a graph carry FP8. The rank casts its part, and the gather moves one
+byte an element.
 
     whole = wait(all_gather(local)); w8 = quantize(whole, scale)
 ->
     local8 = quantize(local, scale); w8 = wait(all_gather(local8))
 
-In graphs, activations are gathered in front of a column-parallel linear where a sequence is sharded (sequence parallel), their
-gradients after a row-parallel one, and weights where a model gathers its shards itself ("simple FSDP"). A tensor is moved if
-all that read it are FP8 matmuls which cast it alike, with one scale. The scale is that of the whole tensor, see
-`collectives`.
+In graphs, activations are gathered in front of a column-parallel linear where a sequence is sharded (sequence
+parallel), their gradients after a row-parallel one, and weights where a model gathers its shards itself
+("simple FSDP"). A tensor is moved if all that read it are FP8 matmuls which cast it alike, with one scale.
+The scale is that of the whole tensor, see `collectives`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def _reason(gather: AllGather, operands: Collection[Operand], matmuls: Mapping[N
     if value(gather.local).dim() < 2:
         return "its parts are no matrices"
     steps = set(gather.steps)
-    return reason_against(operands, gather.wait, lambda node: node in steps or call_function(node, LAYOUT), matmuls)
+    return reason_against(
+        operands, gather.wait, lambda node: node in steps or call_function(node, LAYOUT), matmuls
+    )
 
 
 def _carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _inverse: Node) -> None:
@@ -56,7 +59,9 @@ def _carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _
         if copy.shape not in matrices:
             matrices[copy.shape] = whole
             if not same_shape(value(whole).shape, (rows, columns)):
-                matrices[copy.shape] = written.after(whole, operand)(aten.view.default, whole, view_sizes(rows, columns))
+                matrices[copy.shape] = written.after(whole, operand)(
+                    aten.view.default, whole, view_sizes(rows, columns)
+                )
         made = matrices[copy.shape]
         if copy.transposed:
             made = written.after(made, operand)(ops.transposed, made)
@@ -65,7 +70,8 @@ def _carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _
 
 
 def _gathered(graph: Graph, operand: Operand, gather: AllGather, scale: Node) -> Node:
-    """Cast this rank's part, gather the bytes, and do with them what is done with the tensor: its FP8 values, in its shape."""
+    """Cast this rank's part, gather the bytes, and do with them what is done with the tensor: its FP8 values,
+    in its shape."""
     node, form = gather.node, operand.format
     emit = Emitter(graph, node, node)
     part = cast_local(emit, operand, gather, scale)
@@ -93,15 +99,21 @@ def _move_sizes(graph: Graph, made: dict[Node, Node]) -> None:
         for user in list(old.users):
             if call_function(user, SIZES):
                 user.replace_input_with(old, made[old])
-            elif call_function(user, LAYOUT) and user not in made and not all(isinstance(x, int) for x in value(user).shape):
+            elif (
+                call_function(user, LAYOUT)
+                and user not in made
+                and not all(isinstance(x, int) for x in value(user).shape)
+            ):
                 same = call_function(user, (*CASTS, *SAME, aten.clone.default))
-                made[user] = made[old] if same else Emitter(graph, user, user)(user.target, made[old], *user.args[1:])
+                made[user] = (
+                    made[old] if same else Emitter(graph, user, user)(user.target, made[old], *user.args[1:])
+                )
                 stack.append(user)
 
 
 def _cat(emit: Emitter, step: Node, made: Mapping[Node, Node], dtype: torch.dtype) -> Node:
-    """Put parts together as bytes, and take them as FP8 again at once: the order that torch's fusion of a gather with a matmul
-    looks for."""
+    """Put parts together as bytes, and take them as FP8 again at once: the order that torch's fusion of a
+    gather with a matmul looks for."""
     old: list[Node] = arg(step, 0)
     parts = [made[part] for part in old]
     if value(parts[0]).dtype != torch.uint8:

@@ -1,16 +1,18 @@
-"""all_to_alls: with `fp8_all_to_all`, let all-to-alls carry FP8. The rank casts the rows that it sends, one byte a feature.
+"""all_to_alls: with `fp8_all_to_all`, let all-to-alls carry FP8. The rank casts the rows that it sends, one
+byte a feature.
 
     came = wait(all_to_all(local)); y = mm(quantize(index(came, order), scale), ..)
 ->
     local8 = quantize(local, scale); came = wait(all_to_all(local8)) / scale; y = mm(quantize(index(came, order), scale), ..)
 
-Expert parallelism sends tokens to their experts so, and in backward the gradients of the experts' results. The rows that come
-are read by steps that this pass leaves as they are: a permutation by expert, a row of zeros before or after. So they become
-bf16 again, and the cast for the matmul gives back the bits that came: an FP8 value over the scale, rounded to bf16, is off by
-2^-8 at most, and neighbours in FP8 lie 2^-4 apart. The kernel that casts does both, and reads one byte an element.
+Expert parallelism sends tokens to their experts so, and in backward the gradients of the experts' results.
+The rows that come are read by steps that this pass leaves as they are: a permutation by expert, a row of
+zeros before or after. So they become bf16 again, and the cast for the matmul gives back the bits that came:
+an FP8 value over the scale, rounded to bf16, is off by 2^-8 at most, and neighbours in FP8 lie 2^-4 apart.
+The kernel that casts does both, and reads one byte an element.
 
-The scale is agreed on by the group (see `collectives`); without this pass it is that of the rows that came. An all-to-all is
-moved if only FP8 matmuls read what it brings, and cast it alike, with one scale.
+The scale is agreed on by the group (see `collectives`); without this pass it is that of the rows that came.
+An all-to-all is moved if only FP8 matmuls read what it brings, and cast it alike, with one scale.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def _moves(node: Node) -> bool:
 
 
 def _carry(written: Written, operand: Operand, exchange: AllToAll, scale: Node, inverse: Node) -> None:
-    """Cast what this rank sends, and send the bytes. The readers of what came get it in the dtype that it had."""
+    """Cast what this rank sends, and send the bytes. The readers of what came get it in the dtype that it
+    had."""
     graph = written.graph
     emit = Emitter(graph, exchange.node, exchange.node)
     came = emit(exchange.node.target, cast_local(emit, operand, exchange, scale), *exchange.node.args[1:])
@@ -70,7 +73,8 @@ def _carry(written: Written, operand: Operand, exchange: AllToAll, scale: Node, 
 
 
 def moved_from(node: Node) -> Node | None:
-    """The tensor whose values a node moves, and maybe puts zeros between; None if it computes something else."""
+    """The tensor whose values a node moves, and maybe puts zeros between; None if it computes something
+    else."""
     if call_function(node, MOVES):
         return arg(node, 0)
     if call_function(node, (aten.cat.default,)):
@@ -98,4 +102,8 @@ def all_to_all_of(node: Node) -> AllToAll | None:
         if source is None:
             return None
         node = source
-    return AllToAll(arg(node, 0), node) if call_function(arg(node, 0), compat.process_groups.ALL_TO_ALL) else None
+    return (
+        AllToAll(arg(node, 0), node)
+        if call_function(arg(node, 0), compat.process_groups.ALL_TO_ALL)
+        else None
+    )

@@ -1,11 +1,12 @@
-"""collectives: those of a graph that carry FP8, see `all_gathers` and `all_to_alls`. The rank casts what it sends, by a scale
-that its group agrees on:
+"""collectives: those of a graph that carry FP8, see `all_gathers` and `all_to_alls`. The rank casts what it
+sends, by a scale that its group agrees on:
 
-* A current scale is computed from the maximum of the ranks' amaxes: an all-reduce of 4 bytes, for which the cast waits.
-* A delayed scale is the minimum of the ranks' stored scales (`votes`), one all-reduce at the beginning of each direction, for
-  which only the first collective waits. As a rule all ranks have the same state, because the amaxes enter the histories
-  reduced. But one rank may have skipped a bad batch, or may be in a cold call alone. Only if the call is cold on all ranks do
-  they take current amaxes (`ops.agreed_scale`).
+* A current scale is computed from the maximum of the ranks' amaxes: an all-reduce of 4 bytes, for which the
+  cast waits.
+* A delayed scale is the minimum of the ranks' stored scales (`votes`), one all-reduce at the beginning of
+  each direction, for which only the first collective waits. As a rule all ranks have the same state, because
+  the amaxes enter the histories reduced. But one rank may have skipped a bad batch, or may be in a cold call
+  alone. Only if the call is cold on all ranks do they take current amaxes (`ops.agreed_scale`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ C = TypeVar("C", AllGather, AllToAll)
 
 @dataclass
 class Carried:
-    """`by`: what brings an operand in FP8. `agreements`: what ranks agree on about stored scales, by direction and group."""
+    """`by`: what brings an operand in FP8. `agreements`: what ranks agree on about stored scales, by
+    direction and group."""
 
     by: dict[Operand, Collective] = field(default_factory=dict)
     agreements: dict[tuple[bool, str], Node] = field(default_factory=dict)
@@ -68,10 +70,15 @@ class Carried:
 
 @dataclass(frozen=True)
 class CollectiveRecord(TableRecord):
-    """A collective of a graph (`kind`) whose result an FP8 matmul reads. `tensor`: the matmul and the role, "mlp.up (input)".
-    The bytes are those that a rank sends, `before` without our passes. `reason`: why they are not FP8, "" if they are."""
+    """A collective of a graph (`kind`) whose result an FP8 matmul reads. `tensor`: the matmul and the role,
+    "mlp.up (input)". The bytes are those that a rank sends, `before` without our passes. `reason`: why they
+    are not FP8, "" if they are."""
 
-    key, titles, sides = "collectives", ("read from other ranks", "by", "bytes a rank", "with FP8", WHY), "<<>><"
+    key, titles, sides = (
+        "collectives",
+        ("read from other ranks", "by", "bytes a rank", "with FP8", WHY),
+        "<<>><",
+    )
 
     tensor: str
     bytes: int
@@ -100,8 +107,9 @@ def choose(
     collective_of: Callable[[Node], C | None],
     reason_of: Callable[[C, Collection[Operand], Mapping[Node, Matmul]], str],
 ) -> int:
-    """Note the collectives of one kind that FP8 matmuls read, and which of them can carry FP8; returns how many can.
-    `collective_of`: the one that brings a tensor. `reason_of`: why it stays in high precision, "" if it can carry FP8."""
+    """Note the collectives of one kind that FP8 matmuls read, and which of them can carry FP8; returns how
+    many can. `collective_of`: the one that brings a tensor. `reason_of`: why it stays in high precision, ""
+    if it can carry FP8."""
     if joint.high_precision:
         return 0
     readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in joint.matmuls}
@@ -136,8 +144,8 @@ def _record(collective: Collective, tensor: str, reason: str) -> CollectiveRecor
 def reason_against(
     operands: Collection[Operand], wait: Node, through: Callable[[Node], bool], matmuls: Mapping[Node, Matmul]
 ) -> str:
-    """Why the result of a collective, which these operands hold, cannot come in FP8: there is more than one scale, or something
-    else reads its values, after nodes that they pass `through`. "" if it can."""
+    """Why the result of a collective, which these operands hold, cannot come in FP8: there is more than one
+    scale, or something else reads its values, after nodes that they pass `through`. "" if it can."""
     for operand in operands:
         if operand.scaling.block != WHOLE:
             return f"recipe {operand.recipe.name!r} has more than one scale per tensor"
@@ -162,16 +170,16 @@ def _readers(node: Node, through: Callable[[Node], bool]) -> Iterator[tuple[Node
 
 
 def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node, Node], None]) -> int:
-    """Let the chosen collectives of one kind carry FP8. `carry` rewrites a collective, and the casts of the operand that it
-    brings, given the scale that the ranks agree on, and its inverse."""
+    """Let the chosen collectives of one kind carry FP8. `carry` rewrites a collective, and the casts of the
+    operand that it brings, given the scale that the ranks agree on, and its inverse."""
     written, carried = joint.form, joint.extras.of(Carried)
     mine = {operand: sent for operand, sent in carried.by.items() if isinstance(sent, kind)}
     if written is None or not mine:
         return 0
     for operand, sent in mine.items():
         before = written.amaxes[operand]
-        # all ranks have to call their collectives in one order, and not all ranks have the nodes before a gather in common: the
-        # last ones pad their part
+        # all ranks have to call their collectives in one order, and not all ranks have the nodes before a
+        # gather in common: the last ones pad their part
         emit = written.at(sent.node, operand, recompute=None, ac_graph_id=None)
         written.amaxes[operand] = amax = emit(ops.amax, _local_matrix(emit, sent))
         written.groups[operand] = sent.group
@@ -181,7 +189,9 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
             scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *delayed(operand))
             inverse = emit(ops.inverse, scale)
         else:
-            for group in dict.fromkeys(name for name in (sent.group, joint.amax_groups.of(operand)) if name is not None):
+            for group in dict.fromkeys(
+                name for name in (sent.group, joint.amax_groups.of(operand)) if name is not None
+            ):
                 amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
             emit = written.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
             scale, inverse = current(emit, operand, amax)
@@ -194,14 +204,21 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
 
 
 def _agreed(joint: Joint, written: Written, operand: Operand, group: str) -> tuple[Node, int]:
-    """What the ranks of a group agree on about the stored scales of one direction; and the place of an operand in it."""
+    """What the ranks of a group agree on about the stored scales of one direction; and the place of an
+    operand in it."""
     backward, carried = operand.backward, joint.extras.of(Carried)
-    mine = [x for x, found in carried.by.items() if found.group == group and x.backward is backward and x.slot >= 0]
+    mine = [
+        x
+        for x, found in carried.by.items()
+        if found.group == group and x.backward is backward and x.slot >= 0
+    ]
     operands = sorted(mine, key=lambda x: x.slot)
     if (key := (backward, group)) in carried.agreements:
         return carried.agreements[key], operands.index(operand)
     snapshot, tag = written.snapshots[backward], "backward" if backward else "forward"
-    emit = Emitter(written.graph, snapshot.next, snapshot, partitioner_tag=f"must_be_in_{tag}", recompute=None)
+    emit = Emitter(
+        written.graph, snapshot.next, snapshot, partitioner_tag=f"must_be_in_{tag}", recompute=None
+    )
     votes = emit(ops.votes, snapshot, [x.slot for x in operands])
     started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
     emit.anchor = min(carried.by[x].node for x in operands)
@@ -210,7 +227,8 @@ def _agreed(joint: Joint, written: Written, operand: Operand, group: str) -> tup
 
 
 def _local_matrix(emit: Emitter, collective: Collective) -> Node:
-    """What this rank sends, as a matrix, without the padding of an uneven shard: what its amax is taken of."""
+    """What this rank sends, as a matrix, without the padding of an uneven shard: what its amax is taken
+    of."""
     local = collective.local
     kept = None
     if isinstance(collective, AllGather) and collective.size is not None:
@@ -226,14 +244,20 @@ def _local_matrix(emit: Emitter, collective: Collective) -> Node:
 def _matrix(emit: Emitter, node: Node) -> Node:
     if value(node).dim() == 2:
         return node
-    dense = node if value(node).is_contiguous() else emit(aten.clone.default, node, memory_format=torch.contiguous_format)
+    dense = (
+        node
+        if value(node).is_contiguous()
+        else emit(aten.clone.default, node, memory_format=torch.contiguous_format)
+    )
     return emit(aten.view.default, dense, [-1, value(node).shape[-1]])
 
 
 def cast_local(emit: Emitter, operand: Operand, collective: Collective, scale: Node) -> Node:
     """What this rank sends, in FP8, in its shape, as the collective takes it."""
     local = value(collective.local)
-    part = emit(ops.quantize, _matrix(emit, collective.local), scale, operand.format.dtype, operand.format.max, False)
+    part = emit(
+        ops.quantize, _matrix(emit, collective.local), scale, operand.format.dtype, operand.format.max, False
+    )
     part.meta[OPERAND] = operand.key
     if local.dim() != 2:
         part = emit(aten.view.default, part, _sizes(emit, collective.local))
@@ -244,12 +268,14 @@ def cast_local(emit: Emitter, operand: Operand, collective: Collective, scale: N
 def _sizes(emit: Emitter, node: Node) -> list[int | Node]:
     """The sizes of a tensor, as arguments of a node."""
     return [
-        size if isinstance(size, int) else emit(aten.sym_size.int, node, dim) for dim, size in enumerate(value(node).shape)
+        size if isinstance(size, int) else emit(aten.sym_size.int, node, dim)
+        for dim, size in enumerate(value(node).shape)
     ]
 
 
 def _erase(written: Written, moved: Iterable[Collective]) -> None:
-    """Erase the collectives that nothing reads any more. Their waits have side effects for torch.fx: they are no dead code."""
+    """Erase the collectives that nothing reads any more. Their waits have side effects for torch.fx: they are
+    no dead code."""
     stale: dict[Node, None] = {}
     for collective in moved:
         stack = [collective.node]

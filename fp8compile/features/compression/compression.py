@@ -1,4 +1,5 @@
-"""Gradients that cross the wire in FP8: what `compress_gradients` asks of DDP and FSDP2, and its statistics."""
+"""Gradients that cross the wire in FP8: what `compress_gradients` asks of DDP and FSDP2, and its
+statistics."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass
 class Bucket:
-    """Gradients that are reduced together. `signal` and `error` are sums of squares of the last call that was measured, of this
-    rank's gradients and of their error on the wire: tensors on the device, so that nothing waits for it."""
+    """Gradients that are reduced together. `signal` and `error` are sums of squares of the last call that was
+    measured, of this rank's gradients and of their error on the wire: tensors on the device, so that nothing
+    waits for it."""
 
     elements: int
     parameters: int
@@ -49,10 +51,16 @@ class Bucket:
 
 
 class Compression:
-    """What is compressed, and how: the state of the hooks. `group` is DDP's; None is the default one. Buckets are known by the
-    ids of their parameters (DDP), or by that of FSDP2's group."""
+    """What is compressed, and how: the state of the hooks. `group` is DDP's; None is the default one. Buckets
+    are known by the ids of their parameters (DDP), or by that of FSDP2's group."""
 
-    def __init__(self, group: Any = None, min_elements: int = 4096, error_feedback: bool = False, sqnr_every: int = 1000):
+    def __init__(
+        self,
+        group: Any = None,
+        min_elements: int = 4096,
+        error_feedback: bool = False,
+        sqnr_every: int = 1000,
+    ):
         self.group, self.min_elements = group, min_elements
         self.error_feedback, self.sqnr_every = error_feedback, sqnr_every
         self.buckets: dict[Any, Bucket] = {}
@@ -76,12 +84,19 @@ class Compression:
         for index, bucket in enumerate(self.buckets.values()):
             if bucket.signal is not None:
                 name = f"bucket {index} ({bucket.parameters} parameters)"
-                yield {"name": name, "role": "reduced", "recipe": "compressed", "format": "e4m3fn", **bucket.numbers()}
+                yield {
+                    "name": name,
+                    "role": "reduced",
+                    "recipe": "compressed",
+                    "format": "e4m3fn",
+                    **bucket.numbers(),
+                }
 
-    # -- DDP -------------------------------------------------------------------------------------------------------------
+    # -- DDP -------------------------------------------------------------------------------------------------
 
     def reduce_bucket(self, bucket: Any) -> torch.futures.Future:
-        """DDP's hook: the mean over all ranks, in place, in a future. On a GPU in a stream beside the backward."""
+        """DDP's hook: the mean over all ranks, in place, in a future. On a GPU in a stream beside the
+        backward."""
         buffer, gradients = bucket.buffer(), bucket.gradients()
         key = tuple(id(p) for p in bucket.parameters())
         if buffer.device.type == "cpu":
@@ -137,16 +152,29 @@ class Compression:
             bucket.signal = values.square().sum()
             bucket.error = (dequantize(sent).view_as(values) - values).square().sum()
 
-    # -- FSDP2 -----------------------------------------------------------------------------------------------------------
+    # -- FSDP2 -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def reduce_shards(
-        self, out: Tensor, flat: Tensor, group: Any, factor: float, shards: Sequence[compat.fsdp.Shard], key: Any
+        self,
+        out: Tensor,
+        flat: Tensor,
+        group: Any,
+        factor: float,
+        shards: Sequence[compat.fsdp.Shard],
+        key: Any,
     ) -> None:
-        """FSDP2's reduce-scatter. `flat` is [ranks, n], of which each row has the same `shards` one after another; `out` [n]
-        becomes their sum over all ranks, times `factor`. One collective for large parameters, one for the rest."""
+        """FSDP2's reduce-scatter. `flat` is [ranks, n], of which each row has the same `shards` one after
+        another; `out` [n] becomes their sum over all ranks, times `factor`. One collective for large
+        parameters, one for the rest."""
         chunks = flat.view(dist.get_world_size(group), -1)
-        parts = list(zip(chunks.split([s.elements for s in shards], 1), out.split([s.elements for s in shards]), strict=True))
+        parts = list(
+            zip(
+                chunks.split([s.elements for s in shards], 1),
+                out.split([s.elements for s in shards]),
+                strict=True,
+            )
+        )
         takes = [self.takes(shard.shape, flat.dtype) for shard in shards]
         small = [part for part, taken in zip(parts, takes, strict=True) if not taken]
         large = [part for part, taken in zip(parts, takes, strict=True) if taken]
@@ -154,14 +182,20 @@ class Compression:
             given = torch.cat([theirs for theirs, _ in small], 1)
             result = torch.empty(given.shape[1], dtype=out.dtype, device=out.device)
             compat.process_groups.reduce_scatter(result, given.view(-1), group)
-            for (_, mine), total in zip(small, (result * factor).split([mine.numel() for _, mine in small]), strict=True):
+            for (_, mine), total in zip(
+                small, (result * factor).split([mine.numel() for _, mine in small]), strict=True
+            ):
                 mine.copy_(total)
         if large:
             blocks = [to_rows(theirs) for theirs, _ in large]
             rows = torch.cat(blocks, 1)
             sums, sent = reduce_scatter(rows, group)
-            self._measure(self.bucket(key, sum(theirs.numel() for theirs, _ in large), len(large)), rows, sent)
-            for (_, mine), total in zip(large, (sums * factor).split([x.shape[1] for x in blocks]), strict=True):
+            self._measure(
+                self.bucket(key, sum(theirs.numel() for theirs, _ in large), len(large)), rows, sent
+            )
+            for (_, mine), total in zip(
+                large, (sums * factor).split([x.shape[1] for x in blocks]), strict=True
+            ):
                 mine.copy_(total.view(-1)[: mine.numel()])
 
 
@@ -174,17 +208,24 @@ def compress(model: nn.Module, min_elements: int, error_feedback: bool, sqnr_eve
     sharded = [module for module in model.modules() if compat.fsdp.is_fully_sharded(module)]
     if not wrapped and not sharded:
         raise ValueError(
-            "compress_gradients: the model is neither wrapped in DistributedDataParallel nor sharded by fully_shard; call it "
-            "after them"
+            "compress_gradients: the model is neither wrapped in DistributedDataParallel nor sharded by "
+            "fully_shard; call it after them"
         )
     if error_feedback and sharded:
         raise ValueError(
-            "compress_gradients: error_feedback keeps a buffer as large as all gradients on each rank, which is what "
-            "fully_shard avoids; it is for DistributedDataParallel"
+            "compress_gradients: error_feedback keeps a buffer as large as all gradients on each rank, "
+            "which is what fully_shard avoids; it is for DistributedDataParallel"
         )
-    ranks = dist.get_world_size(wrapped[0].process_group) if wrapped else max(map(compat.fsdp.shard_ranks, sharded))
+    ranks = (
+        dist.get_world_size(wrapped[0].process_group)
+        if wrapped
+        else max(map(compat.fsdp.shard_ranks, sharded))
+    )
     if ranks == 1:
-        why = "no gradients are exchanged by DistributedDataParallel, or scattered by fully_shard, so that none is compressed"
+        why = (
+            "no gradients are exchanged by DistributedDataParallel, or scattered by fully_shard, so that "
+            "none is compressed"
+        )
         say_once(logger, logging.WARNING, f"compress_gradients: {why}")
     for module in wrapped:
         state = Compression(module.process_group, min_elements, error_feedback, sqnr_every)
@@ -203,8 +244,6 @@ def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotat
     if not isinstance(state, Compression):
         state = _GROUPS.setdefault(state, Compression(state))
     return state.reduce_bucket(bucket)
-
-
 
 
 class CompressedGradients(Feature):

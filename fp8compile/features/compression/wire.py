@@ -5,7 +5,8 @@ Two ways across a process group. Nothing is ever added in FP8: what a rank recei
     reduce_scatter   quantize, all-to-all, add        FSDP2: each rank keeps the sum of its shard
     all_reduce       the same, then quantize, all-gather      DDP: each rank gets the same bits
 
-A block is 132 bytes where bf16 has 256. Collectives move uint8, because gloo, and NCCL before Hopper, refuse FP8 dtypes.
+A block is 132 bytes where bf16 has 256. Collectives move uint8, because gloo, and NCCL before Hopper, refuse
+FP8 dtypes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ LARGEST, SMALLEST = torch.finfo(FORMAT).max, torch.finfo(torch.float32).tiny
 def quantize(rows: Tensor) -> Tensor:
     """[..., 128] of any floating dtype -> uint8 [..., 132].
 
-    The scale is amax / 448. A block with an infinity or NaN has the scale NaN, and arrives as NaN: whoever looks for infinite
-    gradients (`clip_grad_norm_`, a `GradScaler`) has to see them."""
+    The scale is amax / 448. A block with an infinity or NaN has the scale NaN, and arrives as NaN: whoever
+    looks for infinite gradients (`clip_grad_norm_`, a `GradScaler`) has to see them."""
     values = rows.float()
     amax = values.abs().amax(-1, keepdim=True)
     scale = torch.where(amax.isfinite(), (amax / LARGEST).clamp(min=SMALLEST), torch.nan)
@@ -44,14 +45,15 @@ def dequantize(sent: Tensor) -> Tensor:
 
 
 def to_rows(values: Tensor) -> Tensor:
-    """[..., n] -> [..., blocks, 128], the last block filled up with zeros. A view if n is a multiple of 128."""
+    """[..., n] -> [..., blocks, 128], the last block filled up with zeros. A view if n is a multiple of
+    128."""
     missing = -values.shape[-1] % BLOCK
     return (functional.pad(values, (0, missing)) if missing else values).unflatten(-1, (-1, BLOCK))
 
 
 def reduce_scatter(rows: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """[ranks, blocks, 128] -> float32 [blocks, 128], the sum over all ranks of what they have for this one. Also the bytes that
-    this rank has sent, [ranks, blocks, 132]."""
+    """[ranks, blocks, 128] -> float32 [blocks, 128], the sum over all ranks of what they have for this one.
+    Also the bytes that this rank has sent, [ranks, blocks, 132]."""
     sent = quantize(rows)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -59,8 +61,8 @@ def reduce_scatter(rows: Tensor, group: Any) -> tuple[Tensor, Tensor]:
 
 
 def all_reduce(rows: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """[blocks, 128] -> float32 [blocks, 128], the sum over all ranks, the same bits on each. Also the bytes that this rank has
-    sent first, [blocks, 132]."""
+    """[blocks, 128] -> float32 [blocks, 128], the sum over all ranks, the same bits on each. Also the bytes
+    that this rank has sent first, [blocks, 132]."""
     ranks, blocks = dist.get_world_size(group), rows.shape[0]
     missing = -blocks % ranks
     padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows

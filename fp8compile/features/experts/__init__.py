@@ -1,5 +1,5 @@
-"""Experts as models spell them: loops over experts as grouped matmuls, and the permutation of tokens as a lookup. (The core
-knows grouped matmuls.)"""
+"""Experts as models spell them: loops over experts as grouped matmuls, and the permutation of tokens as a
+lookup. (The core knows grouped matmuls.)"""
 
 from ...extension import Feature, Pass
 from .fallbacks import spell, unspell
@@ -11,7 +11,8 @@ class Experts(Feature):
     passes = {
         "unite": (
             Pass("spell", spell),  # transformers' loops over experts as grouped matmuls
-            Pass("scatters", run_scatters, optional=True),  # the backward of the experts' permutation as a lookup, which fuses
+            # the backward of the experts' permutation as a lookup, which fuses
+            Pass("scatters", run_scatters, optional=True),
         ),
         "reduce_current": (Pass("unspell", unspell),),  # those that stay in high precision as they were
     }

@@ -1,14 +1,14 @@
 """fallbacks: the experts of transformers in float32 or float16 as grouped matmuls, which become FP8.
 
-Inductor's grouped matmul takes bf16 only, so transformers calls operators of its own for other weights. They loop over the
-experts, wait for the device at each call, and hide their matmuls:
+Inductor's grouped matmul takes bf16 only, so transformers calls operators of its own for other weights. They
+loop over the experts, wait for the device at each call, and hide their matmuls:
 
     y = transformers.grouped_mm_fallback(x, w, offs)                     y = _grouped_mm(x, w, offs)
     g = transformers.grouped_mm_fallback_backward(x, w, offs, dy)   ->   dx = _grouped_mm(dy, permute(w), offs)
     dx = g[0]; dw = g[1]                                                 dw = _grouped_mm(permute(x), dy, offs)
 
-`spell` writes them so, for `collect` and the passes after it. `unspell` turns the matmuls that stay in high precision into
-calls of transformers' operators again, one for each.
+`spell` writes them so, for `collect` and the passes after it. `unspell` turns the matmuls that stay in high
+precision into calls of transformers' operators again, one for each.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def spell(joint: Joint) -> int:
 def unspell(joint: Joint) -> int:
     """Returns how many matmuls stay in high precision."""
     graph = joint.graph
-    found = [x for x in graph.find_nodes(op="call_function", target=aten._grouped_mm.default) if FALLBACK in x.meta]
+    found = [
+        x for x in graph.find_nodes(op="call_function", target=aten._grouped_mm.default) if FALLBACK in x.meta
+    ]
     for node in found:
         a, b, offs = (arg(node, i) for i in range(3))
         emit = Emitter(graph, node, node)
@@ -61,7 +63,13 @@ def unspell(joint: Joint) -> int:
         else:  # a wgrad. The operator wants the weight, too, for a result that nobody reads
             x = emit(aten.permute.default, a, [1, 0])
             like = value(node)
-            weight = emit(aten.empty.memory_format, list(like.shape), dtype=like.dtype, device=like.device, pin_memory=False)
+            weight = emit(
+                aten.empty.memory_format,
+                list(like.shape),
+                dtype=like.dtype,
+                device=like.device,
+                pin_memory=False,
+            )
             made = emit(operator.getitem, emit(_operator(BACKWARD), x, weight, offs, b), 1)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
@@ -69,7 +77,8 @@ def unspell(joint: Joint) -> int:
 
 
 def _replace(node: Node, emit: Emitter, a: Any, b: Any, offs: Any) -> None:
-    """Put a grouped matmul in place of `node`. Not by the emitter: torch's own fake implementation takes bf16 only."""
+    """Put a grouped matmul in place of `node`. Not by the emitter: torch's own fake implementation takes bf16
+    only."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(aten._grouped_mm.default, (a, b, offs))
     made.meta.update({k: v for k, v in node.meta.items() if k in Emitter.KEEP} | emit.meta)

@@ -1,13 +1,13 @@
 """scatters: write the backward of a permutation as a lookup of rows.
 
-Experts permute their results back to the order of the tokens, `y = x[inverse]`. Autograd does not know that no row is read
-twice, so its backward fills zeros and adds each row:
+Experts permute their results back to the order of the tokens, `y = x[inverse]`. Autograd does not know that
+no row is read twice, so its backward fills zeros and adds each row:
 
     inverse = index_put(.., [order], arange(n))          order: the second result of a sort
     gx = index_put(zeros, [inverse], gy, accumulate)     ->     gx = gy[order]
 
-A lookup fuses with what reads it, the casts of the gradient included; a scatter does not. If gy holds each row of dy several
-times, one for each expert of a token, the lookup reads dy: gx = dy[order // copies].
+A lookup fuses with what reads it, the casts of the gradient included; a scatter does not. If gy holds each
+row of dy several times, one for each expert of a token, the lookup reads dy: gx = dy[order // copies].
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ SORTS = (aten.sort.default, aten.sort.stable)
 def scatters(joint: Joint) -> int:
     """Returns how many scatters were replaced, in a graph with grouped matmuls."""
     graph = joint.graph
-    if not any(offs_of(node) is not None for node in graph.find_nodes(op="call_function", target=aten._grouped_mm.default)):
+    if not any(
+        offs_of(node) is not None
+        for node in graph.find_nodes(op="call_function", target=aten._grouped_mm.default)
+    ):
         return 0
     replaced = 0
     for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
@@ -52,7 +55,11 @@ def _order(node: Node) -> Node | None:
     if not call_function(zeros, (aten.full.default,)) or arg(zeros, 1) != 0 or value(given).dim() != 2:
         return None
     inverse = behind(indices[0], SAME) if len(indices) == 1 and isinstance(indices[0], Node) else None
-    if inverse is None or not call_function(inverse, (aten.index_put.default,)) or any(map(bool, inverse.args[3:])):
+    if (
+        inverse is None
+        or not call_function(inverse, (aten.index_put.default,))
+        or any(map(bool, inverse.args[3:]))
+    ):
         return None
     at, counted = arg(inverse, 1), behind(arg(inverse, 2), SAME)
     order: Any = behind(at[0], SAME) if len(at) == 1 and isinstance(at[0], Node) else None
@@ -63,7 +70,9 @@ def _order(node: Node) -> Node | None:
 
 
 def _is_permutation(node: Any) -> bool:
-    sorted_by = call_function(node, (operator.getitem,)) and arg(node, 1) == 1 and call_function(arg(node, 0), SORTS)
+    sorted_by = (
+        call_function(node, (operator.getitem,)) and arg(node, 1) == 1 and call_function(arg(node, 0), SORTS)
+    )
     return bool(sorted_by) and value(node).dim() == 1
 
 
@@ -76,12 +85,18 @@ def _counts(node: Any, shape: Any) -> bool:
 
 
 def _copied(given: Node) -> tuple[Node, int]:
-    """(dy, copies) where `given` holds each row of dy so often, one below the other; (given, 1) for any other tensor."""
+    """(dy, copies) where `given` holds each row of dy so often, one below the other; (given, 1) for any other
+    tensor."""
     expanded = behind(given, (*VIEWS, aten.clone.default))
     if not call_function(expanded, (aten.expand.default,)):
         return given, 1
     single, shape = arg(expanded, 0), value(expanded).shape
-    if value(single).dim() != 3 or len(shape) != 3 or not isinstance(shape[1], int) or value(single).shape[1] != 1:
+    if (
+        value(single).dim() != 3
+        or len(shape) != 3
+        or not isinstance(shape[1], int)
+        or value(single).shape[1] != 1
+    ):
         return given, 1
     rows = behind(single, VIEWS)
     fits = value(rows).dim() == 2 and same_shape(value(rows).shape, (shape[0], shape[2]))

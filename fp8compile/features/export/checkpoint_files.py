@@ -26,7 +26,9 @@ def check_installed() -> None:
         if error.name != "safetensors":
             raise
         fix = "pip install safetensors"
-        raise ImportError(f"fp8compile.export needs safetensors, which is not installed: {fix}", name="safetensors") from None
+        raise ImportError(
+            f"fp8compile.export needs safetensors, which is not installed: {fix}", name="safetensors"
+        ) from None
 
 
 def check_directory(directory: Path, overwrite: bool) -> None:
@@ -35,19 +37,29 @@ def check_directory(directory: Path, overwrite: bool) -> None:
         raise ExportError(f"{directory} is a file: name a directory")
     if directory.is_dir() and not overwrite and (held := sorted(path.name for path in directory.iterdir())):
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
-        raise ExportError(f"{directory} has files already ({shown}): name another directory, or pass overwrite=True")
+        raise ExportError(
+            f"{directory} has files already ({shown}): name another directory, or pass overwrite=True"
+        )
 
 
 def own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, as safetensors takes them: contiguous, each with its own memory. Of tied tensors, which are the
-    same memory in the same way, the first name stays, as in checkpoints of transformers."""
+    """The tensors on the CPU, as safetensors takes them: contiguous, each with its own memory. Of tied
+    tensors, which are the same memory in the same way, the first name stays, as in checkpoints of
+    transformers."""
     found: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     storages: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
-        at = (tensor.device, storage.data_ptr(), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        at = (
+            tensor.device,
+            storage.data_ptr(),
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
         if tensor.numel() and at in seen:
             continue
         seen.add(at)
@@ -63,7 +75,10 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):
         return {}
-    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else json.dumps(config.to_dict())  # type: ignore[union-attr]
+    if hasattr(config, "to_json_string"):
+        text = config.to_json_string(use_diff=False)  # type: ignore[union-attr]
+    else:
+        text = json.dumps(config.to_dict())  # type: ignore[union-attr]
     found = json.loads(text)
     if not found.get("architectures"):
         found["architectures"] = [type(model).__name__]  # servers find the class of the model by it
@@ -73,9 +88,11 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def write(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], max_shard_size: int | str) -> list[str]:
-    """Write the checkpoint, instead of one that may be there: that one goes when all files are written. Returns their
-    names."""
+def write(
+    directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], max_shard_size: int | str
+) -> list[str]:
+    """Write the checkpoint, instead of one that may be there: that one goes when all files are written.
+    Returns their names."""
     from safetensors.torch import save_file
 
     shards, index = _split(dict(tensors), max_shard_size)
@@ -94,13 +111,20 @@ def write(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
     return [*shards, *texts]
 
 
-def _split(tensors: dict[str, Tensor], max_shard_size: int | str) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def _split(
+    tensors: dict[str, Tensor], max_shard_size: int | str
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The tensors of each file, and the index; {} with one file. One file as well without huggingface_hub."""
     try:
         from huggingface_hub import split_torch_state_dict_into_shards
     except ModuleNotFoundError:
         return {WEIGHTS: tensors}, {}
     pattern = WEIGHTS.replace(".", "{suffix}.")
-    made = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
+    made = split_torch_state_dict_into_shards(
+        tensors, filename_pattern=pattern, max_shard_size=max_shard_size
+    )
     shards = {name: {key: tensors[key] for key in keys} for name, keys in made.filename_to_tensors.items()}
-    return shards, {"metadata": made.metadata, "weight_map": made.tensor_to_filename} if made.is_sharded else {}
+    return shards, {
+        "metadata": made.metadata,
+        "weight_map": made.tensor_to_filename,
+    } if made.is_sharded else {}

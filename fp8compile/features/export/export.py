@@ -1,4 +1,5 @@
-"""`fp8compile.export(model, "dir")`: a trained model as an FP8 checkpoint, with the numerics of the recipe that trained it.
+"""`fp8compile.export(model, "dir")`: a trained model as an FP8 checkpoint, with the numerics of the recipe
+that trained it.
 
     model    ->    layers whose forward matmul is FP8 (`choose`), each weight cast as training casts it (`cast`)
              ->    names of tensors and the configuration of a format (`checkpoint_formats`)
@@ -29,9 +30,9 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. `format`: "compressed-tensors" or "fp8". `layers`: the recipe of each layer in FP8, by name. `ignored`:
-    modules with matrices that stay in high precision. `left`: those among them whose forward matmul is FP8, with the reason.
-    `files`: names in `directory`."""
+    """What was written. `format`: "compressed-tensors" or "fp8". `layers`: the recipe of each layer in FP8,
+    by name. `ignored`: modules with matrices that stay in high precision. `left`: those among them whose
+    forward matmul is FP8, with the reason. `files`: names in `directory`."""
 
     directory: Path
     format: str
@@ -55,29 +56,32 @@ def export(
 ) -> Exported:
     """Write a model for servers: `model.safetensors` with FP8 weights and their scales, and `config.json`.
 
-    `model` is the module, or the wrapper that torch.compile or DDP made of it. Some call has to have compiled it: a training
-    call, or an evaluation with the policy `eval="fp8"`. In FP8 are the Linears whose forward matmul the report shows as FP8.
-    All other tensors are written as they are, with their names in `state_dict()`; of tied tensors the first. The model is not
-    changed.
+    `model` is the module, or the wrapper that torch.compile or DDP made of it. Some call has to have compiled
+    it: a training call, or an evaluation with the policy `eval="fp8"`. In FP8 are the Linears whose forward
+    matmul the report shows as FP8. All other tensors are written as they are, with their names in
+    `state_dict()`; of tied tensors the first. The model is not changed.
 
-    `format`: "compressed-tensors" (vLLM, transformers): scales per tensor, output channel, 128 x 128 or 1 x 32 elements, also
-    mixed. "fp8" (vLLM, transformers): DeepSeek-V3's layout, 128 x 128 elements only. None: "fp8" if all layers are `blockwise`,
-    else "compressed-tensors".
+    `format`: "compressed-tensors" (vLLM, transformers): scales per tensor, output channel, 128 x 128 or 1 x
+    32 elements, also mixed. "fp8" (vLLM, transformers): DeepSeek-V3's layout, 128 x 128 elements only. None:
+    "fp8" if all layers are `blockwise`, else "compressed-tensors".
 
-    Weights are float8_e4m3fn ``[out, in]``, cast as the next forward of training would cast them: with the current amax, or
-    with `delayed` the scale of its history. Scales are float32; with `mxfp8` E8M0 bytes, uint8 ``[out, in / 32]``. With
-    `delayed`, inputs get the static scale of their history; if they have none, or with other recipes, servers scale inputs by
-    their current amax. docs/export.md says where servers compute otherwise than training.
+    Weights are float8_e4m3fn ``[out, in]``, cast as the next forward of training would cast them: with the
+    current amax, or with `delayed` the scale of its history. Scales are float32; with `mxfp8` E8M0 bytes,
+    uint8 ``[out, in / 32]``. With `delayed`, inputs get the static scale of their history; if they have none,
+    or with other recipes, servers scale inputs by their current amax. docs/export.md says where servers
+    compute otherwise than training.
 
-    `config.json` is the model's own configuration (`model.config`), if it has one, with a `quantization_config`. Tokenizer and
-    generation configuration are not written. A directory with files is refused, unless `overwrite`: then an older checkpoint
-    is replaced, and other files stay. More than `max_shard_size` bytes ("5GB", or an integer) become several files and an
-    index, if huggingface_hub is installed.
+    `config.json` is the model's own configuration (`model.config`), if it has one, with a
+    `quantization_config`. Tokenizer and generation configuration are not written. A directory with files is
+    refused, unless `overwrite`: then an older checkpoint is replaced, and other files stay. More than
+    `max_shard_size` bytes ("5GB", or an integer) become several files and an index, if huggingface_hub is
+    installed.
 
     In a distributed job, call it on one rank. Parameters sharded by FSDP or tensor parallelism are refused.
 
-    Returns an `Exported`. Raises ExportError (a ValueError) if the model has no FP8 layer or cannot be exported, or for the
-    directory or the format; ImportError without safetensors; TypeError if `model` is no module.
+    Returns an `Exported`. Raises ExportError (a ValueError) if the model has no FP8 layer or cannot be
+    exported, or for the directory or the format; ImportError without safetensors; TypeError if `model` is no
+    module.
     """
     model = unwrapped(model)
     path = Path(directory)
@@ -95,7 +99,9 @@ def export(
     made = Exported(path, name, recipes, chosen.ignored, chosen.left, tuple(written))
     logger.info("fp8: exported %s", made)
     if chosen.left:
-        logger.warning("fp8: export leaves layers in high precision that train in FP8: %s", _some(chosen.left))
+        logger.warning(
+            "fp8: export leaves layers in high precision that train in FP8: %s", _some(chosen.left)
+        )
     return made
 
 
@@ -104,7 +110,9 @@ def _tensors(model: nn.Module, chosen: Chosen, format: str) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     weights = {f"{name}.weight" if name else "weight": layer for name, layer in chosen.layers.items()}
     given = {plain(name): tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    high = checkpoint_files.own_memory({name: tensor for name, tensor in given.items() if name not in weights})
+    high = checkpoint_files.own_memory(
+        {name: tensor for name, tensor in given.items() if name not in weights}
+    )
     for name in given:
         if name in high:
             found[name] = high[name]
@@ -120,24 +128,35 @@ def _check_whole(model: nn.Module) -> None:
     """ExportError for a model whose parameters are not the weights to serve."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if kind == "FullyShardedDataParallel" or any(hasattr(p, "placements") for p in module.parameters(recurse=False)):
+        if kind == "FullyShardedDataParallel" or any(
+            hasattr(p, "placements") for p in module.parameters(recurse=False)
+        ):
             raise ExportError(
-                f"{plain(name) or 'the model'} has sharded parameters: gather them (get_model_state_dict with "
-                "full_state_dict=True), load them into a model on one device, compile that, call it once, and export it"
+                f"{plain(name) or 'the model'} has sharded parameters: gather them (get_model_state_dict "
+                "with full_state_dict=True), load them into a model on one device, compile that, call it "
+                "once, and export it"
             )
-        if hasattr(module, "base_layer") and any("lora" in last.lower() for last, _ in module.named_children()):
-            raise ExportError(f"{plain(name)} has an adapter that is not merged: call model.merge_and_unload(), compile, call")
+        if hasattr(module, "base_layer") and any(
+            "lora" in last.lower() for last, _ in module.named_children()
+        ):
+            raise ExportError(
+                f"{plain(name)} has an adapter that is not merged: call "
+                "model.merge_and_unload(), compile, call"
+            )
         for last, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                raise ExportError(f"{plain(name)}.{last} is on the meta device, without values: load the weights first")
+                raise ExportError(
+                    f"{plain(name)}.{last} is on the meta device, without values: load the weights first"
+                )
 
 
 def _nothing(model: nn.Module, chosen: Chosen) -> str:
     if chosen.left:
         return f"nothing of this {type(model).__name__} can be exported in FP8: {_some(chosen.left)}"
     return (
-        f"no layer of this {type(model).__name__} is known to be FP8: compile it with backend='fp8', and call it in training, "
-        "or in evaluation with the policy eval='fp8'. fp8compile.report(model) has the reason for each matmul"
+        f"no layer of this {type(model).__name__} is known to be FP8: compile it with backend='fp8', and "
+        "call it in training, or in evaluation with the policy eval='fp8'. fp8compile.report(model) has "
+        "the reason for each matmul"
     )
 
 

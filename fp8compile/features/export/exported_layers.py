@@ -1,5 +1,5 @@
-"""Which layers of a model are exported in FP8, and why the others stay as they are; and their FP8 bytes and scales, by the
-operators that training casts with.
+"""Which layers of a model are exported in FP8, and why the others stay as they are; and their FP8 bytes and
+scales, by the operators that training casts with.
 
     weight   = saturate(w * scale), rounded to nearest even, float8_e4m3fn [out, in]
     scale    = 448 / (amax * 2**margin), float32, one a tensor, row or block; see `ir.scale`
@@ -29,7 +29,13 @@ from . import forwards
 from .forwards import KnownForward
 
 Strategy = Literal["tensor", "channel", "block", "group"]
-STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", SQUARE: "block", MX_BLOCK: "group", MX_TILE: "group"}
+STRATEGIES: dict[Block, Strategy] = {
+    WHOLE: "tensor",
+    ROW: "channel",
+    SQUARE: "block",
+    MX_BLOCK: "group",
+    MX_TILE: "group",
+}
 # the blocks of weight and input that some format can say
 PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX_BLOCK), (MX_TILE, MX_BLOCK))
 
@@ -38,11 +44,12 @@ PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX
 class ExportedLayer:
     """A Linear that is exported in FP8.
 
-    `weight`: the parameter ``[out, in]``. `strategy`: what has a scale of its own: the tensor, an output channel (a row),
-    128 x 128 elements, or a group of 32 elements of a row (with `weight_tiles`, 32 rows have equal scales). `scaling`: of the
-    weight. `input_block`: the elements of an input that share a scale. `known`: the forward matmuls. `partners`: weights that
-    share the scale of this one, itself among them. `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None:
-    inputs are scaled by their own amax, each in its tensor, token, or group of 128 or 32 elements of a token.
+    `weight`: the parameter ``[out, in]``. `strategy`: what has a scale of its own: the tensor, an output
+    channel (a row), 128 x 128 elements, or a group of 32 elements of a row (with `weight_tiles`, 32 rows have
+    equal scales). `scaling`: of the weight. `input_block`: the elements of an input that share a scale.
+    `known`: the forward matmuls. `partners`: weights that share the scale of this one, itself among them.
+    `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own
+    amax, each in its tensor, token, or group of 128 or 32 elements of a token.
     """
 
     name: str
@@ -62,8 +69,8 @@ class ExportedLayer:
 
 @dataclass(frozen=True)
 class Chosen:
-    """`left`: why a layer whose forward matmul is FP8 stays in high precision. `ignored`: every module, by name, that owns a
-    matrix and stays in high precision, those of `left` among them."""
+    """`left`: why a layer whose forward matmul is FP8 stays in high precision. `ignored`: every module, by
+    name, that owns a matrix and stays in high precision, those of `left` among them."""
 
     layers: dict[str, ExportedLayer]
     left: dict[str, str]
@@ -71,7 +78,8 @@ class Chosen:
 
 
 def choose(model: nn.Module) -> Chosen:
-    """The layers of a bare module (see `runtime.state.unwrapped`). ExportError for what no server could run."""
+    """The layers of a bare module (see `runtime.state.unwrapped`). ExportError for what no server could
+    run."""
     layers: dict[str, ExportedLayer] = {}
     left: dict[str, str] = {}
     ignored: list[str] = []
@@ -112,7 +120,10 @@ def obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...],
         return f"its weight is shared: {', '.join(owners)}"
     if not all(one.forward.whole and one.forward.rows_are_outputs for one in known):
         return "its matmul reads a part of the weight, its transpose, or a tensor computed from it"
-    if len({(one.forward.weight, one.forward.data, one.forward.recipe, one.forward.fnuz) for one in known}) > 1:
+    if (
+        len({(one.forward.weight, one.forward.data, one.forward.recipe, one.forward.fnuz) for one in known})
+        > 1
+    ):
         return "its matmuls are scaled in different ways"
     assert first.weight is not None and first.data is not None
     block = first.weight.block
@@ -131,17 +142,20 @@ def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Export
     scaling = first.weight
     if first.fnuz:
         raise ExportError(
-            f"{name}: its FP8 values have AMD's fnuz encoding, and checkpoints hold e4m3fn. Load the high-precision checkpoint "
-            "on a CPU, compile the model there with fp8_encoding='ocp', call it once, and export that"
+            f"{name}: its FP8 values have AMD's fnuz encoding, and checkpoints hold e4m3fn. Load the "
+            "high-precision checkpoint on a CPU, compile the model there with fp8_encoding='ocp', call it "
+            "once, and export that"
         )
     partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
     strategy, scale_inv = STRATEGIES[scaling.block], _input_scale_inv(known)
-    return ExportedLayer(name, weight, first.recipe, strategy, scaling, first.data.block, known, partners, scale_inv)
+    return ExportedLayer(
+        name, weight, first.recipe, strategy, scaling, first.data.block, known, partners, scale_inv
+    )
 
 
 def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
-    """The inverse of the scale that the next training call uses for the layer's input: of the smallest scale, if the layer is
-    used several times. None if some input has no history."""
+    """The inverse of the scale that the next training call uses for the layer's input: of the smallest scale,
+    if the layer is used several times. None if some input has no history."""
     slots: list[Slot] = []
     for one in known:
         slot: Slot | None = one.slot(one.forward.data_slot, "input")
@@ -155,7 +169,9 @@ def _refuse(layers: Iterable[ExportedLayer]) -> None:
     """ExportError for a weight whose values cannot be exported."""
     for layer in layers:
         if not bool(layer.weight.detach().isfinite().all()):
-            raise ExportError(f"{layer.name}.weight has NaN or infinite values: export the last checkpoint that is finite")
+            raise ExportError(
+                f"{layer.name}.weight has NaN or infinite values: export the last checkpoint that is finite"
+            )
 
 
 # --- casts --------------------------------------------------------------------------------------------
@@ -171,8 +187,9 @@ class WeightCast(NamedTuple):
 def cast(layer: ExportedLayer) -> WeightCast:
     """The weight of a layer, as the next forward of training would cast it.
 
-    With a history, the scale is that of the history. If there is none, or the weight has just overflowed, it is that of the
-    current amax, as in a cold call. Weights of merged matmuls share the smallest of their scales.
+    With a history, the scale is that of the history. If there is none, or the weight has just overflowed, it
+    is that of the current amax, as in a cold call. Weights of merged matmuls share the smallest of their
+    scales.
     """
     with torch.no_grad():
         weight = layer.weight
@@ -187,7 +204,11 @@ def cast(layer: ExportedLayer) -> WeightCast:
 def _scale(layer: ExportedLayer) -> Tensor:
     weights: Sequence[Tensor] = layer.partners or (layer.weight,)
     scales = [_own_scale(weight, layer.scaling) for weight in weights]
-    return torch.stack([scale.to(layer.weight.device) for scale in scales]).amin(0) if len(scales) > 1 else scales[0]
+    return (
+        torch.stack([scale.to(layer.weight.device) for scale in scales]).amin(0)
+        if len(scales) > 1
+        else scales[0]
+    )
 
 
 def _own_scale(weight: Tensor, scaling: Scaling) -> Tensor:

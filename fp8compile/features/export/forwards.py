@@ -1,10 +1,10 @@
-"""forwards: what a graph says of the forward matmul of each weight, and how that is kept with the record of the parameter. An
-export repeats it for a server. The pass changes nothing.
+"""forwards: what a graph says of the forward matmul of each weight, and how that is kept with the record of
+the parameter. An export repeats it for a server. The pass changes nothing.
 
     y = linear(x, w)      ->    {input of w: (Forward(recipe, how w and x are scaled, where their histories are),)}
 
-A training graph counts more than an evaluation: evaluations may stay in high precision, and have no histories. Of several
-graphs of one kind the newest counts.
+A training graph counts more than an evaluation: evaluations may stay in high precision, and have no
+histories. Of several graphs of one kind the newest counts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Forward:
     """One fprop ``y[m, n] = x[m, k] @ w[n, k]^T`` as a graph decided it. Plain data: no tensor, no node.
 
     `reason`: why it stays in high precision, "" if it is FP8. All other fields are those of an FP8 matmul.
-    `weight`, `data`: how the two operands are scaled. `weight_slot`, `data_slot`: the slots of their histories; None with a
-    scale from the current amax. `together`: the inputs of the graph whose weights share one scale with this one, where matmuls
-    are merged. `whole`: the operand is the parameter itself, not a slice of it or a tensor computed from it.
-    `rows_are_outputs`: the parameter is stored as ``[out, in]``, as that of a Linear. `groups`: experts, where the weight is a
-    stack of matrices. `fnuz`: the weight's FP8 encoding is AMD's.
+    `weight`, `data`: how the two operands are scaled. `weight_slot`, `data_slot`: the slots of their
+    histories; None with a scale from the current amax. `together`: the inputs of the graph whose weights
+    share one scale with this one, where matmuls are merged. `whole`: the operand is the parameter itself, not
+    a slice of it or a tensor computed from it. `rows_are_outputs`: the parameter is stored as ``[out, in]``,
+    as that of a Linear. `groups`: experts, where the weight is a stack of matrices. `fnuz`: the weight's FP8
+    encoding is AMD's.
     """
 
     recipe: str = ""
@@ -97,7 +98,8 @@ def _slot(operand: Operand) -> Slot | None:
 
 @dataclass(frozen=True)
 class KnownForward:
-    """A `Forward` of a call with known parameters. `owners`: the parameters that its slots and `together` name, by input."""
+    """A `Forward` of a call with known parameters. `owners`: the parameters that its slots and `together`
+    name, by input."""
 
     forward: Forward
     owners: Mapping[int, weakref.ref]
@@ -120,16 +122,21 @@ class KnownForwards:
     of: dict[bool, tuple[KnownForward, ...]] = field(default_factory=dict)
 
 
-def know(owners: Mapping[int, weakref.ref], forwards: Mapping[int, tuple[Forward, ...]], trains: bool) -> None:
+def know(
+    owners: Mapping[int, weakref.ref], forwards: Mapping[int, tuple[Forward, ...]], trains: bool
+) -> None:
     """Record that a graph with these weights, by input, multiplies so."""
     for index, several in forwards.items():
         owner = owners[index]() if index in owners else None
         if owner is not None:
-            record_of(owner).extras.of(KnownForwards).of[trains] = tuple(KnownForward(forward, owners) for forward in several)
+            record_of(owner).extras.of(KnownForwards).of[trains] = tuple(
+                KnownForward(forward, owners) for forward in several
+            )
 
 
 def of(parameter: Any) -> tuple[KnownForward, ...]:
-    """The forward matmuls of a parameter: those of training, else those of evaluation; () if no graph multiplies by it."""
+    """The forward matmuls of a parameter: those of training, else those of evaluation; () if no graph
+    multiplies by it."""
     known = find(parameter).extras.of(KnownForwards).of
     return known.get(True) or known.get(False) or ()
 

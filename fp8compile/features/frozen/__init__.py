@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 class FrozenWeights(Feature):
     name = "frozen"
-    passes = {"gather": (Pass("freeze", frozen_weights.freeze),)}  # weights that become FP8 before the graph is compiled
+    # weights that become FP8 before the graph is compiled
+    passes = {"gather": (Pass("freeze", frozen_weights.freeze),)}
 
     def describe(self, job: Job) -> Inputs:
         found = frozen_weights.frozen_in(job)

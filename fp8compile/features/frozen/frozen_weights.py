@@ -1,16 +1,16 @@
 """Frozen weights that are kept in FP8 only, with `frozen="fp8"`: about 1 byte a parameter.
 
-The first training graph that reads a frozen weight says whether nothing but FP8 matmuls reads it, which cast it alike
-(`passes.gathered`). Such a weight becomes an `ir.frozen.FrozenWeight`: a parameter of the same module, with the same name,
-shape and dtype. Then Dynamo traces the forward again, and the graph reads the FP8 values themselves. So the first step reads
-them already, and nothing is compiled twice.
+The first training graph that reads a frozen weight says whether nothing but FP8 matmuls reads it, which cast
+it alike (`passes.gathered`). Such a weight becomes an `ir.frozen.FrozenWeight`: a parameter of the same
+module, with the same name, shape and dtype. Then Dynamo traces the forward again, and the graph reads the FP8
+values themselves. So the first step reads them already, and nothing is compiled twice.
 
-Where blocks are compiled one by one, one piece of code serves all blocks of a class. So what the graph of one block says holds
-for the same parameters of the others that are compiled so.
+Where blocks are compiled one by one, one piece of code serves all blocks of a class. So what the graph of one
+block says holds for the same parameters of the others that are compiled so.
 
-A weight stays as it is, with the reason in the report, if it is tied, sharded, in no module of the model that is compiled, or
-read by anything but FP8 matmuls. `state_dict()` gives plain tensors, `load_state_dict` casts what it loads,
-`restore_frozen_weights` gives plain parameters back.
+A weight stays as it is, with the reason in the report, if it is tied, sharded, in no module of the model that
+is compiled, or read by anything but FP8 matmuls. `state_dict()` gives plain tensors, `load_state_dict` casts
+what it loads, `restore_frozen_weights` gives plain parameters back.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Unwritten(dict[torch.device, Tensor]):
 
 
 class Home(NamedTuple):
-    """Where a parameter is: `module._parameters[name]`. `root` is the module whose forward the graph is, `whole` the outermost
-    one around it that is being called."""
+    """Where a parameter is: `module._parameters[name]`. `root` is the module whose forward the graph is,
+    `whole` the outermost one around it that is being called."""
 
     module: nn.Module
     name: str
@@ -66,8 +66,8 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True)
 class FrozenRecord(TableRecord):
-    """A matrix that does not train. The bytes are those in memory, `before` without the option. `reason`: why it is kept in
-    high precision, "" if it is kept in FP8 only."""
+    """A matrix that does not train. The bytes are those in memory, `before` without the option. `reason`: why
+    it is kept in high precision, "" if it is kept in FP8 only."""
 
     key, titles, sides = "frozen", ("frozen weight", "bytes", "kept", "why"), "<>><"
 
@@ -92,7 +92,8 @@ class FrozenRecord(TableRecord):
 
 
 class FrozenMatrix(NamedTuple):
-    """A frozen matrix. `block`: that of its scales, if it is kept in FP8 only. `before`: its bytes without that."""
+    """A frozen matrix. `block`: that of its scales, if it is kept in FP8 only. `before`: its bytes without
+    that."""
 
     before: int
     bytes: int
@@ -100,8 +101,8 @@ class FrozenMatrix(NamedTuple):
 
 
 class FrozenInGraph(GraphFeature):
-    """The frozen `matrices` among the inputs of a graph. `refused`: why some may not be kept in FP8 only; `homes`: where those
-    live that may. `asked`: some rule asks for it."""
+    """The frozen `matrices` among the inputs of a graph. `refused`: why some may not be kept in FP8 only;
+    `homes`: where those live that may. `asked`: some rule asks for it."""
 
     def __init__(self, matrices: Mapping[int, FrozenMatrix], asked: bool):
         self.matrices, self.asked, self.warm = matrices, asked, not asked
@@ -119,9 +120,10 @@ class FrozenInGraph(GraphFeature):
         joint.extras.put(self)
 
     def after(self, job: Job, done: Rewritten) -> None:
-        """Warn of a training graph that reads a weight that is kept in FP8 only otherwise than it was cast, and where the way
-        of training leaves the option without effect."""
-        self.homes, self.given = {}, ()  # this lives as long as the compiled code, and is to keep no module and no tensor
+        """Warn of a training graph that reads a weight that is kept in FP8 only otherwise than it was cast,
+        and where the way of training leaves the option without effect."""
+        # this lives as long as the compiled code, and is to keep no module and no tensor
+        self.homes, self.given = {}, ()
         names, warn = job.inputs.names, job.options.warn
         for reason in sorted({SHARDED, CUT} & {*self.refused.values()}):
             warn(f"frozen='fp8' has no effect on weights of {job.inputs.root}: {reason}")
@@ -130,10 +132,14 @@ class FrozenInGraph(GraphFeature):
             other = "cast with other blocks" if verdict.block != self.matrices[i].block else ""
             if reason := verdict.reason or other:
                 what = f"{names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
-                warn(f"{what}: it has FP8-rounded values. A rule with frozen = 'high_precision' keeps all of them")
+                warn(
+                    f"{what}: it has FP8-rounded values. A rule with frozen = "
+                    "'high_precision' keeps all of them"
+                )
 
     def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
-        """What is said of the frozen matrices of a graph, where some are kept in FP8 only, or were asked to be."""
+        """What is said of the frozen matrices of a graph, where some are kept in FP8 only, or were asked to
+        be."""
         found = []
         for i, matrix in self.matrices.items():
             verdict = done.gatherable.get(i)
@@ -152,7 +158,8 @@ def frozen_in(job: Job) -> FrozenInGraph:
     """To be asked within the backend. What the graph says of these weights is not known yet."""
     gm, given, inputs = job.gm, job.given, job.inputs
     asked = job.learns and job.only is None and any(x.frozen == "fp8" for x in job.options.policy.possible)
-    held = compat.flat.owners(given, inputs.packed)  # FSDP1's views require gradients where any parameter of theirs does
+    # FSDP1's views require gradients where any parameter of theirs does
+    held = compat.flat.owners(given, inputs.packed)
     frozen = [i for i in sorted(inputs.parameters) if given[i].dim() == 2 and not held[i].requires_grad]
     found = FrozenInGraph({i: _matrix(given[i]) for i in frozen}, asked)
     if not asked:
@@ -164,7 +171,9 @@ def frozen_in(job: Job) -> FrozenInGraph:
         known: dict[int, list[tuple[nn.Module, str, str]]] = {}
         for path, module in whole.named_modules():
             for name, parameter in module._parameters.items():
-                known.setdefault(id(parameter), []).append((module, name, plain(f"{path}.{name}".lstrip("."))))
+                known.setdefault(id(parameter), []).append(
+                    (module, name, plain(f"{path}.{name}".lstrip(".")))
+                )
         places[id(root)] = whole, known
     sharded = {id(read) for _, read in compat.fsdp.sharded_pairs()}
     cut = compat.split.uncut(gm) is not None
@@ -190,8 +199,8 @@ def frozen_in(job: Job) -> FrozenInGraph:
 
 
 def freeze(joint: Joint) -> int:
-    """Stop where the graph reads weights that can be kept in FP8 only, and are asked to be so by each matmul that reads them:
-    they become so, and the graph is traced again."""
+    """Stop where the graph reads weights that can be kept in FP8 only, and are asked to be so by each matmul
+    that reads them: they become so, and the graph is traced again."""
     known = joint.extras.get(FrozenInGraph)
     if known is None:
         return 0
@@ -199,7 +208,9 @@ def freeze(joint: Joint) -> int:
     for matmul in joint.matmuls:
         index = compat.dynamo.input_index(matmul.parameter) if matmul.parameter is not None else None
         asked[index] = asked.get(index, True) and matmul.recipe.frozen == "fp8"
-    found = {i: x for i, x in joint.gatherable.items() if i in known.homes and not x.reason and asked.get(i, False)}
+    found = {
+        i: x for i, x in joint.gatherable.items() if i in known.homes and not x.reason and asked.get(i, False)
+    }
     if found:
         raise Retrace(partial(_freeze, found, known.homes, known.given, joint.inputs.root))
     return 0
@@ -207,12 +218,19 @@ def freeze(joint: Joint) -> int:
 
 def _matrix(x: Tensor) -> FrozenMatrix:
     before = x.numel() * x.dtype.itemsize
-    return FrozenMatrix(before, x.nbytes, x.block) if isinstance(x, FrozenWeight) else FrozenMatrix(before, before, None)
+    return (
+        FrozenMatrix(before, x.nbytes, x.block)
+        if isinstance(x, FrozenWeight)
+        else FrozenMatrix(before, before, None)
+    )
 
 
-def _freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_inputs: Sequence[Any], of: str) -> None:
-    """Keep these parameters, and the same ones of modules of the same class, in FP8 only. The memory of each is free before the
-    next one is cast, unless somebody else holds it. `example_inputs`: those that Dynamo gave. `of`: the name of the graph."""
+def _freeze(
+    found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_inputs: Sequence[Any], of: str
+) -> None:
+    """Keep these parameters, and the same ones of modules of the same class, in FP8 only. The memory of each
+    is free before the next one is cast, unless somebody else holds it. `example_inputs`: those that Dynamo
+    gave. `of`: the name of the graph."""
     count = before = after = held = 0
     compat.dynamo.let_go(example_inputs, found)
     for i, form in found.items():
@@ -228,11 +246,14 @@ def _freeze(found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_
     if held:
         fix = "an optimizer should get only parameters that train"
         said += f". {held / 1e6:,.4g} MB are not freed: something still holds the old parameters ({fix})"
-    say_once(logger, logging.WARNING, f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}")
+    say_once(
+        logger, logging.WARNING, f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}"
+    )
 
 
 def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
-    """The home of a parameter, and those of the parameters that the compiled code of its root reads for modules like it."""
+    """The home of a parameter, and those of the parameters that the compiled code of its root reads for
+    modules like it."""
     parameter: Any = home.module._parameters[home.name]
     alike = parameter.shape, parameter.dtype, parameter.device
     del parameter  # its memory is to be free after the first one
@@ -287,11 +308,14 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
 
 
 def _unwritten(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """An FP8 tensor of a parameter's shape: the longest one so far has memory of its own, and the others lie in it."""
+    """An FP8 tensor of a parameter's shape: the longest one so far has memory of its own, and the others lie
+    in it."""
     memory = process.of(Unwritten)
     known = memory.get(parameter.device)
     if known is None or known.numel() < parameter.numel():
-        memory[parameter.device] = known = torch.empty(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+        memory[parameter.device] = known = torch.empty(
+            parameter.numel(), dtype=torch.uint8, device=parameter.device
+        )
     return known[: parameter.numel()].view(dtype).view(parameter.shape).detach()
 
 
@@ -320,16 +344,18 @@ def _plain_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 
 @torch.no_grad()
 def restore_frozen_weights(model: nn.Module) -> None:
-    """Give the weights of a model that are kept in FP8 only (`frozen="fp8"`) back as plain parameters of their own dtype, with
-    the FP8-rounded values. To be called before anything that writes to them or trains them: a merge of adapters,
-    `requires_grad_()`, `model.to()` another dtype or device.
+    """Give the weights of a model that are kept in FP8 only (`frozen="fp8"`) back as plain parameters of
+    their own dtype, with the FP8-rounded values. To be called before anything that writes to them or trains
+    them: a merge of adapters, `requires_grad_()`, `model.to()` another dtype or device.
 
-    A further training call of a model that was compiled with `frozen="fp8"` keeps what is still frozen in FP8 only again.
-    TypeError if `model` is no module.
+    A further training call of a model that was compiled with `frozen="fp8"` keeps what is still frozen in FP8
+    only again. TypeError if `model` is no module.
     """
     made: dict[int, nn.Parameter] = {}
     for module in unwrapped(model).modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, FrozenWeight):
-                again = made.setdefault(id(parameter), nn.Parameter(parameter.dequantized(), requires_grad=False))
+                again = made.setdefault(
+                    id(parameter), nn.Parameter(parameter.dequantized(), requires_grad=False)
+                )
                 _replace(module, name, again)

@@ -3,23 +3,27 @@
     fully_shard(block); fully_shard(model)
     fp8compile.distributed.fp8_all_gather(model)
 
-Modules, parameters, `state_dict()` and optimizers stay as they are: the hooks hang on the tensors of the shards, where FSDP2
-looks for them. A weight is cast on each rank, in every gather, by the scale of the whole weight's current amax, or by those of
-its blocks' current amaxes: bitwise what the graph would have made of the gathered weight (`gathered_scales`).
+Modules, parameters, `state_dict()` and optimizers stay as they are: the hooks hang on the tensors of the
+shards, where FSDP2 looks for them. A weight is cast on each rank, in every gather, by the scale of the whole
+weight's current amax, or by those of its blocks' current amaxes: bitwise what the graph would have made of
+the gathered weight (`gathered_scales`).
 
-Which weights: the first training calls gather all of them in high precision, and the compiled graphs say which ones nothing but
-FP8 matmuls read (`passes.gathered`). These are gathered in FP8 from the second step on. Their graphs are compiled once more
-then, for another kind of input. The ranks agree on it, or would gather different things: what each rank knows travels with the
-amaxes, in one all-reduce for all weights before the first forward after an optimizer step, a backward that reduced gradients,
-or a loaded state: version counters of tensors do not tell (fused optimizers do not move them). What the graphs of some rank
-find out later counts one step later, so that no step waits for the device.
+Which weights: the first training calls gather all of them in high precision, and the compiled graphs say
+which ones nothing but FP8 matmuls read (`passes.gathered`). These are gathered in FP8 from the second step
+on. Their graphs are compiled once more then, for another kind of input. The ranks agree on it, or would
+gather different things: what each rank knows travels with the amaxes, in one all-reduce for all weights
+before the first forward after an optimizer step, a backward that reduced gradients, or a loaded state:
+version counters of tensors do not tell (fused optimizers do not move them). What the graphs of some rank find
+out later counts one step later, so that no step waits for the device.
 
-A forward without gradients gathers in high precision: FSDP2 has two unsharded parameters for each weight then, of which one is
-in use. Backward gathers what a forward with gradients did: what is gathered only changes while no backward is due.
+A forward without gradients gathers in high precision: FSDP2 has two unsharded parameters for each weight
+then, of which one is in use. Backward gathers what a forward with gradients did: what is gathered only
+changes while no backward is due.
 
-With a `[schedule]`, weights are gathered in high precision in phases of high precision. Agreements hold from the next step on,
-so a rank is for FP8 if this step and the next one are in an FP8 phase. A phase that is set by hand is not foreseen: where
-weights have arrived in FP8, the call runs in FP8, and the phase begins one step later.
+With a `[schedule]`, weights are gathered in high precision in phases of high precision. Agreements hold from
+the next step on, so a rank is for FP8 if this step and the next one are in an FP8 phase. A phase that is set
+by hand is not foreseen: where weights have arrived in FP8, the call runs in FP8, and the phase begins one
+step later.
 """
 
 from __future__ import annotations
@@ -65,7 +69,8 @@ _all: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
 
 @dataclass(eq=False)
 class Gathered:
-    """One weight. `objection`: why it is never gathered in FP8; `verdict`: what the graphs that read it say."""
+    """One weight. `objection`: why it is never gathered in FP8; `verdict`: what the graphs that read it
+    say."""
 
     parameter: compat.fsdp.ShardedParameter
     owner: GatheredParameter
@@ -96,8 +101,16 @@ class Gathered:
         """Why it is not gathered in FP8."""
         said = self.verdict.reason if self.verdict is not None else UNREAD
         said = said or ("a phase of high precision" if self.waits else "")
-        said = said or ("since a forward, no optimizer has taken a step, and no backward has run" if self.owner.put_off else "")
-        return self.objection or said or ("other ranks keep it" if self.owner.agreed > 1 else "from the second step on")
+        said = said or (
+            "since a forward, no optimizer has taken a step, and no backward has run"
+            if self.owner.put_off
+            else ""
+        )
+        return (
+            self.objection
+            or said
+            or ("other ranks keep it" if self.owner.agreed > 1 else "from the second step on")
+        )
 
     def learn(self, verdict: Gatherable, strict: bool, schedule: Schedule | None) -> None:
         """What one graph says; the first that is against it counts."""
@@ -126,14 +139,24 @@ class Gathered:
         return cast_of(form_of(self.code)) if self.code else None
 
     def numbers(self) -> dict[str, float]:
-        """amax, scale and its inverse of the last forward, by the names of statistics. Waits for the device. Empty where it
-        has several scales, or none yet."""
+        """amax, scale and its inverse of the last forward, by the names of statistics. Waits for the device.
+        Empty where it has several scales, or none yet."""
         scales, i = self.scales, self.position
-        if not self.code or form_of(self.code).block or scales is None or scales.scale is None or scales.inverse is None:
+        if (
+            not self.code
+            or form_of(self.code).block
+            or scales is None
+            or scales.scale is None
+            or scales.inverse is None
+        ):
             return {}
         assert scales.amax is not None
         amax, scale, inverse = torch.stack((scales.amax[i], scales.scale[i], scales.inverse[i, 0])).tolist()
-        return {"amax": amax, "scale": scale, **dict.fromkeys(("scale_inv", "scale_inv_min", "scale_inv_max"), inverse)}
+        return {
+            "amax": amax,
+            "scale": scale,
+            **dict.fromkeys(("scale_inv", "scale_inv_min", "scale_inv_max"), inverse),
+        }
 
 
 def gather_in_fp8(model: nn.Module) -> None:
@@ -142,8 +165,15 @@ def gather_in_fp8(model: nn.Module) -> None:
         raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")
     parameters = compat.fsdp.sharded_parameters(model)
     if not parameters:
-        raise ShardingError(f"fp8_all_gather: nothing of this {type(model).__name__} is sharded: call fully_shard(model) first")
-    known = [entry for parameter in parameters if (entry := find(parameter.sharded).extras.get(Gathered)) is not None]
+        raise ShardingError(
+            f"fp8_all_gather: nothing of this {type(model).__name__} is sharded: call "
+            "fully_shard(model) first"
+        )
+    known = [
+        entry
+        for parameter in parameters
+        if (entry := find(parameter.sharded).extras.get(Gathered)) is not None
+    ]
     if known:
         for entry in known:
             entry.owner.written()
@@ -169,7 +199,10 @@ def _check(parameter: compat.fsdp.ShardedParameter) -> None:
     fixes = {
         "is offloaded to the CPU": (parameter.on_cpu, "fully_shard without CPUOffloadPolicy"),
         "has an all-gather extension already": (parameter.extended, "leave one of the two out"),
-        "is resharded to fewer ranks after forward": (parameter.partly_resharded, "use reshard_after_forward=True or False"),
+        "is resharded to fewer ranks after forward": (
+            parameter.partly_resharded,
+            "use reshard_after_forward=True or False",
+        ),
     }
     for what, (found, fix) in fixes.items():
         if found:
@@ -210,7 +243,9 @@ class GatheredParameter:
         for entry in self.entries:
             record_of(entry.parameter.sharded).extras.put(entry)
         self.install()
-        for module in {id(entry.parameter.module): entry.parameter.module for entry in self.possible}.values():
+        for module in {
+            id(entry.parameter.module): entry.parameter.module for entry in self.possible
+        }.values():
             module.register_load_state_dict_post_hook(_loaded)
         compat.fsdp.listen(model, self)
 
@@ -235,7 +270,12 @@ class GatheredParameter:
             # what changes now, the ranks agree on at the next step
             known = codes == self.codes or any(entry.code for entry in self.possible)
             self.codes = codes
-            if self.agreed >= EARLY and not self.told and known and not any(entry.waits for entry in self.possible):
+            if (
+                self.agreed >= EARLY
+                and not self.told
+                and known
+                and not any(entry.waits for entry in self.possible)
+            ):
                 self.tell()
             self.outdated = False
         self.due += not evaluates
@@ -277,13 +317,18 @@ def asked(tensors: Sequence[Any]) -> dict[int, str]:
         return {}
     share_records(tensors)
     known = [find(x).extras.get(Gathered) if isinstance(x, nn.Parameter) else None for x in tensors]
-    return {i: plain(entry.parameter.name) for i, entry in enumerate(known) if entry is not None and not entry.objection}
+    return {
+        i: plain(entry.parameter.name)
+        for i, entry in enumerate(known)
+        if entry is not None and not entry.objection
+    }
 
 
 @dataclass(eq=False)
 class Gathers(GraphFeature):
-    """What one graph says of the weights that it reads, by input. `sharded`: the names of those that may be gathered in FP8.
-    `observes`: it is the high-precision graph of a schedule; what may be gathered, the FP8 graph has said."""
+    """What one graph says of the weights that it reads, by input. `sharded`: the names of those that may be
+    gathered in FP8. `observes`: it is the high-precision graph of a schedule; what may be gathered, the FP8
+    graph has said."""
 
     sharded: Mapping[int, str]
     strict: bool

@@ -17,11 +17,14 @@ from .gathered_scales import form_of, format_of
 
 @dataclass(frozen=True)
 class GatherRecord(TableRecord):
-    """What FSDP2 gathers in training for one parameter, as `dtype`, where `fp8_all_gather` was asked for. `reason`: why it is
-    not FP8, "" if it is."""
+    """What FSDP2 gathers in training for one parameter, as `dtype`, where `fp8_all_gather` was asked for.
+    `reason`: why it is not FP8, "" if it is."""
 
     key, of_model, titles, sides = "gathered", True, ("all-gather in training", "as", WHY), "<<<"
-    about = "What each all-gather of FSDP2 moves for a parameter. A forward without gradients gathers in high precision."
+    about = (
+        "What each all-gather of FSDP2 moves for a parameter. A forward without gradients "
+        "gathers in high precision."
+    )
 
     parameter: str
     gathered: Literal["fp8", "high_precision"]
@@ -46,7 +49,9 @@ class GatherRecord(TableRecord):
 
 def gather_records(tensors: Iterable[Any]) -> list[GatherRecord]:
     """What is gathered for each of these parameters, where `fp8_all_gather` was asked for."""
-    entries = {id(entry): entry for tensor in tensors if (entry := find(tensor).extras.get(Gathered)) is not None}
+    entries = {
+        id(entry): entry for tensor in tensors if (entry := find(tensor).extras.get(Gathered)) is not None
+    }
     return [
         GatherRecord(
             parameter=plain(entry.parameter.name),

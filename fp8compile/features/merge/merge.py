@@ -6,13 +6,13 @@ fprop    one matmul with the weights' FP8 copies below each other; q, k and v ar
 dgrad    one matmul that contracts all output features: no sum of three gradients of x is left
 wgrad    one matmul; the parameters' gradients are slices of its result, each of them contiguous
 
-No parameter is touched: the copies of the weights, and those of the gradients of q, k and v, are written side by side into one
-buffer. A matmul takes one scale an operand. So the weights share a scale, that of the largest of them, and so do the gradients.
-Each keeps its own amax and its own history.
+No parameter is touched: the copies of the weights, and those of the gradients of q, k and v, are written side
+by side into one buffer. A matmul takes one scale an operand. So the weights share a scale, that of the
+largest of them, and so do the gradients. Each keeps its own amax and its own history.
 
-Merged are the layers that agree in all that a matmul has one of, and whose gradients of x are terms of one sum. With
-`merge_matmuls="auto"` the device has to be described, and the model of `devices.cost` has to say that it pays. The pass changes
-nothing; `quantize` writes what it returns.
+Merged are the layers that agree in all that a matmul has one of, and whose gradients of x are terms of one
+sum. With `merge_matmuls="auto"` the device has to be described, and the model of `devices.cost` has to say
+that it pays. The pass changes nothing; `quantize` writes what it returns.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ SUMS = (aten.add.Tensor,)
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """Layers whose matmuls are merged. `gemms`: for each kind that they have, one matmul a layer, in the same order. `total`:
-    a sum of the gradients of their input, if they have dgrads. `apart`: the layers whose result is copied out, because
-    backward reads it and does not read those of others (or only their FP8 copies), which would be kept as long."""
+    """Layers whose matmuls are merged. `gemms`: for each kind that they have, one matmul a layer, in the same
+    order. `total`: a sum of the gradients of their input, if they have dgrads. `apart`: the layers whose
+    result is copied out, because backward reads it and does not read those of others (or only their FP8
+    copies), which would be kept as long."""
 
     gemms: Mapping[Gemm, tuple[Matmul, ...]]
     total: Node | None
@@ -61,8 +62,9 @@ class MergedGroups:
 
 
 def merge(joint: Joint) -> int:
-    """Choose the groups, in the order of the graph. Layers of several blocks are not merged: cross-attention reads one
-    tensor in all of them, and the gradients of all blocks would be kept until the last one is there."""
+    """Choose the groups, in the order of the graph. Layers of several blocks are not merged: cross-attention
+    reads one tensor in all of them, and the gradients of all blocks would be kept until the last one is
+    there."""
     if joint.high_precision:
         return 0
     matmuls, plan, groups = joint.matmuls, joint.plan, joint.extras.of(MergedGroups).merged
@@ -81,20 +83,30 @@ def merge(joint: Joint) -> int:
             if not any(operand.carried for operand in roles):
                 together[joint.inputs.block(fprop.fqn), _key(fprop, its, plan)].append(fprop)
     for fprops in together.values():
-        made = _merged(fprops, of_layer, ranks, joint.saves) if ranks is not None and len(fprops) > 1 else None
+        made = (
+            _merged(fprops, of_layer, ranks, joint.saves) if ranks is not None and len(fprops) > 1 else None
+        )
         if made is not None and _wanted(made, joint.device):
             groups.append(made)
             for matmul in made.every:
                 matmul.merged = made.gemms[matmul.gemm]
-    names = dict.fromkeys(" + ".join(x.fqn.rpartition(".")[2] for x in of) for one in groups for of in one.gemms.values())
+    names = dict.fromkeys(
+        " + ".join(x.fqn.rpartition(".")[2] for x in of) for one in groups for of in one.gemms.values()
+    )
     joint.remarks += [MERGED.format("; ".join(names))] if groups else []
     return len(groups)
 
 
 def _mergeable(matmul: Matmul) -> bool:
-    """Is it one of the three FP8 matmuls of a linear layer with a parameter as weight, and with one scale an operand?"""
+    """Is it one of the three FP8 matmuls of a linear layer with a parameter as weight, and with one scale an
+    operand?"""
     weight, sizes = matmul.weight_operand, (matmul.m, matmul.n, matmul.k)
-    if not matmul.fp8 or matmul.offs is not None or value(matmul.node).dim() != 2 or matmul.recipe.merge_matmuls is False:
+    if (
+        not matmul.fp8
+        or matmul.offs is not None
+        or value(matmul.node).dim() != 2
+        or matmul.recipe.merge_matmuls is False
+    ):
         return False
     if any(matmul.recipe.scaling(role, matmul.gemm).block != WHOLE for _, role in matmul.roles):
         return False
@@ -107,7 +119,14 @@ def _mergeable(matmul: Matmul) -> bool:
         shaped = weight is matmul.b and weight.base is matmul.parameter and weight.transposed is forward  # type: ignore[union-attr]
         shaped = shaped and not matmul.a.transposed and value(weight.base).dim() == 2  # type: ignore[union-attr]
     late = matmul.gemm == "fprop" and compat.dynamo.is_backward(matmul.node)
-    return shaped and not matmul.flipped and isinstance(n, int) and n % 16 == 0 and not late and _addend(matmul) is not None
+    return (
+        shaped
+        and not matmul.flipped
+        and isinstance(n, int)
+        and n % 16 == 0
+        and not late
+        and _addend(matmul) is not None
+    )
 
 
 def _addend(matmul: Matmul) -> str | None:
@@ -119,15 +138,24 @@ def _addend(matmul: Matmul) -> str | None:
 
 
 def _key(fprop: Matmul, its: list[Matmul], plan: Plan) -> tuple:
-    """Layers with equal keys have one input, and agree in dtypes, recipes, bias, and in how the user checkpoints them."""
+    """Layers with equal keys have one input, and agree in dtypes, recipes, bias, and in how the user
+    checkpoints them."""
     gemms = {
-        x.gemm: (str(value(x.node).dtype), x.recipe, x.node.meta.get("recompute"), x.node.meta.get("ac_graph_id")) for x in its
+        x.gemm: (
+            str(value(x.node).dtype),
+            x.recipe,
+            x.node.meta.get("recompute"),
+            x.node.meta.get("ac_graph_id"),
+        )
+        for x in its
     }
     source = plan.of(fprop.a, "input", fprop), str(fprop.a.shape), str(value(fprop.b.base).dtype)
     return (*source, _addend(fprop), *(gemms.get(gemm) for gemm in GEMMS))
 
 
-def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks: Ranks, save: bool) -> Merged | None:
+def _merged(
+    fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks: Ranks, save: bool
+) -> Merged | None:
     gemms: dict[Gemm, tuple[Matmul, ...]] = {}
     for gemm in GEMMS:
         members = tuple(x for fprop in fprops for x in of_layer[fprop] if x.gemm == gemm)
@@ -147,7 +175,8 @@ def _merged(fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks
     kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(late, _readers(x.node, through)))]
     direct = [x for x in kept if any("attention" in str(user.target) for user in _readers(x.node))]
     if len(kept) == len(fprops) and 0 < len(direct) < len(fprops):
-        # attention reads a copy of its slice, and backward keeps that as well: after norms of q and k, v stays apart
+        # attention reads a copy of its slice, and backward keeps that as well: after norms of q and k, v
+        # stays apart
         rest = [x for x in fprops if x not in direct]
         return _merged(rest, of_layer, ranks, save) if len(rest) > 1 else None
     if save:  # slices that are kept in FP8 do not keep the result of the matmul
@@ -168,12 +197,14 @@ def _readers(node: Node, through: tuple = ALIASES) -> Iterator[Node]:
 
 
 def total_of(parts: Collection[Node]) -> Node | None:
-    """The first sum that contains all of these tensors, each after views and casts. What is summed up on the way has no other
-    reader. None if there is no such sum."""
+    """The first sum that contains all of these tensors, each after views and casts. What is summed up on the
+    way has no other reader. None if there is no such sum."""
     paths = []
     for node in parts:
         paths.append({node: None})
-        while len(node.users) == 1 and call_function(user := next(iter(node.users)), (*VIEWS, *SAME, *CASTS, *SUMS)):
+        while len(node.users) == 1 and call_function(
+            user := next(iter(node.users)), (*VIEWS, *SAME, *CASTS, *SUMS)
+        ):
             if call_function(user, SUMS) and (user.kwargs or user.args[0] is user.args[1]):
                 break
             paths[-1][user] = None
@@ -188,7 +219,8 @@ def _wanted(merged: Merged, device: Device | None) -> bool:
 
 
 def gain(merged: Merged, device: Device) -> float:
-    """Seconds that merging saves: of the matmuls, and of the sum of the gradients of the input; less the copies of results."""
+    """Seconds that merging saves: of the matmuls, and of the sum of the gradients of the input; less the
+    copies of results."""
     saved = -sum(4 * hint(x.m) * x.n / device.bandwidth + device.launch for x in merged.apart)
     for gemm, members in merged.gemms.items():
         first = members[0]
@@ -198,7 +230,9 @@ def gain(merged: Merged, device: Device) -> float:
         times = [_seconds(first, size, device) for size in (*sizes, whole)]
         saved += sum(times[:-1]) - times[-1]
         if gemm == "dgrad":
-            saved += (len(members) - 1) * whole[0] * whole[1] * value(first.node).dtype.itemsize / device.bandwidth
+            saved += (
+                (len(members) - 1) * whole[0] * whole[1] * value(first.node).dtype.itemsize / device.bandwidth
+            )
     return saved
 
 

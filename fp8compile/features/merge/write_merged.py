@@ -4,8 +4,8 @@
     dy8 = side_by_side([dq8, dk8], 1); w8t = side_by_side([wq8t, wk8t], 1); dx = scaled_mm(dy8, w8t, ..)
     dy8t = side_by_side([dq8t, dk8t], 0); dw = scaled_mm(dy8t, x8t, ..); dwq = slice(dw, 0, 0, Nq); ..
 
-The copies stay as they are, but with a scale for all of them. `place` lets the kernels that cast write into one buffer, so that
-`side_by_side` is no copy.
+The copies stay as they are, but with a scale for all of them. `place` lets the kernels that cast write into
+one buffer, so that `side_by_side` is no copy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _Group:
     def __init__(self, written: Written, plan: Plan, group: Merged, operand_of: Mapping[Node, Operand]):
         self.written, self.graph, self.group, self.operand_of = written, written.graph, group, operand_of
         self.operands: dict[Matmul, tuple[Operand, ...]] = {
-            matmul: tuple(plan.of(matrix, role, matmul) for matrix, role in matmul.roles) for matmul in group.every
+            matmul: tuple(plan.of(matrix, role, matmul) for matrix, role in matmul.roles)
+            for matmul in group.every
         }
         self.wholes: dict[tuple[Node, ...], Node] = {}  # buffers, by the copies in them
 
@@ -74,7 +75,9 @@ class _Group:
             scale = emit(merged.least, scales)
             made = scale, emit(ops.inverse, scale)
         else:
-            largest = self.written.after(max(amaxes), first, recompute=None, ac_graph_id=None)(merged.largest, amaxes)
+            largest = self.written.after(max(amaxes), first, recompute=None, ac_graph_id=None)(
+                merged.largest, amaxes
+            )
             made = current(self.written.after(largest, first, **meta), first, largest)
         for operand in operands:
             self.written.replace_scale(operand, *made)
@@ -111,7 +114,10 @@ class _Group:
             before, (node,) = node, node.users
             if not call_function(node, SUMS):
                 made = emit(node.target, made, *node.args[1:], **node.kwargs)
-            elif (rest := _without(emit, next(x for x in node.args if x is not before), {*products})) is not None:  # type: ignore[arg-type]
+                continue
+            other = next(x for x in node.args if x is not before)
+            rest = _without(emit, other, {*products})  # type: ignore[arg-type]
+            if rest is not None:
                 made = emit(node.target, made, rest)
         total.replace_all_uses_with(made)
         self.drop(total)
@@ -125,7 +131,8 @@ class _Group:
             self.instead(product, part)
 
     def joined(self, emit: Emitter, members: Sequence[Matmul], dim: int, bias: Node | None = None) -> Node:
-        """The FP8 matmul of all members. `dim`: the dimension of K-major copies along which they are side by side."""
+        """The FP8 matmul of all members. `dim`: the dimension of K-major copies along which they are side by
+        side."""
         views = self.views(members)
         a, b = (self.side([x[side] for x in views], dim) for side in (0, 1))
         return emit(ops.scaled_mm, *views[0]._replace(a=a, b=b, bias=bias)[:7])
@@ -180,7 +187,8 @@ class _Group:
 
 
 def _without(emit: Emitter, node: Node, ours: set[Node]) -> Node | None:
-    """A sum without some of its terms: the node itself if it has none of them, None if no other term is left."""
+    """A sum without some of its terms: the node itself if it has none of them, None if no other term is
+    left."""
     if node in ours:
         return None
     if not call_function(node, (*SUMS, *VIEWS, *SAME, *CASTS)):
@@ -191,5 +199,5 @@ def _without(emit: Emitter, node: Node, ours: set[Node]) -> Node | None:
         return node
     left = [x for x in rest if x is not None]
     if len(left) == len(terms):
-        return emit(node.target, *left, *node.args[len(left):], **node.kwargs)
+        return emit(node.target, *left, *node.args[len(left) :], **node.kwargs)
     return left[0] if left else None

@@ -1,7 +1,8 @@
 """save: keep large tensors for backward in FP8, with `save="fp8"`.
 
-Runs after the partitioner, which has decided what forward keeps. In forward, a kept tensor x gets a copy in E4M3, with a power
-of two as the scale of each 1 x 128 elements; the copy is kept in its place. In backward all that read x read the copy.
+Runs after the partitioner, which has decided what forward keeps. In forward, a kept tensor x gets a copy in
+E4M3, with a power of two as the scale of each 1 x 128 elements; the copy is kept in its place. In backward
+all that read x read the copy.
 
     forward:  return (.., x)                backward:  dx = f(x)
 ->
@@ -9,16 +10,18 @@ of two as the scale of each 1 x 128 elements; the copy is kept in its place. In 
     x_fp8 = quantize(x, scale); return (.., x_fp8, x_inverse)
                                             dx = f(dequantize(x_fp8, x_inverse))
 
-Forward reads x itself, so its results are the same. The cast is part of the kernel that makes or reads x in forward (`fuse`),
-and `dequantize` part of those that read x in backward. If a matmul of forward has cast x already, that copy is kept.
+Forward reads x itself, so its results are the same. The cast is part of the kernel that makes or reads x in
+forward (`fuse`), and `dequantize` part of those that read x in backward. If a matmul of forward has cast x
+already, that copy is kept.
 
-If backward reads x by parts, such as gate and up, which a merged matmul has made side by side, each part gets a copy of its
-own: the kernels of forward that read the parts write the copies. A tensor is free as soon as no view of it is kept, so all its
-kept views get a copy or none does.
+If backward reads x by parts, such as gate and up, which a merged matmul has made side by side, each part gets
+a copy of its own: the kernels of forward that read the parts write the copies. A tensor is free as soon as no
+view of it is kept, so all its kept views get a copy or none does.
 
-These are left alone: what is small; what a matmul or attention reads in backward, for which the values would have to be
-written again; what lives anyway (inputs and outputs of the graph); what the user's checkpointing computes again; what an
-operator reads that small errors change much, like the exp of a softmax; a softmax itself, and sines of positions.
+These are left alone: what is small; what a matmul or attention reads in backward, for which the values would
+have to be written again; what lives anyway (inputs and outputs of the graph); what the user's checkpointing
+computes again; what an operator reads that small errors change much, like the exp of a softmax; a softmax
+itself, and sines of positions.
 """
 
 from __future__ import annotations
@@ -70,8 +73,8 @@ Columns = tuple[int, int]  # the first one, and the one after the last
 
 @dataclass(frozen=True)
 class KeptRecord(TableRecord):
-    """A tensor that forward keeps for backward in FP8. `module` made it; `tensor` is its dtype and sizes; the bytes are those
-    of the copy with its scales, `before` those of the tensor."""
+    """A tensor that forward keeps for backward in FP8. `module` made it; `tensor` is its dtype and sizes; the
+    bytes are those of the copy with its scales, `before` those of the tensor."""
 
     key, titles, sides = "kept", ("kept for backward in FP8", "tensor", "bytes", "in FP8"), "<<>>"
 
@@ -102,7 +105,8 @@ class SavedInFP8:
 
 
 def save(halves: Partitioned) -> int:
-    """Rewrite both graphs in place, and note in `SavedInFP8` what is kept in FP8; returns how many tensors are."""
+    """Rewrite both graphs in place, and note in `SavedInFP8` what is kept in FP8; returns how many tensors
+    are."""
     kept = [x for x in halves.outputs[halves.visible :] if isinstance(x, Node) and is_tensor(x)]
     seen = {_memory(x) for x in halves.outputs[: halves.visible] if isinstance(x, Node)}
     readers = {node.name: node for node in halves.backward.graph.find_nodes(op="placeholder")}
@@ -136,7 +140,8 @@ class SavedPart(NamedTuple):
 
 
 def _parts(reader: Node) -> list[SavedPart]:
-    """The parts by which backward reads an input: the tensor itself, unless it reads nothing but ranges of columns."""
+    """The parts by which backward reads an input: the tensor itself, unless it reads nothing but ranges of
+    columns."""
     found: dict[Columns | None, list[Node]] = defaultdict(list)
     for node, columns in _slices(reader):
         found[columns].append(node)
@@ -146,7 +151,8 @@ def _parts(reader: Node) -> list[SavedPart]:
 
 
 def _slices(x: Node) -> Iterator[tuple[Node, Columns | None]]:
-    """The readers of a tensor, and of views of its rows, each with the range of columns that it is; None if it is no range."""
+    """The readers of a tensor, and of views of its rows, each with the range of columns that it is; None if
+    it is no range."""
     width, last = value(x).shape[-1] if value(x).dim() else None, value(x).dim() - 1
     for user in x.users:
         columns = None
@@ -161,7 +167,12 @@ def _slices(x: Node) -> Iterator[tuple[Node, Columns | None]]:
                 first = sum(widths[: arg(item, 1)])
                 yield item, (first, first + widths[arg(item, 1)])
             continue
-        elif call_function(user, VIEWS) and value(user).dim() and same_size(value(user).shape[-1], width) and user.users:
+        elif (
+            call_function(user, VIEWS)
+            and value(user).dim()
+            and same_size(value(user).shape[-1], width)
+            and user.users
+        ):
             yield from _slices(user)
             continue
         yield user, columns
@@ -180,7 +191,13 @@ def _reason(x: Node, parts: list[SavedPart], seen: set[Node]) -> str:
     if any(is_data(size) for size in shape) or sum(not isinstance(size, int) for size in shape) > 1:
         return "its sizes are not known"
     whole = parts[0].columns is None
-    if len(shape) < 2 or not isinstance(shape[-1], int) or whole and shape[-1] % BLOCK.columns or not _rows(tensor):
+    if (
+        len(shape) < 2
+        or not isinstance(shape[-1], int)
+        or whole
+        and shape[-1] % BLOCK.columns
+        or not _rows(tensor)
+    ):
         return f"its rows are not made of {BLOCK.columns} features each"
     if hint(tensor.numel()) * tensor.itemsize < LEAST:
         return "it is small"
@@ -193,9 +210,9 @@ def _kept(halves: Partitioned, x: Node, reader: Node, part: SavedPart, form: For
     """Copy a part of a tensor in forward, and let backward read the copy; returns the copy and its scales."""
     graph = halves.forward.graph
     if part.columns is not None:
-        x = next((node for node, found in _slices(x) if found == part.columns), None) or Emitter(graph, x.next, x)(
-            aten.slice.Tensor, x, value(x).dim() - 1, *part.columns
-        )
+        x = next((node for node, found in _slices(x) if found == part.columns), None) or Emitter(
+            graph, x.next, x
+        )(aten.slice.Tensor, x, value(x).dim() - 1, *part.columns)
     copies = _copied(graph, x, form)
     for copy, name in zip(copies, ("fp8", "inverse"), strict=True):
         copy._rename(f"{x.name}_{name}")
@@ -219,22 +236,28 @@ def _copied(graph: Graph, x: Node, form: Format) -> tuple[Node, Node]:
 
 
 def _cast_already(x: Node, form: Format) -> tuple[Node, Node] | None:
-    """The copy of a tensor, row by row, that a matmul of forward reads, and its scale, if there is one for the whole tensor."""
+    """The copy of a tensor, row by row, that a matmul of forward reads, and its scale, if there is one for
+    the whole tensor."""
     for reader in (x, *(user for user in x.users if call_function(user, VIEWS))):
         for cast in reader.users:
-            plain = next((copy for copy in copies_at(cast) if not copy.transposed and copy.dtype is form.dtype), None)
+            plain = next(
+                (copy for copy in copies_at(cast) if not copy.transposed and copy.dtype is form.dtype), None
+            )
             if plain is None or plain.block != WHOLE or plain.rows is not None:
                 continue
             if value(reader).shape[-1] != value(x).shape[-1]:
                 continue
-            copies = [cast] if plain.item is None else [user for user in cast.users if arg(user, 1) == plain.item]
+            copies = (
+                [cast] if plain.item is None else [user for user in cast.users if arg(user, 1) == plain.item]
+            )
             if copies and not any(user.op == "output" for user in copies[0].users):
                 return copies[0], plain.scale
     return None
 
 
 def _read(graph: Graph, reader: Node, nodes: list[Node], copies: tuple[Node, Node]) -> None:
-    """Let a backward graph read the copy of an input instead of nodes that stand for it, or for a part of it."""
+    """Let a backward graph read the copy of an input instead of nodes that stand for it, or for a part of
+    it."""
     first = min(user for node in nodes for user in node.users)
     with graph.inserting_before(reader):
         copy, inverse = (graph.placeholder(node.name) for node in copies)
@@ -262,7 +285,9 @@ def _erase(node: Node) -> None:
 
 def _record(x: Node, copies: tuple[Node, Node]) -> KeptRecord:
     module = _module(x) or _module(_memory(x))
-    before, after = (sum(hint(value(node).numel()) * value(node).itemsize for node in nodes) for nodes in ((x,), copies))
+    before, after = (
+        sum(hint(value(node).numel()) * value(node).itemsize for node in nodes) for nodes in ((x,), copies)
+    )
     shape = " x ".join(str(hint(size)) for size in value(x).shape)
     return KeptRecord(module, f"{str(value(x).dtype).removeprefix('torch.')} [{shape}]", before, after)
 
@@ -276,14 +301,19 @@ def _memory(node: Node) -> Node:
     """The tensor whose memory this one is, or is a part of."""
     while call_function(node, ALIASES):
         source = arg(node, 0)
-        if not isinstance(source, Node) or node.target is operator.getitem and not call_function(source, SLICES):
+        if (
+            not isinstance(source, Node)
+            or node.target is operator.getitem
+            and not call_function(source, SLICES)
+        ):
             break
         node = source
     return node
 
 
 def _rows(tensor: torch.Tensor, dense: bool = False) -> bool:
-    """Is a tensor in row-major order, as far as is known without a guard? Rows may lie apart, unless it has to be `dense`."""
+    """Is a tensor in row-major order, as far as is known without a guard? Rows may lie apart, unless it has
+    to be `dense`."""
     expected: int | torch.SymInt = 1
     for dim in reversed(range(tensor.dim())):
         size, stride = tensor.shape[dim], tensor.stride(dim)

@@ -1,9 +1,11 @@
-"""Phases of a training run: high precision first, then FP8, then high precision again, without a new compilation.
+"""Phases of a training run: high precision first, then FP8, then high precision again, without a new
+compilation.
 
-A graph whose policy has a `[schedule]` is compiled twice when it is first met: for FP8, and for high precision. The second also
-computes the amaxes of all tensors that FP8 would quantize. Each call runs one of the two. Both move the same scaling state, so
-FP8 begins with the histories of the warm-up, and a switch costs nothing. Parameters, gradients and optimizer state are the same
-in both. `runtime.optimizer_steps` counts the steps.
+A graph whose policy has a `[schedule]` is compiled twice when it is first met: for FP8, and for high
+precision. The second also computes the amaxes of all tensors that FP8 would quantize. Each call runs one of
+the two. Both move the same scaling state, so FP8 begins with the histories of the warm-up, and a switch costs
+nothing. Parameters, gradients and optimizer state are the same in both. `runtime.optimizer_steps` counts the
+steps.
 """
 
 from __future__ import annotations
@@ -36,13 +38,15 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-PRECISIONS = {"bf16": HIGH_PRECISION, FP8: FP8, HIGH_PRECISION: HIGH_PRECISION}  # the last one: its name in version 0.2
+# the last one: its name in version 0.2
+PRECISIONS = {"bf16": HIGH_PRECISION, FP8: FP8, HIGH_PRECISION: HIGH_PRECISION}
 Callback = Callable[[int, "float | None"], "str | None"]
 
 
 @dataclass(eq=False)
 class ByHand:
-    """The phase of a parameter's model that was set by hand. "": the schedule decides; None: the phase of the process."""
+    """The phase of a parameter's model that was set by hand. "": the schedule decides; None: the phase of the
+    process."""
 
     phase: str | None = None
 
@@ -63,9 +67,9 @@ _phases = _Phases()
 def set_precision(precision: str | None, model: nn.Module | None = None) -> None:
     """Run in "fp8" or in "bf16" from the next call on, whatever the schedule says; None goes back to it.
 
-    "bf16" is what the model computes in without FP8: its own dtype, or that of autocast. For one model, or for all of them. It
-    acts on graphs whose policy has a `[schedule]` (which may be empty); all others were compiled for FP8 alone. OptionError (a
-    ValueError) for another name.
+    "bf16" is what the model computes in without FP8: its own dtype, or that of autocast. For one model, or
+    for all of them. It acts on graphs whose policy has a `[schedule]` (which may be empty); all others were
+    compiled for FP8 alone. OptionError (a ValueError) for another name.
     """
     phase = _checked(precision)
     if model is None:
@@ -88,12 +92,13 @@ def _checked(precision: str | None, of: str = "") -> str | None:
 
 
 def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) -> Callable[[], None]:
-    """Call `callback(step, loss)` after every `every`-th optimizer step (of the model's optimizer). A precision that it returns
-    is set as by `set_precision`; None changes nothing. Returns a function that removes the callback.
+    """Call `callback(step, loss)` after every `every`-th optimizer step (of the model's optimizer). A
+    precision that it returns is set as by `set_precision`; None changes nothing. Returns a function that
+    removes the callback.
 
-    `loss` is the last scalar that a graph with phases returned. It is None if no graph did, because the loss is computed
-    outside of the compiled code or after a graph break. Reading it waits for the device. Each rank of a distributed job sees
-    its own loss: reduce it before deciding.
+    `loss` is the last scalar that a graph with phases returned. It is None if no graph did, because the loss
+    is computed outside of the compiled code or after a graph break. Reading it waits for the device. Each
+    rank of a distributed job sees its own loss: reduce it before deciding.
     """
     if not callable(callback):
         raise OptionError.of("callback", callback, "callable as callback(step, loss)")
@@ -126,12 +131,14 @@ class ScheduledGraph:
     def __init__(self, graphs: Mapping[str, CompiledGraph], schedule: Schedule, first: int):
         self.graphs, self.schedule = dict(graphs), schedule
         self.first = first  # the input whose identity tells which model this is
-        self.known: Any = WeakIdKeyDictionary()  # parameter -> phase of its last call, and the ticks when that was looked up
+        # parameter -> phase of its last call, and the ticks when that was looked up
+        self.known: Any = WeakIdKeyDictionary()
         _phases.scheduled[self] = True
         count_steps()
 
     def phase(self, parameter: Tensor) -> str:
-        """The phase of the model that has this parameter. A recomputation gets the phase of the call before it."""
+        """The phase of the model that has this parameter. A recomputation gets the phase of the call before
+        it."""
         before, ticks = self.known.get(parameter, (None, -1))
         if before is not None and (ticks == STEPS.ticks or compat.autograd.recomputing()):
             return before
@@ -144,8 +151,8 @@ class ScheduledGraph:
         return phase
 
     def __call__(self, *args: Any) -> Any:
-        # DDPOptimizer asks for the outputs' shapes. AOTAutograd answers the first call of each graph with fake outputs: so call
-        # both, or the first real call of the other one would get them
+        # DDPOptimizer asks for the outputs' shapes. AOTAutograd answers the first call of each graph with
+        # fake outputs: so call both, or the first real call of the other one would get them
         if isinstance(args[self.first], compat.FakeTensor):
             return [graph(*args) for graph in self.graphs.values()][0]
         result = self.graphs[self.phase(compat.flat.owners(args, (self.first,))[self.first])](*args)
@@ -160,15 +167,21 @@ class ScheduledGraph:
 class Phases(Feature):
     name = "schedule"
 
-    def callable(self, job: Job, graph: CompiledGraph, compiled: Callable[[str], CompiledGraph]) -> Callable[..., Any] | None:
+    def callable(
+        self, job: Job, graph: CompiledGraph, compiled: Callable[[str], CompiledGraph]
+    ) -> Callable[..., Any] | None:
         schedule, weights = job.options.policy.schedule, graph.interface.weights
         if schedule is None:
             return None
         observing = graph
-        if not any(isinstance(x, GatheredWeight) for x in job.given):  # those that were gathered in FP8 are for FP8 phases
+        # those that were gathered in FP8 are for FP8 phases
+        if not any(isinstance(x, GatheredWeight) for x in job.given):
             root = job.inputs.root
-            logger.info("fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", root)
-            observing = compiled(HIGH_PRECISION)  # one entry in the ledger for both, whichever is called first
+            logger.info(
+                "fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", root
+            )
+            # one entry in the ledger for both, whichever is called first
+            observing = compiled(HIGH_PRECISION)
         first = next((i for i in weights if job.given[i].requires_grad), weights[0])
         return ScheduledGraph({FP8: graph, HIGH_PRECISION: observing}, schedule, first)
 

@@ -60,7 +60,8 @@ class KeptCopies(GraphFeature):
 
 class CachedWeights(Feature):
     name = "weight_cache"
-    passes = {"reduce_current": (Pass("hoist", run_hoist),)}  # casts of weights that are made outside of the graph
+    # casts of weights that are made outside of the graph
+    passes = {"reduce_current": (Pass("hoist", run_hoist),)}
 
     def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
         weights = _cacheable(job) if job.learns and job.only is None else frozenset()
@@ -69,24 +70,30 @@ class CachedWeights(Feature):
         nodes = job.gm.graph.find_nodes(op="placeholder")
         return KeptCopies(weights, ROOM * sum(max(1, len(nodes[i].users)) for i in weights))
 
-
     def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
         return casts_of_step(optimizer)
 
     def step_wrote(
-        self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: Sequence[torch.Tensor],
+        amaxes: Sequence[torch.Tensor],
     ) -> None:
         step_wrote(optimizer, weights, amaxes)
 
 
 def _cacheable(job: Job) -> frozenset[int]:
-    """The parameters whose FP8 copies may be kept between calls. Not those that FSDP frees. And none where CUDA graphs would
-    copy the copies in each call, or where compiled autograd makes the calls."""
+    """The parameters whose FP8 copies may be kept between calls. Not those that FSDP frees. And none where
+    CUDA graphs would copy the copies in each call, or where compiled autograd makes the calls."""
     inputs, options = job.inputs, job.options
     if not any(recipe.cache_weights for recipe in options.policy.possible) or inputs.inlined:
         return frozenset()
     if compat.inductor.cuda_graphs(options.inductor):
-        say_once(logger, logging.WARNING, "fp8: cache_weights has no effect with CUDA graphs, which copy what they read")
+        say_once(
+            logger,
+            logging.WARNING,
+            "fp8: cache_weights has no effect with CUDA graphs, which copy what they read",
+        )
         return frozenset()
     freed = {id(read) for _, read in compat.fsdp.sharded_pairs()}
     return frozenset(i for i in inputs.parameters if id(job.given[i]) not in freed and i not in inputs.packed)

@@ -2,29 +2,30 @@
 
     w8, w8t = quantize_both(w, scale); y = scaled_mm(x8, w8, ..)     ->     y = scaled_mm(x8, copy_0, ..)
 
-The copies become inputs of the graph, and the operators that made them a graph of their own, from parameters to copies. It is
-called when a weight has changed (`weight_cache`). So under gradient accumulation a weight is cast once a step and not once a
-micro-batch.
+The copies become inputs of the graph, and the operators that made them a graph of their own, from parameters
+to copies. It is called when a weight has changed (`weight_cache`). So under gradient accumulation a weight is
+cast once a step and not once a micro-batch.
 
-What moves is what is computed from parameters alone by our operators and by views. That holds for every recipe, and for
-merged matmuls, whose copies are one buffer. With `cache_weights` a weight is scaled by its current amax, so nothing here reads
-or moves scaling state.
+What moves is what is computed from parameters alone by our operators and by views. That holds for every
+recipe, and for merged matmuls, whose copies are one buffer. With `cache_weights` a weight is scaled by its
+current amax, so nothing here reads or moves scaling state.
 
-With `recast_weights=True`, one copy of a weight is kept where both layouts have the same scales, and so the same bytes: one
-scale a tensor, or square blocks. Backward transposes it, which moves 2 bytes a parameter. With scales of rows, or of 1 x 32
-elements, both are kept.
+With `recast_weights=True`, one copy of a weight is kept where both layouts have the same scales, and so the
+same bytes: one scale a tensor, or square blocks. Backward transposes it, which moves 2 bytes a parameter.
+With scales of rows, or of 1 x 32 elements, both are kept.
 
     dgrad reads w8t = quantize(w, scale, transposed=True)    ->    w8t = transposed(w8), in backward
 
-`with_amaxes` makes a second graph of the casts, for an optimizer that computes the amaxes of the weights that it writes:
+`with_amaxes` makes a second graph of the casts, for an optimizer that computes the amaxes of the weights that
+it writes:
 
     amax_w = amax(w); scale_w = current_scale(amax_w, ..)     ->     amax_w = amaxes[0:1]; scale_w = current_scale(amax_w, ..)
 
 It reads each weight once, for the cast.
 
-The inputs of a graph are fixed before it is traced, and the copies are known after `quantize`. So a graph has `ROOM` inputs to
-spare for each use of these parameters. The copies take the first of them, which get their sizes here. What does not fit is
-cast in the graph.
+The inputs of a graph are fixed before it is traced, and the copies are known after `quantize`. So a graph has
+`ROOM` inputs to spare for each use of these parameters. The copies take the first of them, which get their
+sizes here. What does not fit is cast in the graph.
 """
 
 from __future__ import annotations
@@ -63,7 +64,15 @@ if TYPE_CHECKING:
 
 CACHED = "FP8 copies of weights are kept between calls (cache_weights): {:.1f} MB"
 ROOM = 4  # in two layouts, each with scales of its own
-MADE: tuple = (ops.amax, ops.amax_blocks, ops.current_scale, ops.inverse, ops.quantize, ops.quantize_both, ops.transposed)
+MADE: tuple = (
+    ops.amax,
+    ops.amax_blocks,
+    ops.current_scale,
+    ops.inverse,
+    ops.quantize,
+    ops.quantize_both,
+    ops.transposed,
+)
 MADE += (merged.largest, merged.side_by_side, merged.both_sides)
 PASSED_ON = (*VIEWS, *PERMUTES, *SLICES, *SAME, *CASTS, aten.clone.default, operator.getitem)
 
@@ -81,7 +90,8 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Cache:
-    """The graph has `room` inputs for the copies of the parameters `joint.cached`, from position `first` on."""
+    """The graph has `room` inputs for the copies of the parameters `joint.cached`, from position `first`
+    on."""
 
     first: int = 0
     room: int = 0
@@ -89,7 +99,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class Hoisted:
-    """The casts of a graph. `graph` has the parameters at the positions `inputs` as its inputs, and returns the copies."""
+    """The casts of a graph. `graph` has the parameters at the positions `inputs` as its inputs, and returns
+    the copies."""
 
     graph: Graph
     inputs: tuple[int, ...]
@@ -101,8 +112,8 @@ class Hoisted:
 
 
 def hoist(joint: Joint) -> int:
-    """Move the casts, if there are any to move; returns how many copies that are. The amaxes that the state reads stay
-    (also that of a weight, where it is the input of another matmul)."""
+    """Move the casts, if there are any to move; returns how many copies that are. The amaxes that the state
+    reads stay (also that of a weight, where it is the input of another matmul)."""
     written = joint.form
     cache = joint.extras.of(Cache)
     if joint.inference or written is None or not joint.cached:
@@ -143,31 +154,46 @@ def hoist(joint: Joint) -> int:
 def _movable(graph: Graph, weights: Mapping[Node, int]) -> tuple[dict[Node, bool], list[Node]]:
     """As `_from`; and the copies among them that the rest of the graph reads."""
     moving = _from(graph, weights)
-    copies = [node for node, ours in moving.items() if ours and is_tensor(node) and any(x not in moving for x in node.users)]
+    copies = [
+        node
+        for node, ours in moving.items()
+        if ours and is_tensor(node) and any(x not in moving for x in node.users)
+    ]
     return moving, [node for node in copies if all(isinstance(size, int) for size in value(node).shape)]
 
 
 def _from(graph: Graph, weights: Mapping[Node, int]) -> dict[Node, bool]:
-    """What is computed from these inputs alone, in order; True: one of our operators is on the way. Without the views at the
-    end, which the graph takes by itself: two views of one copy are one copy."""
+    """What is computed from these inputs alone, in order; True: one of our operators is on the way. Without
+    the views at the end, which the graph takes by itself: two views of one copy are one copy."""
     found = dict.fromkeys(weights, False)
     for node in graph.nodes:
         its = node.all_input_nodes
-        if node.op == "call_function" and its and all(x in found for x in its) and node.target in (*MADE, *PASSED_ON):
+        if (
+            node.op == "call_function"
+            and its
+            and all(x in found for x in its)
+            and node.target in (*MADE, *PASSED_ON)
+        ):
             found[node] = node.target in MADE or any(found[x] for x in its)
     for node in reversed(list(found)):
-        if found[node] and node.target in (*VIEWS, *PERMUTES) and not any(user in found for user in node.users):
+        if (
+            found[node]
+            and node.target in (*VIEWS, *PERMUTES)
+            and not any(user in found for user in node.users)
+        ):
             del found[node]
     return found
 
 
 def _turned(copies: Iterable[Node], moving: Container[Node]) -> dict[Node, Node]:
-    """Copy that is not to be kept -> the copy of the other layout, of which backward makes it. `copies`: those that may be
-    spared; `moving`: all nodes that leave the graph. Changes nothing."""
+    """Copy that is not to be kept -> the copy of the other layout, of which backward makes it. `copies`:
+    those that may be spared; `moving`: all nodes that leave the graph. Changes nothing."""
     casts = [node for node in copies if node.target in (ops.quantize, merged.side_by_side)]
     found: dict[Node, Node] = {}
     for late in casts:
-        if late not in found.values() and all(user not in moving and compat.dynamo.is_backward(user) for user in late.users):
+        if late not in found.values() and all(
+            user not in moving and compat.dynamo.is_backward(user) for user in late.users
+        ):
             other = next((x for x in casts if x not in found and _turns(x, late)), None)
             if other is not None:
                 found[late] = other
@@ -189,7 +215,9 @@ def _turns(copy: Node, late: Node) -> bool:
         parts, others = arg(copy, 0), arg(late, 0)
         if len(parts) != len(others) or {arg(copy, 1), arg(late, 1)} != {0, 1}:
             return False
-        full = all(same_shape(value(b).shape, value(a).shape[::-1]) for a, b in zip(parts, others, strict=True))
+        full = all(
+            same_shape(value(b).shape, value(a).shape[::-1]) for a, b in zip(parts, others, strict=True)
+        )
         return full and all(map(_both_layouts, parts, others))
     return _both_layouts(copy, late)
 
@@ -216,16 +244,18 @@ def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Gra
     made = Graph()
     twins: dict[Node, Node] = {}
     for node in sorted(needed):
-        twins[node] = made.placeholder(node.name) if node in weights else made.node_copy(node, twins.__getitem__)
+        twins[node] = (
+            made.placeholder(node.name) if node in weights else made.node_copy(node, twins.__getitem__)
+        )
         twins[node].meta = dict(node.meta)
     made.output(tuple(twins[node] for node in copies))
     return made, tuple(index for node, index in weights.items() if node in needed)
 
 
 def with_amaxes(hoisted: Hoisted) -> tuple[Graph, tuple[int, ...]] | None:
-    """The casts, from the weights and one more input: a float32 vector of their amaxes. And the places, among the weights, of
-    those whose amaxes it has. None if no amax is that of a whole weight, as it lies there (amaxes of rows and
-    blocks, of slices, of a weight that is cast first)."""
+    """The casts, from the weights and one more input: a float32 vector of their amaxes. And the places, among
+    the weights, of those whose amaxes it has. None if no amax is that of a whole weight, as it lies there
+    (amaxes of rows and blocks, of slices, of a weight that is cast first)."""
     made = Graph()
     twins: dict[Node, Node] = {}
     made.output(made.graph_copy(hoisted.graph, twins))
@@ -233,7 +263,11 @@ def with_amaxes(hoisted: Hoisted) -> tuple[Graph, tuple[int, ...]] | None:
     readers: dict[int, list[Node]] = {}
     for node in hoisted.graph.find_nodes(op="call_function", target=ops.amax):
         source = behind(arg(node, 0), (*VIEWS, *PERMUTES, *SAME, aten.clone.default))
-        if source in weights and len(node.all_input_nodes) == 1 and value(arg(node, 0)).numel() == value(source).numel():
+        if (
+            source in weights
+            and len(node.all_input_nodes) == 1
+            and value(arg(node, 0)).numel() == value(source).numel()
+        ):
             readers.setdefault(weights.index(source), []).append(twins[node])
     if not readers:
         return None

@@ -1,25 +1,30 @@
 """FP8 copies of weights that are kept between calls, with `cache_weights`.
 
-`hoist` takes the casts out of a graph. Here they are called, and their results kept as long as the weights are certainly what
-they were. Copies serve a further call if
+`hoist` takes the casts out of a graph. Here they are called, and their results kept as long as the weights
+are certainly what they were. Copies serve a further call if
 
-* every weight that requires gradients belongs to a `torch.optim.Optimizer` that has stepped, so that its hook will tell of the
-  next step. Without one (weights that a trainer updates by itself, the sharded ones of FSDP) every call casts;
-* no optimizer has stepped since, and none that has a weight is in its step now (LBFGS calls the model from there);
-* no weight has other memory, or another version: what writes into a weight under `torch.no_grad()` counts its version up, as
-  `load_state_dict` does. `torch.optim`'s fused updates do not, and neither does what writes to `weight.data`;
+* every weight that requires gradients belongs to a `torch.optim.Optimizer` that has stepped, so that its hook
+  will tell of the next step. Without one (weights that a trainer updates by itself, the sharded ones of FSDP)
+  every call casts;
+* no optimizer has stepped since, and none that has a weight is in its step now (LBFGS calls the model from
+  there);
+* no weight has other memory, or another version: what writes into a weight under `torch.no_grad()` counts its
+  version up, as `load_state_dict` does. `torch.optim`'s fused updates do not, and neither does what writes to
+  `weight.data`;
 * `refresh_weight_cache` was not called since.
 
-So a write to `weight.data` between two micro-batches of one step is the only one that needs `refresh_weight_cache`. Frozen
-weights are cast with the others, and alone after each step of any optimizer. While a CUDA graph is captured, each call casts,
-because a replay runs no code of ours. New copies are new tensors: a backward that has not run yet keeps those of its forward.
+So a write to `weight.data` between two micro-batches of one step is the only one that needs
+`refresh_weight_cache`. Frozen weights are cast with the others, and alone after each step of any optimizer.
+While a CUDA graph is captured, each call casts, because a replay runs no code of ours. New copies are new
+tensors: a backward that has not run yet keeps those of its forward.
 
-`fp8compile.optim.AdamW(.., fp8_weights=True)` has the casts made at the end of its step (`step_wrote`), so that no forward
-casts. It hands over the amaxes of the weights that it wrote, so that the casts read each weight once. The copies are those that
-the next forward would make, bitwise. The forward casts, as ever, where a graph was not called since its last cast, where
-another optimizer has one of its weights or steps between, and where another library has a hook after all steps. Amaxes are
-computed anew if one of a graph's weights was not updated in this step (no gradient, frozen), was written since, or if a hook of
-the user's ran after the update. Only a write to `weight.data` after the step is not noticed: it needs `refresh_weight_cache`.
+`fp8compile.optim.AdamW(.., fp8_weights=True)` has the casts made at the end of its step (`step_wrote`), so
+that no forward casts. It hands over the amaxes of the weights that it wrote, so that the casts read each
+weight once. The copies are those that the next forward would make, bitwise. The forward casts, as ever, where
+a graph was not called since its last cast, where another optimizer has one of its weights or steps between,
+and where another library has a hook after all steps. Amaxes are computed anew if one of a graph's weights was
+not updated in this step (no gradient, frozen), was written since, or if a hook of the user's ran after the
+update. Only a write to `weight.data` after the step is not noticed: it needs `refresh_weight_cache`.
 """
 
 from __future__ import annotations
@@ -60,7 +65,8 @@ class _Steps:
         self.inside: Any = WeakKeyDictionary()  # optimizer that is in its step -> ids of its parameters
         self.parameters: Any = WeakKeyDictionary()  # optimizer -> ids of its parameters, at its last step
         self.written: Any = WeakKeyDictionary()  # optimizer -> what `step_wrote` was told in this step
-        self.caches: Any = WeakValueDictionary()  # all of this process, numbered: an order that ranks agree on
+        # all of this process, numbered: an order that ranks agree on
+        self.caches: Any = WeakValueDictionary()
         self.made = 0
 
     def add(self, cache: WeightCache) -> None:
@@ -97,25 +103,33 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
         return
     theirs, of_all = compat.autograd.hooks_after_step(optimizer)
     if not all(getattr(hook, "__module__", "").startswith(PACKAGE) for hook in of_all):
-        say_once(logger, logging.INFO, "fp8_weights: forward casts weights, for a hook after all steps may write to them")
+        say_once(
+            logger,
+            logging.INFO,
+            "fp8_weights: forward casts weights, for a hook after all steps may write to them",
+        )
         return
     if theirs:
-        say_once(logger, logging.INFO, "fp8_weights: amaxes are computed again, as a hook after the step may write to weights")
+        say_once(
+            logger,
+            logging.INFO,
+            "fp8_weights: amaxes are computed again, as a hook after the step may write to weights",
+        )
     with compat.autograd.unseen():
         for cache in list(_STEPS.caches.values()):
             cache.cast_now(ids, {} if theirs else written)
 
 
 def refresh_weight_cache() -> None:
-    """Cast all weights again at their next use, where `cache_weights` keeps copies. Only needed after a write to `weight.data`
-    between two micro-batches of one optimizer step and, with `AdamW(.., fp8_weights=True)`, between a step and the next
-    forward; all other changes are noticed."""
+    """Cast all weights again at their next use, where `cache_weights` keeps copies. Only needed after a write
+    to `weight.data` between two micro-batches of one optimizer step and, with `AdamW(.., fp8_weights=True)`,
+    between a step and the next forward; all other changes are noticed."""
     _STEPS.changes += 1
 
 
 def casts_of_step(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
-    """The parameters (ids) whose amaxes the casts at the end of this optimizer's step can use. None if no graph that was called
-    has copies of any of its parameters, and no graph is still to be called."""
+    """The parameters (ids) whose amaxes the casts at the end of this optimizer's step can use. None if no
+    graph that was called has copies of any of its parameters, and no graph is still to be called."""
     ids, known = _ids(optimizer), False
     found: set[int] = set()
     for cache in list(_STEPS.caches.values()):
@@ -126,8 +140,9 @@ def casts_of_step(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
 
 
 def step_wrote(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
-    """To be called in a step: when it ends, the weights of this optimizer are cast for graphs that keep copies. `weights` are
-    some that the step has written, and `amaxes` theirs, of one element each and exact."""
+    """To be called in a step: when it ends, the weights of this optimizer are cast for graphs that keep
+    copies. `weights` are some that the step has written, and `amaxes` theirs, of one element each and
+    exact."""
     pairs = zip(weights, amaxes, strict=True)
     _STEPS.written[optimizer] = {id(weight): (_mark(weight), amax) for weight, amax in pairs}
 
@@ -148,7 +163,8 @@ class _KeptCopies:
 
 
 class _Casts:
-    """A graph from weights to copies. With `places`, a vector of the amaxes of the weights there is one more input."""
+    """A graph from weights to copies. With `places`, a vector of the amaxes of the weights there is one more
+    input."""
 
     def __init__(self, graph: Graph, places: tuple[int, ...] = ()):
         self.graph, self.places = GraphModule({}, graph), places
@@ -156,7 +172,8 @@ class _Casts:
 
 
 class WeightCache:
-    """The copies that one graph reads, for each set of weights that it is called with (a graph may serve many layers)."""
+    """The copies that one graph reads, for each set of weights that it is called with (a graph may serve many
+    layers)."""
 
     def __init__(self, hoisted: Hoisted, inner: Inner, patches: Mapping[str, Any]):
         self.inputs, self.layouts = hoisted.inputs, hoisted.copies
@@ -204,8 +221,8 @@ class WeightCache:
         return made
 
     def due(self, ids: Collection[int]) -> list[tuple[_KeptCopies, list[Tensor]]]:
-        """What is to be cast at the end of a step of the optimizer with these parameters: what a forward has read since it was
-        cast. The optimizer must have all weights that are trained, and one at least."""
+        """What is to be cast at the end of a step of the optimizer with these parameters: what a forward has
+        read since it was cast. The optimizer must have all weights that are trained, and one at least."""
         found = []
         for kept in list(self.kept.values()):
             weights = [weight for reference in kept.references if (weight := reference()) is not None]
@@ -225,13 +242,18 @@ class WeightCache:
                 kept.copies = self._cast(weights, self._amaxes(weights, written))
                 kept.stamp, kept.used = stamp, False
 
-    def _amaxes(self, weights: Sequence[Tensor], written: Mapping[int, tuple[Mark, Tensor]]) -> Sequence[Tensor]:
+    def _amaxes(
+        self, weights: Sequence[Tensor], written: Mapping[int, tuple[Mark, Tensor]]
+    ) -> Sequence[Tensor]:
         """Those of the weights at the `places` of `given`, or none if one is not known."""
         wanted = [weights[i] for i in self.given.places] if self.given is not None else []
         found = [written[id(x)][1] for x in wanted if id(x) in written and written[id(x)][0] == _mark(x)]
         if len(found) == len(wanted):
             return found
-        missing = f"{len(wanted) - len(found)} of {len(wanted)} weights were not updated in this step, or written since"
+        missing = (
+            f"{len(wanted) - len(found)} of {len(wanted)} weights were not updated in "
+            "this step, or written since"
+        )
         say_once(logger, logging.INFO, f"fp8_weights: a graph computes its amaxes again: {missing}")
         return ()
 
@@ -242,11 +264,15 @@ class WeightCache:
             if casts.function is None:
                 with self.lock:
                     compile_fx = compat.inductor.compile_fx
-                    casts.function = casts.function or compile_fx(casts.graph, inputs, self.inner.compile, self.patches)
+                    casts.function = casts.function or compile_fx(
+                        casts.graph, inputs, self.inner.compile, self.patches
+                    )
             made = casts.function(*inputs)
         for copy, layout in zip(made, self.layouts, strict=True):
             if Layout(copy.dtype, tuple(copy.shape), tuple(copy.stride())) != layout:
-                raise Fp8CompileError(f"cache_weights: a cast made {copy.dtype} {list(copy.shape)}; please report this")
+                raise Fp8CompileError(
+                    f"cache_weights: a cast made {copy.dtype} {list(copy.shape)}; please report this"
+                )
         return made
 
 

@@ -14,7 +14,9 @@ from tests.equivalence.golden.text import EXPECTED, Sections, differences, read,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.equivalence.golden", description="Golden files: see the package.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.equivalence.golden", description="Golden files: see the package."
+    )
     parser.add_argument("command", choices=("write", "check"))
     parser.add_argument("--kind", action="append", choices=KINDS, help="what to make; all, if none is given")
     parser.add_argument("--only", default="", metavar="NAME", help="cases whose names begin so")
@@ -22,7 +24,9 @@ def main() -> int:
     given = parser.parse_args()
     conftest.pytest_configure()
     made, wrong = defaultdict[str, Sections](dict), 0
-    chosen = [(kind, name) for kind in given.kind or KINDS for name in KINDS[kind][1] if name.startswith(given.only)]
+    chosen = [
+        (kind, name) for kind in given.kind or KINDS for name in KINDS[kind][1] if name.startswith(given.only)
+    ]
     for kind, name in chosen:
         start, sections = time.monotonic(), KINDS[kind][0](name)
         print(f"{kind}: {name}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
@@ -32,7 +36,10 @@ def main() -> int:
         for file, lines in sections.items():
             made[file] |= lines
     for file, lines in made.items() if given.command == "write" else ():
-        write(given.folder / f"{file}.txt", {**(read(given.folder / f"{file}.txt") if given.only else {}), **lines})
+        write(
+            given.folder / f"{file}.txt",
+            {**(read(given.folder / f"{file}.txt") if given.only else {}), **lines},
+        )
     print(f"{wrong} sections differ" if given.command == "check" else f"written to {given.folder}")
     return int(wrong > 0)
 

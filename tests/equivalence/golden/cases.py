@@ -1,4 +1,5 @@
-"""What is trained and compiled for the golden files: a chosen list. `KINDS` makes the sections of the files, by case."""
+"""What is trained and compiled for the golden files: a chosen list. `KINDS` makes the sections of the files,
+by case."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Golden(Run):
 
     def start(self) -> None:
         for i, (name, p) in enumerate(self.model.named_parameters()):
-            if self.batches == 0 and (p.dim() > 1 or name.endswith("bias")):  # not where a training is resumed
+            # not where a training is resumed
+            if self.batches == 0 and (p.dim() > 1 or name.endswith("bias")):
                 scale = 2.0 ** -round(math.log2(p.shape[-1]) / 2) * (1 + i / 16)  # no two have the same amax
                 p.data = bell(*p.shape, seed=7000 + i, scale=scale, dtype=p.dtype)
         super().start()
@@ -62,16 +64,26 @@ class Head(ResidualMlp):
         self.head = nn.Linear(128, 512, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(super().forward(x)).float().flatten(0, 1), x.flatten(0, 1).argmax(-1))
+        return F.cross_entropy(
+            self.head(super().forward(x)).float().flatten(0, 1), x.flatten(0, 1).argmax(-1)
+        )
 
 
 HEAD_OFF = {"policy": {"rules": [{"module": "*head*", "fp8": "off"}, *ALL_FP8["rules"]]}}
-CHUNKED = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1, "auto_chunker.output_size_threshold": 1024}
+CHUNKED = {
+    "auto_chunker.enable": True,
+    "auto_chunker.amplify_ratio_threshold": 1,
+    "auto_chunker.output_size_threshold": 1024,
+}
 SETTINGS = {
     "margin": (0, 1, 2), "amax_history_len": 3, "amax_compute_algo": "most_recent", "fp8_format": "e4m3", "interval": 2,
-    "on_overflow": "saturate", "override_linear_precision": (False, False, True), "current_scaling": (True, False, False),
+    "on_overflow": "saturate", ("override_linear_precision"): (False, False, True), "current_scaling": (True, False, False),
 }  # fmt: skip
-RULES = [{"module": "*gate", "recipe": "blockwise"}, {"module": "*down", "recipe": "tensorwise"}, {"module": "*", "fp8": "on"}]
+RULES = [
+    {"module": "*gate", "recipe": "blockwise"},
+    {"module": "*down", "recipe": "tensorwise"},
+    {"module": "*", "fp8": "on"},
+]
 PHASES = {"policy": {**ALL_FP8, "schedule": {"warmup_steps": 2, "cooldown_at": 4}}}
 OWN = (
     Feature("autocast", called=lambda model, call: torch.autocast("cpu", BF16)(call)),
@@ -88,7 +100,9 @@ def training(model: str, recipe: str, protocols: str = "steps", *features: str) 
 
 
 TRAININGS = {
-    "delayed": training("mlp", "delayed", "steps, evaluation between, a bad batch, an overflow, resumed, dry runs"),
+    "delayed": training(
+        "mlp", "delayed", "steps, evaluation between, a bad batch, an overflow, resumed, dry runs"
+    ),
     "tensorwise": training("blocks", "tensorwise", "accumulation, loaded weights"),
     "rowwise": training("gated", "rowwise", "steps, a bad batch"),
     "rowwise_with_gw_hp": training("mlp", "rowwise_with_gw_hp"),
@@ -106,7 +120,9 @@ TRAININGS = {
     "experts, blockwise": training("experts", "blockwise"),
     "experts, mxfp8": training("experts", "mxfp8"),
     "merged": training("gated", "delayed", "steps, an overflow", "merge_matmuls"),
-    "cached": training("gated", "delayed", "accumulation, loaded weights, evaluation between", "cache_weights"),
+    "cached": training(
+        "gated", "delayed", "accumulation, loaded weights, evaluation between", "cache_weights"
+    ),
     "cached, one copy": training("mlp", "rowwise", "accumulation", "one copy of cached weights"),
     "cast again": training("mlp", "blockwise", "steps", "recast_weights"),
     "frozen": training("lora", "delayed", "accumulation", "frozen"),
@@ -118,10 +134,13 @@ TRAININGS = {
     "dynamic": training("mlp", "delayed", "other sizes", "dynamic"),
     "phases": training("mlp", "delayed", "an overflow", "phases"),
     "chunked head": training("head", "delayed", "steps", "chunked head"),
-    "merged, cached, saved": training("gated", "tensorwise", "accumulation", "merge_matmuls", "cache_weights", "save"),
+    "merged, cached, saved": training(
+        "gated", "tensorwise", "accumulation", "merge_matmuls", "cache_weights", "save"
+    ),
     "lowered": training("mlp", "delayed", "an overflow", "lowered"),
 }
-GRAPHS = ("delayed", "rowwise", "mxfp8", "experts", "merged", "cached", "frozen", "checkpointed")  # the first graph of each
+# the first graph of each
+GRAPHS = ("delayed", "rowwise", "mxfp8", "experts", "merged", "cached", "frozen", "checkpointed")
 STEPS: dict[str, Callable[[], Step]] = {
     "delayed": lambda: compile_mlp(64),
     "tensorwise": lambda: compile_mlp(64, recipe="tensorwise"),
@@ -135,7 +154,10 @@ STEPS: dict[str, Callable[[], Step]] = {
 RANKS: dict[str, tuple[Way, str]] = {  # on two processes: how they are parallel, and a protocol
     "fsdp": (Way(options={"recipe": "delayed"}), "fbs afbs jbs fbs"),
     "gathered": (Way(options={"recipe": "tensorwise"}, dtype=BF16, gather=True), "fbs fbs e l fbs"),
-    "gathered, kept": (Way(options={"current_scaling": (False, True, False)}, gather=True, reshard=False), "afbs afbs fbs"),
+    "gathered, kept": (
+        Way(options={"current_scaling": (False, True, False)}, gather=True, reshard=False),
+        "afbs afbs fbs",
+    ),
     "fsdp1": (Way("fsdp1", {"recipe": "blockwise"}), "fbs fbs"),
     "ddp": (Way("ddp", {"recipe": "delayed"}), "fbs afbs jbs fbs"),
     "ddp, reduced amaxes": (Way("ddp", {"reduce_amax": True}), "fbs fbsB fbs"),
@@ -155,8 +177,16 @@ def alone() -> Iterator[None]:
 
 def of_training(name: str) -> Made:
     case, models = TRAININGS[name], mock.patch.dict(MODELS, head=lambda: make(Head, BF16))
-    spelled = mock.patch.object(F, "silu", lambda x: x * torch.sigmoid(x))  # torch 2.11 decomposes silu_backward in another way
-    with alone(), models, spelled, hooks.interpreted(), hooks.widely(), hooks.joint_graphs(text.of_graph) as graphs:
+    # torch 2.11 decomposes silu_backward in another way
+    spelled = mock.patch.object(F, "silu", lambda x: x * torch.sigmoid(x))
+    with (
+        alone(),
+        models,
+        spelled,
+        hooks.interpreted(),
+        hooks.widely(),
+        hooks.joint_graphs(text.of_graph) as graphs,
+    ):
         runs = trainings(case, case.features, Golden, LR)
         sections = {f"{name}: {protocol}": text.of_run(run) for protocol, run in runs.items()}
         sections[f"{name}: report"] = text.of_report(next(iter(runs.values())).model)
@@ -182,7 +212,11 @@ def _on_rank(rank: int, name: str) -> list[str]:
 
 
 def of_ranks(name: str) -> Made:
-    return {"ranks": {f"{name}: rank {rank}": lines for rank, lines in enumerate(on_ranks(2, _on_rank, name, limit=120))}}
+    return {
+        "ranks": {
+            f"{name}: rank {rank}": lines for rank, lines in enumerate(on_ranks(2, _on_rank, name, limit=120))
+        }
+    }
 
 
 KINDS = {"trainings": (of_training, TRAININGS), "kernels": (of_step, STEPS), "ranks": (of_ranks, RANKS)}

@@ -24,5 +24,10 @@ def test_it_is_what_it_was(kind: str, name: str) -> None:
 
 
 def test_no_section_is_left_of_a_case_that_is_gone() -> None:
-    for file, names in {"trainings": TRAININGS, "graphs": TRAININGS, "kernels": STEPS, "ranks": RANKS}.items():
+    for file, names in {
+        "trainings": TRAININGS,
+        "graphs": TRAININGS,
+        "kernels": STEPS,
+        "ranks": RANKS,
+    }.items():
         assert {title.partition(":")[0] for title in read(EXPECTED / f"{file}.txt")} <= set(names), file

@@ -28,12 +28,17 @@ def digest(*data: Any) -> str:
     """Of tensors by their bytes, or of text."""
     made = hashlib.sha256()
     for x in data:
-        made.update(x.encode() if isinstance(x, str) else x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        made.update(
+            x.encode()
+            if isinstance(x, str)
+            else x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return made.hexdigest()[:10]
 
 
 def of_run(run: Run) -> list[str]:
-    """A line for each output and gradient: a digest of its bits, and its size. Then state, with its newest amaxes."""
+    """A line for each output and gradient: a digest of its bits, and its size. Then state, with its newest
+    amaxes."""
     lines, weights = [], []
     for key, x in run.seen.items():
         kind, name = key.split(" ", 2)[1:]
@@ -41,9 +46,16 @@ def of_run(run: Run) -> list[str]:
             weights.append(x)
         elif kind == "state":
             *history, scale = x.tolist()
-            lines.append(f"state {name}: {digest(x)} scale {scale:.6g}, amaxes {' '.join(f'{x:.6g}' for x in history[:3])}")
+            lines.append(
+                
+                    f"state {name}: {digest(x)} scale {scale:.6g}, amaxes "
+                    f"{' '.join(f'{x:.6g}' for x in history[:3])}"
+                
+            )
         else:
-            lines.append(f"{f'{kind} {name}'.strip()}: {digest(x)} {x.double().square().mean().sqrt().item():.4g}")
+            lines.append(
+                f"{f'{kind} {name}'.strip()}: {digest(x)} {x.double().square().mean().sqrt().item():.4g}"
+            )
     return [*lines, f"weights: {digest(*weights)}"]
 
 
@@ -53,9 +65,19 @@ def of_report(model: Any) -> list[str]:
     for graph in report.graphs:
         lines.append(f"graph {graph.name} {graph.note}".rstrip())
         for r in graph.matmuls:
-            how = (r.decision, r.how, r.reason, f"by {r.rule}" if r.rule else "", f"{r.groups} groups" if r.groups else "")
+            how = (
+                r.decision,
+                r.how,
+                r.reason,
+                f"by {r.rule}" if r.rule else "",
+                f"{r.groups} groups" if r.groups else "",
+            )
             lines.append(f"{r.fqn} {r.gemm} {r.op} {r.m} x {r.n} x {r.k}: {', '.join(filter(None, how))}")
-        lines += [str(record) for kind in (graph.opaque, graph.collectives, graph.kept, graph.frozen) for record in kind]
+        lines += [
+            str(record)
+            for kind in (graph.opaque, graph.collectives, graph.kept, graph.frozen)
+            for record in kind
+        ]
         lines += graph.remarks
     return [*lines, *map(str, report.outside), *map(str, report.gathered)]
 
@@ -67,9 +89,19 @@ def of_graph(graph: Graph) -> list[str]:
         names[node] = f"%{len(names)}"
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
         given = ", ".join([*map(repr, args), *(f"{key}={x!r}" for key, x in kwargs.items())])
-        what = node.name if node.op == "placeholder" else f"{getattr(node.target, '__name__', node.target)}({given})"
-        tags = [tag for tag in (getattr(x, "name", x) for x in map(node.meta.get, TAGS)) if tag not in (None, "is_forward")]
-        lines.append(f"{names[node]}: {_type(node.meta.get('val'))} = {what}{'  # ' if tags else ''}{', '.join(tags)}")
+        what = (
+            node.name
+            if node.op == "placeholder"
+            else f"{getattr(node.target, '__name__', node.target)}({given})"
+        )
+        tags = [
+            tag
+            for tag in (getattr(x, "name", x) for x in map(node.meta.get, TAGS))
+            if tag not in (None, "is_forward")
+        ]
+        lines.append(
+            f"{names[node]}: {_type(node.meta.get('val'))} = {what}{'  # ' if tags else ''}{', '.join(tags)}"
+        )
     return lines
 
 
@@ -80,17 +112,23 @@ class _Name(str):
 def _type(x: Any) -> str:
     if not isinstance(x, Tensor):
         return ", ".join(map(_type, x)) if isinstance(x, (tuple, list)) else type(x).__name__
-    return f"{x.dtype}{list(x.shape)}".removeprefix("torch.") + ("" if x.is_contiguous() else f" by {list(x.stride())}")
+    return f"{x.dtype}{list(x.shape)}".removeprefix("torch.") + (
+        "" if x.is_contiguous() else f" by {list(x.stride())}"
+    )
 
 
 def of_step(step: Step) -> list[str]:
-    """What a described GPU would run: digests of our kernels, without what Inductor adds to them, and matmuls."""
+    """What a described GPU would run: digests of our kernels, without what Inductor adds to them, and
+    matmuls."""
     lines = []
     for graph in step.graphs:
         lines.append(f"{'backward' if graph.backward else 'forward'}: keeps {graph.kept_for_backward} bytes")
         lines += sorted(f"{name} {digest(source)}" for name, source in SOURCE.findall(graph.code))
         for m in filter(None, (launch.matmul for launch in graph.kernels)):
-            sides = (f"{x.dtype} {list(x.shape)} by {list(x.stride)}".removeprefix("torch.") for x in (m.a, m.b, m.out))
+            sides = (
+                f"{x.dtype} {list(x.shape)} by {list(x.stride)}".removeprefix("torch.")
+                for x in (m.a, m.b, m.out)
+            )
             lines.append(f"{m.op} {', '.join(sides)}, {m.accumulation}")
     return lines
 
@@ -113,11 +151,22 @@ def read(path: Path) -> Sections:
 def differences(made: Made, folder: Path, most: int = 12) -> list[str]:
     """Where these sections are not those of the files: the first lines that differ."""
     found = []
-    for file, title, got in [(file, *section) for file, sections in made.items() for section in sections.items()]:
+    for file, title, got in [
+        (file, *section) for file, sections in made.items() for section in sections.items()
+    ]:
         old = read(folder / f"{file}.txt").get(title, [])
-        lines = [line for pair in zip(old, got, strict=False) if pair[0] != pair[1] for line in map("{}{}".format, "-+", pair)]
+        lines = [
+            line
+            for pair in zip(old, got, strict=False)
+            if pair[0] != pair[1]
+            for line in map("{}{}".format, "-+", pair)
+        ]
         if len(old) != len(got):
-            lines = [line for line in difflib.unified_diff(old, got, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")]
+            lines = [
+                line
+                for line in difflib.unified_diff(old, got, lineterm="", n=0)
+                if line[:2] not in ("--", "++", "@@")
+            ]
         more = [f"... {len(lines) - most} more"] if len(lines) > most else []
         found += ["\n".join([f"{file}.txt, {title}:", *lines[:most], *more])] if lines else []
     return found

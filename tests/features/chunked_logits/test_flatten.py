@@ -17,10 +17,16 @@ from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, grads_of, sqnr
 from tests.support.models import make
 
-needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+needs_description = pytest.mark.skipif(
+    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
+)
 BF16 = torch.bfloat16
 WORDS, TOKENS = 2048, 256
-CHUNKED = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1, "auto_chunker.output_size_threshold": 1024}
+CHUNKED = {
+    "auto_chunker.enable": True,
+    "auto_chunker.amplify_ratio_threshold": 1,
+    "auto_chunker.output_size_threshold": 1024,
+}
 HEAD_OFF = {"rules": [{"module": "*head*", "fp8": "off"}, *ALL_FP8["rules"]]}
 IN_BF16 = ("float", "transformers", "returned", "two losses")
 LOSSES = ("plain", "transformers", "ignored", "capped", "tied", "autocast")
@@ -47,7 +53,10 @@ class Words(nn.Module):
             logits = logits.float()
         if self.loss == "transformers":
             shifted = F.pad(targets, (0, 1), value=-100)[..., 1:].contiguous()
-            return F.cross_entropy(logits.view(-1, self.words), shifted.view(-1), reduction="sum") / targets.numel()
+            return (
+                F.cross_entropy(logits.view(-1, self.words), shifted.view(-1), reduction="sum")
+                / targets.numel()
+            )
         found = F.cross_entropy(logits.view(-1, self.words), targets.view(-1))
         if self.loss == "two losses":
             found = found + 1e-4 * torch.logsumexp(logits.float(), -1).square().mean()
@@ -55,7 +64,8 @@ class Words(nn.Module):
 
 
 def trained(loss: str, policy: Any = HEAD_OFF, **options: Any) -> tuple[list[dict[str, Tensor]], int, int]:
-    """Losses and gradients of two steps, how many graphs were chunked, and how large a tensor is kept for backward."""
+    """Losses and gradients of two steps, how many graphs were chunked, and how large a tensor is kept for
+    backward."""
     torch._dynamo.reset()
     metrics.num_auto_chunking = 0
     model = make(lambda: Words(loss), BF16 if loss in IN_BF16 else torch.float32)
@@ -80,8 +90,8 @@ def trained(loss: str, policy: Any = HEAD_OFF, **options: Any) -> tuple[list[dic
 @pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_same_training_without_the_logits(loss: str) -> None:
-    """Sums over chunks are rounded otherwise. In bf16, FP8 casts after the head see other last bits, and round some values in
-    the other direction."""
+    """Sums over chunks are rounded otherwise. In bf16, FP8 casts after the head see other last bits, and
+    round some values in the other direction."""
     if loss == "capped" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 does not chunk a tanh")
     whole, _, kept = trained(loss)
@@ -98,7 +108,9 @@ def test_the_same_training_without_the_logits(loss: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "policy"), [("returned", HEAD_OFF), ("two losses", HEAD_OFF), ("plain", ALL_FP8)])
+@pytest.mark.parametrize(
+    ("loss", "policy"), [("returned", HEAD_OFF), ("two losses", HEAD_OFF), ("plain", ALL_FP8)]
+)
 def test_logits_with_other_readers_stay_whole(loss: str, policy: dict[str, Any]) -> None:
     """And those of a head in FP8."""
     whole, _, kept = trained(loss, policy)
@@ -114,7 +126,9 @@ def test_what_a_gpu_keeps() -> None:
     kept = {}
     for chunked in (False, True):
         model = unallocated(lambda: Words("float", 16384), BF16)
-        call = torch.compile(model, backend="fp8", options={"policy": HEAD_OFF, **(CHUNKED if chunked else {})})
+        call = torch.compile(
+            model, backend="fp8", options={"policy": HEAD_OFF, **(CHUNKED if chunked else {})}
+        )
         tokens = torch.zeros(2, 1024, dtype=torch.int64)
         step = fake_gpu.trace(lambda call=call, tokens=tokens: call(tokens, tokens).backward())
         kept[chunked] = step.kept_for_backward

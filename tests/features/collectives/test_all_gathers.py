@@ -1,4 +1,5 @@
-"""All-gathers of a graph that carry FP8: the graph itself, for a described GPU. (tests/distributed runs them.)"""
+"""All-gathers of a graph that carry FP8: the graph itself, for a described GPU. (tests/distributed runs
+them.)"""
 
 from __future__ import annotations
 
@@ -63,9 +64,12 @@ def _scatter(x: Tensor, dim: int) -> Tensor:
 
 
 class SequenceParallel(nn.Module):
-    """A norm on a shard of the tokens, and an MLP on all of them, of whose hidden features a rank has a half."""
+    """A norm on a shard of the tokens, and an MLP on all of them, of whose hidden features a rank has a
+    half."""
 
-    def __init__(self, dim: int = 1, also: Callable[[Tensor], Tensor] | None = None, bias: bool = False) -> None:
+    def __init__(
+        self, dim: int = 1, also: Callable[[Tensor], Tensor] | None = None, bias: bool = False
+    ) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(DIM)
         self.up, self.down = nn.Linear(DIM, 2 * DIM, bias=bias), nn.Linear(2 * DIM, DIM, bias=False)
@@ -112,24 +116,29 @@ def made_by(recipe: str, dim: int) -> Step:
 @needs_fake_gpu
 @pytest.mark.parametrize(("recipe", "dim"), [("delayed", 1), ("tensorwise", 0)])
 def test_what_a_gpu_sends(recipe: str, dim: int) -> None:
-    """FP8 itself, which NCCL can send. The part is cast in the kernel of its producer, right before it is gathered; nothing of
-    the whole tensor is cast, and all matmuls are FP8."""
+    """FP8 itself, which NCCL can send. The part is cast in the kernel of its producer, right before it is
+    gathered; nothing of the whole tensor is cast, and all matmuls are FP8."""
     made = made_by(recipe, dim)
     shape = str(tuple(shard(dim).shape))
-    for graph, order, kernel, dtype in zip(made.graphs, launches(made), cast(recipe), ("e4m3fn", "e5m2"), strict=True):
+    for graph, order, kernel, dtype in zip(
+        made.graphs, launches(made), cast(recipe), ("e4m3fn", "e5m2"), strict=True
+    ):
         gather = order.index("all_gather_into_tensor")
         assert order.count("all_gather_into_tensor") == 1 and kernel in order[:gather]
         assert "_scaled_mm" not in order[:gather] and "mm" not in order
         sent = re.search(r"all_gather_into_tensor\.default\((?:reinterpret_tensor\()?(\w+)", graph.code)
         assert sent is not None
-        assert re.search(rf"{sent[1]} = empty_strided_cuda\(\([\d, ]+\), \([\d, ]+\), torch\.float8_{dtype}\)", graph.code)
+        assert re.search(
+            rf"{sent[1]} = empty_strided_cuda\(\([\d, ]+\), \([\d, ]+\), torch\.float8_{dtype}\)", graph.code
+        )
         assert shape in graph.code
     assert [order.count("_scaled_mm") for order in launches(made)] == [2, 4]
 
 
 @needs_fake_gpu
 def test_an_all_reduce_of_amaxes_is_waited_for_at_the_end() -> None:
-    """The first all-reduce agrees on scales, the second one is for the state: kernels run between its start and its wait."""
+    """The first all-reduce agrees on scales, the second one is for the state: kernels run between its start
+    and its wait."""
     for order in launches(made_by("delayed", 1)):
         last = len(order) - 1 - order[::-1].index("all_reduce_")
         behind = order[last + 1 :]
@@ -141,18 +150,30 @@ def test_an_all_reduce_of_amaxes_is_waited_for_at_the_end() -> None:
 @needs_fake_gpu
 @pytest.mark.parametrize(("recipe", "dim"), [("delayed", 0), ("tensorwise", 1)])
 def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> None:
-    """With `_micro_pipeline_tp`, Inductor fuses each gather with the FP8 matmul after it, and a matmul with the reduce-scatter
-    after it. (These run on NCCL and symmetric memory only. Here Inductor is told that there are both.)"""
+    """With `_micro_pipeline_tp`, Inductor fuses each gather with the FP8 matmul after it, and a matmul with
+    the reduce-scatter after it. (These run on NCCL and symmetric memory only. Here Inductor is told that
+    there are both.)"""
     model = SequenceParallel(dim).bfloat16()
     with ExitStack() as stack:
         stack.enter_context(mock.patch("torch.distributed.is_nccl_available", return_value=True))
-        stack.enter_context(mock.patch("torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group", return_value=True))
+        stack.enter_context(
+            mock.patch("torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group", return_value=True)
+        )
         made = step(model, shard(dim), recipe=recipe, _micro_pipeline_tp=True)
     for order, left, kernel in zip(launches(made), (0, 2), cast(recipe), strict=True):
-        assert order.count("fused_all_gather_scaled_matmul") == order.count("fused_scaled_matmul_reduce_scatter") == 1
-        assert order.count("_scaled_mm") == left and not {"all_gather_into_tensor", "reduce_scatter_tensor", "mm"} & {*order}
+        assert (
+            order.count("fused_all_gather_scaled_matmul")
+            == order.count("fused_scaled_matmul_reduce_scatter")
+            == 1
+        )
+        assert order.count("_scaled_mm") == left and not {
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "mm",
+        } & {*order}
         assert kernel in order
-    assert any("cast_transpose" in kernel for kernel in launches(made)[1])  # casts after what Inductor has fused are ours
+    # casts after what Inductor has fused are ours
+    assert any("cast_transpose" in kernel for kernel in launches(made)[1])
 
 
 # --- what is moved, and what is not -----------------------------------------------------------------
@@ -170,12 +191,18 @@ def small(**how: Any) -> tuple[nn.Module, Tensor]:
 
 def test_bytes_and_names() -> None:
     part = 2 * 32 * DIM
-    expected = [CollectiveRecord("up (input)", part, 4 * part), CollectiveRecord("down (gradient)", part, 4 * part)]
+    expected = [
+        CollectiveRecord("up (input)", part, 4 * part),
+        CollectiveRecord("down (gradient)", part, 4 * part),
+    ]
     model, x = small()
     assert records(model, x) == expected
     assert "read from other ranks" in str(fp8compile.report(model))
     page = fp8compile.report(model).to_html()
-    assert "Read from other ranks" in page and f"<td class=\"n\">{4 * part:,}</td><td class=\"n\">{part:,}</td>" in page
+    assert (
+        "Read from other ranks" in page
+        and f'<td class="n">{4 * part:,}</td><td class="n">{part:,}</td>' in page
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,13 +213,17 @@ def test_bytes_and_names() -> None:
         (
             {},
             {"policy": {"rules": [{"gemm": "wgrad", "fp8": "off"}]}},
-            ["also read by up wgrad in high precision: policy", "also read by down wgrad in high precision: policy"],
+            [
+                "also read by up wgrad in high precision: policy",
+                "also read by down wgrad in high precision: policy",
+            ],
         ),
     ],
     ids=["another reader", "rowwise", "wgrad in high precision"],
 )
 def test_why_not(how: dict[str, Any], options: dict[str, Any], reasons: list[str]) -> None:
-    """A gather whose result is read in high precision, too, would send more bytes if it were doubled in FP8."""
+    """A gather whose result is read in high precision, too, would send more bytes if it were doubled in
+    FP8."""
     model, x = small(**how)
     found = records(model, x, **options)
     for record, reason in zip(found, reasons, strict=True):
@@ -219,4 +250,7 @@ def test_dynamic_shapes() -> None:
             assert x.grad is not None and x.grad.shape == x.shape
     graphs = fp8compile.report(model).graphs
     assert len(graphs) == 1 and len(graphs[0].matmuls) == 6
-    assert [(r.tensor, r.reason) for r in graphs[0].collectives] == [("up (input)", ""), ("down (gradient)", "")]
+    assert [(r.tensor, r.reason) for r in graphs[0].collectives] == [
+        ("up (input)", ""),
+        ("down (gradient)", ""),
+    ]

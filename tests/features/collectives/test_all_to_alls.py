@@ -44,14 +44,19 @@ def records(layer: Any) -> list[CollectiveRecord]:
 
 def train(layer: Any, rank: int = 0, **options: Any) -> list[dict[str, Tensor]]:
     torch._dynamo.reset()
-    return steps(layer, torch.compile(layer, backend="fp8", options={"policy": ALL_FP8, **options}, fullgraph=True), rank)
+    return steps(
+        layer,
+        torch.compile(layer, backend="fp8", options={"policy": ALL_FP8, **options}, fullgraph=True),
+        rank,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("cls", "recipe"), [(Moved, "delayed"), (Padded, "tensorwise")])
 def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process: str) -> None:
-    """There the scale of what is sent is that of what comes. One byte a feature travels, in both directions."""
+    """There the scale of what is sent is that of what comes. One byte a feature travels, in both
+    directions."""
     found = []
     for on in (False, True):
         layer = cls().to(BF16)
@@ -77,7 +82,11 @@ def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process
     ("cls", "options", "reason"),
     [
         (Moved, {"recipe": "rowwise"}, "recipe 'rowwise' has more than one scale per tensor"),
-        (Moved, {"policy": {"rules": [{"gemm": "wgrad", "fp8": "off"}, *ALL_FP8["rules"]]}}, "wgrad in high precision: policy"),
+        (
+            Moved,
+            {"policy": {"rules": [{"gemm": "wgrad", "fp8": "off"}, *ALL_FP8["rules"]]}},
+            "wgrad in high precision: policy",
+        ),
         (AlsoRead, {}, None),  # what came is no operand of a matmul
     ],
 )

@@ -1,5 +1,5 @@
-"""All-gathers inside of a compiled graph carry FP8: what the ranks agree on when one of them overflows or has a bad batch.
-(test_equivalence_on_ranks.py trains with the pass and without.)"""
+"""All-gathers inside of a compiled graph carry FP8: what the ranks agree on when one of them overflows or has
+a bad batch. (test_equivalence_on_ranks.py trains with the pass and without.)"""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def batch(step: int) -> torch.Tensor:
 
 
 def _one_rank_is_different(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Overflows and a bad batch on rank 1 alone. Step 4: in its part of a gathered tensor. 7: in its shard of a weight, so its
-    next call is cold, and rank 0's is not. 10: NaN."""
+    """Overflows and a bad batch on rank 1 alone. Step 4: in its part of a gathered tensor. 7: in its shard of
+    a weight, so its next call is cold, and rank 0's is not. 10: NaN."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model: Any = build("gated block")
     tensor_parallel(model, mesh, sequence=True)
@@ -50,10 +50,12 @@ def _one_rank_is_different(rank: int, options: dict[str, Any]) -> dict[str, Any]
 FUSED = {"_micro_pipeline_tp": True}  # Inductor would fuse collectives, on NCCL
 
 
-@pytest.mark.parametrize(("options", "both", "alone"), [({}, [0, 5, 6], [8, 9]), (FUSED, [0], [])], ids=["", "fused"])
+@pytest.mark.parametrize(
+    ("options", "both", "alone"), [({}, [0, 5, 6], [8, 9]), (FUSED, [0], [])], ids=["", "fused"]
+)
 def test_one_rank_alone_is_cold(options: dict[str, Any], both: list[int], alone: list[int]) -> None:
-    """Amaxes and scales of gathered tensors are the same on all ranks at each step, and nothing hangs. Where Inductor may fuse
-    collectives, no rank is cold alone."""
+    """Amaxes and scales of gathered tensors are the same on all ranks at each step, and nothing hangs. Where
+    Inductor may fuse collectives, no rank is cold alone."""
     ranks = on_ranks(2, _one_rank_is_different, options)
     cold = [found["cold"] for found in ranks]
     assert [step for step in range(13) if cold[0][step] and cold[1][step]] == both
@@ -62,5 +64,7 @@ def test_one_rank_alone_is_cold(options: dict[str, Any], both: list[int], alone:
         one, two = (found["states"][step] for found in ranks)
         for key in ("mlp.gate.weight.input.0", "mlp.down.weight.gradient.0"):
             assert one[key] == two[key], (step, key)
-    finite = [all(bool(x.isfinite().all()) for found in ranks for x in found["outputs"][step]) for step in range(13)]
+    finite = [
+        all(bool(x.isfinite().all()) for found in ranks for x in found["outputs"][step]) for step in range(13)
+    ]
     assert finite == [step != 10 for step in range(13)]

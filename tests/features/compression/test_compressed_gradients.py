@@ -22,7 +22,14 @@ from tests.distributed.ranks import whole
 from tests.support.harness import sqnr
 from tests.support.processes import on_ranks
 
-SHAPES = {"large": (96, 256), "odd": (77, 101), "tiny_scale": (64, 130), "bias": (5000,), "small": (8, 8), "last": (130, 64)}
+SHAPES = {
+    "large": (96, 256),
+    "odd": (77, 101),
+    "tiny_scale": (64, 130),
+    "bias": (5000,),
+    "small": (8, 8),
+    "last": (130, 64),
+}
 
 
 class Given(nn.Module):
@@ -36,7 +43,9 @@ class Given(nn.Module):
     def forward(self, gradients: dict[str, Tensor], without: tuple[str, ...] = ()) -> Tensor:
         used = [p for name, p in self.named_parameters() if name not in without]
         names = [name for name, _ in self.named_parameters() if name not in without]
-        return torch.stack([(p * gradients[name]).sum().float() for name, p in zip(names, used, strict=True)]).sum()
+        return torch.stack(
+            [(p * gradients[name]).sum().float() for name, p in zip(names, used, strict=True)]
+        ).sum()
 
 
 def gradients(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -44,9 +53,13 @@ def gradients(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> d
     generator = torch.Generator().manual_seed(100 * step + rank)
     found = {}
     for name, shape in SHAPES.items():
-        size = 10 ** (6 * torch.rand(shape[0], *[1] * (len(shape) - 1), generator=torch.Generator().manual_seed(9)) - 6)
+        size = 10 ** (
+            6 * torch.rand(shape[0], *[1] * (len(shape) - 1), generator=torch.Generator().manual_seed(9)) - 6
+        )
         scale = 1e-3 if name == "tiny_scale" else 1.0
-        found[name] = (torch.randn(shape, generator=generator) * (size if name == "last" else 1) * scale).to(dtype)
+        found[name] = (torch.randn(shape, generator=generator) * (size if name == "last" else 1) * scale).to(
+            dtype
+        )
     return found
 
 
@@ -68,7 +81,9 @@ def counted() -> Iterator[dict[torch.dtype, int]]:
             others = dist.get_world_size() - 1
             tensor = args[0] if name == "all_reduce" else args[1]
             part = others / (others + 1)
-            amount = (others if "all_gather" in name else 2 * part if name == "all_reduce" else part) * tensor.nbytes
+            amount = (
+                others if "all_gather" in name else 2 * part if name == "all_reduce" else part
+            ) * tensor.nbytes
             sent[tensor.dtype] = sent.get(tensor.dtype, 0) + int(amount)
             return stock(*args, **kwargs)
 
@@ -76,7 +91,9 @@ def counted() -> Iterator[dict[torch.dtype, int]]:
 
     with ExitStack() as stack:
         names = ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
-        for name in filter(functools.partial(hasattr, dist), (*names, "all_gather_single", "reduce_scatter_single")):
+        for name in filter(
+            functools.partial(hasattr, dist), (*names, "all_gather_single", "reduce_scatter_single")
+        ):
             stack.enter_context(counting(name))
         yield sent
 
@@ -123,7 +140,9 @@ def test_each_parameter_arrives(kind: str, ranks: int) -> None:
 
 
 def large_ones(rank: int) -> Any:
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).bfloat16())
+    model = DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).bfloat16()
+    )
     compress_gradients(model)
     with counted() as sent:
         model(torch.randn(4, 256).bfloat16()).square().sum().backward()
@@ -136,12 +155,18 @@ def test_half_of_the_bytes_of_bf16() -> None:
     assert 0.5 <= sent[torch.uint8] / (2 * 3 / 4 * 3 * 256 * 256 * 2) <= 0.55
 
 
-AS_THE_POLICY_SAYS = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+AS_THE_POLICY_SAYS = {
+    "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "how"),
-    [("fsdp", torch.float16, {}), ("by hand", torch.bfloat16, {}), ("fsdp", torch.float32, AS_THE_POLICY_SAYS)],
+    [
+        ("fsdp", torch.float16, {}),
+        ("by hand", torch.bfloat16, {}),
+        ("fsdp", torch.float32, AS_THE_POLICY_SAYS),
+    ],
 )
 def test_gradients_in_other_dtypes(kind: str, dtype: torch.dtype, how: dict[str, Any]) -> None:
     found, *_ = on_ranks(2, reduced, dtype, kind, how)[0]

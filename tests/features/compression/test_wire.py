@@ -20,7 +20,8 @@ ANY = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_s
 @settings(max_examples=100, deadline=None)
 @given(values=ANY)
 def test_the_error_of_any_block(values: list[float]) -> None:
-    """A sixteenth of a value, or half of E4M3's smallest step, as far as float32's own smallest numbers reach."""
+    """A sixteenth of a value, or half of E4M3's smallest step, as far as float32's own smallest numbers
+    reach."""
     rows = to_rows(torch.tensor(values, dtype=torch.float32))
     sent = quantize(rows)
     assert sent.dtype == torch.uint8 and sent.shape == (*rows.shape[:-1], WIRE)
@@ -39,7 +40,9 @@ def test_a_block_that_is_not_finite_arrives_as_nan(bad: float) -> None:
 
 
 def test_a_model_of_one_process_is_refused() -> None:
-    with pytest.raises(ValueError, match="neither wrapped in DistributedDataParallel nor sharded by fully_shard"):
+    with pytest.raises(
+        ValueError, match="neither wrapped in DistributedDataParallel nor sharded by fully_shard"
+    ):
         compress_gradients(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="takes the model"):
         compress_gradients(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]

@@ -22,7 +22,9 @@ class Sorted(nn.Module):
     def __init__(self, back: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.back = back
-        self.weight = nn.Parameter(torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(0)).to(BF16))
+        self.weight = nn.Parameter(
+            torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(0)).to(BF16)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         order = x[:, 0].sort()[1]

@@ -17,7 +17,9 @@ from tests.support.reference_settings import RECIPES
 transformers = pytest.importorskip("transformers")
 
 BF16 = torch.bfloat16
-COMMON = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128)
+COMMON = dict(
+    hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
+)
 FEW = dict(num_experts_per_tok=2)
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": dict(FEW, intermediate_size=256, moe_intermediate_size=128, num_experts=8, head_dim=32),
@@ -100,16 +102,23 @@ class Float32(torch.nn.Module):
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         multiply = torch.ops.transformers.grouped_mm_fallback
         gate, value = multiply(x, self.experts.gate_up_proj.transpose(-2, -1), offs).chunk(2, -1)
-        return multiply(torch.nn.functional.silu(gate) * value, self.experts.down_proj.transpose(-2, -1), offs)
+        return multiply(
+            torch.nn.functional.silu(gate) * value, self.experts.down_proj.transpose(-2, -1), offs
+        )
 
 
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    "recipe", [x if x in ("delayed", "rowwise_with_gw_hp") else pytest.param(x, marks=pytest.mark.slow) for x in RECIPES]
+    "recipe",
+    [
+        x if x in ("delayed", "rowwise_with_gw_hp") else pytest.param(x, marks=pytest.mark.slow)
+        for x in RECIPES
+    ],
 )
 def test_float32_experts_are_those_of_an_eager_loop(recipe: str) -> None:
-    """Steps of changing routes: outputs, all gradients and state. What stays in high precision stays that loop."""
+    """Steps of changing routes: outputs, all gradients and state. What stays in high precision stays that
+    loop."""
     from transformers.integrations import moe  # noqa: F401  # registers the operator
 
     pair = Pair(Float32(), recipe, policy=ALL_FP8)

@@ -34,9 +34,14 @@ def test_encodings_without_a_layout(tmp_path: Path) -> None:
 def test_formats(tmp_path: Path) -> None:
     model = Small()
     trained(model, 1, "rowwise")
-    wrong = "format must be one of 'compressed-tensors', 'fp8'; got 'compressed_tensor'.*mean 'compressed-tensors'"
+    wrong = (
+        "format must be one of 'compressed-tensors', 'fp8'; got 'compressed_tensor'.*mean "
+        "'compressed-tensors'"
+    )
     refused(model, tmp_path / "out", wrong, format="compressed_tensor")
-    refused(model, tmp_path / "out", "128 x 128 elements only, and up was trained with 'rowwise'", format="fp8")
+    refused(
+        model, tmp_path / "out", "128 x 128 elements only, and up was trained with 'rowwise'", format="fp8"
+    )
     model = Small(hidden=192)  # blocks that are cut stay in high precision
     trained(model, 1, "blockwise")
     match = "nothing of this Small can be exported in FP8: up: 192 x 128 is no multiple of 128 x 128; down"
@@ -48,7 +53,11 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     trained(model, 1, "rowwise")
     with torch.no_grad():
         model.down.weight[3, 5] = float("nan")
-    refused(model, tmp_path / "out", "down.weight has NaN or infinite values: export the last checkpoint that is finite")
+    refused(
+        model,
+        tmp_path / "out",
+        "down.weight has NaN or infinite values: export the last checkpoint that is finite",
+    )
 
 
 def test_directories(tmp_path: Path) -> None:
@@ -167,7 +176,9 @@ def test_other_weights_stay_in_high_precision(tmp_path: Path) -> None:
 
 def test_safetensors_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r"needs safetensors, which is not installed: pip install safetensors"):
+    with pytest.raises(
+        ImportError, match=r"needs safetensors, which is not installed: pip install safetensors"
+    ):
         fp8compile.export(Small(), tmp_path / "out")
 
 

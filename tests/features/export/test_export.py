@@ -31,8 +31,8 @@ CURRENT = {
     "rowwise": ((1, 0), False),
     "blockwise": ((128, 128), True),
 }
-# The order of float32 sums, and 1 / scale against scale, move results by 2**-24, or let one value in some 100,000 round to
-# the other neighbour. Other scales, or another block, give 20 to 30 dB.
+# The order of float32 sums, and 1 / scale against scale, move results by 2**-24, or let one value in some
+# 100,000 round to the other neighbour. Other scales, or another block, give 20 to 30 dB.
 CLOSE_DB = 60.0
 
 
@@ -134,7 +134,10 @@ def test_delayed_without_a_history_takes_the_current_amax(tmp_path: Path) -> Non
     compiled(tokens(5)).sum().backward()
     made = fp8compile.export(compiled, tmp_path / "other")
     assert same_bytes(stored(made.directory, "up").values, quantize(trained_.up.weight, E4M3).values)
-    assert stored(made.directory, "down").scale_inv.item() == slots_of(trained_)["down.weight", "weight", 0].scale_inv()
+    assert (
+        stored(made.directory, "down").scale_inv.item()
+        == slots_of(trained_)["down.weight", "weight", 0].scale_inv()
+    )
 
 
 class UsedTwice(nn.Module):
@@ -173,12 +176,16 @@ def test_merged_weights_share_a_scale(tmp_path: Path) -> None:
     with torch.no_grad():
         model.k.weight.mul_(4.0)
     compiled = trained(model, 1, "tensorwise", merge_matmuls=True)
-    assert any("merged" in record.how for record in fp8compile.report(model).matmuls if record.gemm == "fprop")
+    assert any(
+        "merged" in record.how for record in fp8compile.report(model).matmuls if record.gemm == "fprop"
+    )
     made = fp8compile.export(compiled, tmp_path / "out")
     scale = 1.0 / quantize(model.k.weight, E4M3).scale_inv.double().item()
     for name in ("q", "k"):
         weight = model.get_submodule(name).weight
-        assert same_bytes(stored(made.directory, name).values, quantize(weight, E4M3, scale=float(scale)).values), name
+        assert same_bytes(
+            stored(made.directory, name).values, quantize(weight, E4M3, scale=float(scale)).values
+        ), name
     assert block_amaxes(model.q.weight, (0, 0)) < block_amaxes(model.k.weight, (0, 0))
 
 
@@ -187,7 +194,9 @@ def test_what_is_not_fp8_is_written_as_it_is(tmp_path: Path) -> None:
     trained(model, 1, "rowwise")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = fp8compile.export(model, tmp_path / "out")
-    assert made.ignored == ("embed", "head") and made.layers == dict.fromkeys(FP8, "rowwise") and not made.left
+    assert (
+        made.ignored == ("embed", "head") and made.layers == dict.fromkeys(FP8, "rowwise") and not made.left
+    )
     tensors = tensors_of(made.directory)
     for name, tensor in before.items():
         assert torch.equal(model.state_dict()[name], tensor), f"{name} of the model has changed"
@@ -197,7 +206,8 @@ def test_what_is_not_fp8_is_written_as_it_is(tmp_path: Path) -> None:
 
 
 def test_scales_that_no_format_has() -> None:
-    """Inputs with a scale a row, weights with one for 128 x 128: servers would scale inputs otherwise than training did."""
+    """Inputs with a scale a row, weights with one for 128 x 128: servers would scale inputs otherwise than
+    training did."""
     weight, data = fp8compile.Recipe("blockwise"), fp8compile.Recipe("rowwise")
     made = Forward("new", weight=weight.scaling("weight", "fprop"), data=data.scaling("input", "fprop"))
     known: Any = [SimpleNamespace(forward=made)]
@@ -210,7 +220,9 @@ def test_configurations(tmp_path: Path) -> None:
     def config(recipe: str, **given: Any) -> dict[str, Any]:
         model = Small()
         trained(model, 2, recipe, **given.pop("options", {}))
-        return config_of(fp8compile.export(model, tmp_path / f"{recipe}{len(list(tmp_path.iterdir()))}", **given).directory)
+        return config_of(
+            fp8compile.export(model, tmp_path / f"{recipe}{len(list(tmp_path.iterdir()))}", **given).directory
+        )
 
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
     (rowwise,) = config("rowwise")["config_groups"].values()
@@ -233,7 +245,9 @@ def test_configurations(tmp_path: Path) -> None:
         "modules_to_not_convert": ["embed", "head"],
     }
     (other,) = config("blockwise", format="compressed-tensors")["config_groups"].values()
-    assert other["weights"]["block_structure"] == [128, 128] and other["input_activations"]["group_size"] == 128
+    assert (
+        other["weights"]["block_structure"] == [128, 128] and other["input_activations"]["group_size"] == 128
+    )
     mixed = {"policy": {"rules": [{"module": "down", "recipe": "blockwise"}]}}
     found = config("rowwise", options=mixed)
     assert found["quant_method"] == "compressed-tensors" and found["ignore"] == ["embed", "head"]
@@ -244,7 +258,11 @@ def test_files(tmp_path: Path) -> None:
     model = Small()
     trained(model, 1, "tensorwise")
     made = fp8compile.export(model, tmp_path / "out")
-    assert sorted(path.name for path in made.directory.iterdir()) == sorted(made.files) == ["config.json", "model.safetensors"]
+    assert (
+        sorted(path.name for path in made.directory.iterdir())
+        == sorted(made.files)
+        == ["config.json", "model.safetensors"]
+    )
     whole = tensors_of(made.directory)
     (made.directory / "tokenizer.json").write_text("{}")
     with pytest.raises(fp8compile.ExportError, match=r"has files already \(config.json, .*overwrite=True"):
@@ -295,14 +313,22 @@ def test_blocks_that_are_compiled_one_by_one(tmp_path: Path) -> None:
     scales = [tensors[f"{i}.up.input_scale"].item() for i in (1, 2, 3)]
     assert len(set(scales)) == 3
     for i, scale in zip((1, 2, 3), scales, strict=True):
-        assert tensors[f"{i}.gate.input_scale"].item() == scale == slots_of(model)[f"{i}.gate.weight", "input", 0].scale_inv()
+        assert (
+            tensors[f"{i}.gate.input_scale"].item()
+            == scale
+            == slots_of(model)[f"{i}.gate.weight", "input", 0].scale_inv()
+        )
         assert (f"{i}.up.weight", "input", 0) not in slots_of(model)
     model.train()
-    server = serve(nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96)), made.directory)
+    server = serve(
+        nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96)), made.directory
+    )
     assert sqnr(next_forward(model, tokens(9)), server(tokens(9))) > CLOSE_DB
 
 
-def test_an_older_checkpoint_goes_when_the_new_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_checkpoint_goes_when_the_new_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import safetensors.torch
 
     model = Small()

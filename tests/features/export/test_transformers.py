@@ -1,7 +1,8 @@
 """Exports of a tiny Llama, loaded by transformers, and by compressed-tensors' own decompressor.
 
-On a CPU, transformers runs compressed-tensors checkpoints with weights that are decompressed and inputs that are quantized and
-dequantized. A fine-grained FP8 checkpoint is dequantized, and its inputs are not quantized: here hooks do that.
+On a CPU, transformers runs compressed-tensors checkpoints with weights that are decompressed and inputs that
+are quantized and dequantized. A fine-grained FP8 checkpoint is dequantized, and its inputs are not quantized:
+here hooks do that.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 BATCHES = 5
-# Two implementations that order sums differently, or divide where the other multiplies by an inverse, agree to 2**-22 (over
-# 100 dB), until one value rounds to the other FP8 neighbour: its 1/8 spreads through the layers after it, to 25 dB at worst.
-# That happens in a part of the batches, so the median has to be high. A wrong scale gives under 30 dB in every batch.
+# Two implementations that order sums differently, or divide where the other multiplies by an inverse, agree
+# to 2**-22 (over 100 dB), until one value rounds to the other FP8 neighbour: its 1/8 spreads through the
+# layers after it, to 25 dB at worst. That happens in a part of the batches, so the median has to be high. A
+# wrong scale gives under 30 dB in every batch.
 MEDIAN_DB, WORST_DB = 60.0, 14.0
 E4M3 = OCP[0]
 class Logits(nn.Module):
@@ -42,7 +44,13 @@ class Logits(nn.Module):
 
 
 def llama(**changes: Any) -> Any:
-    sizes = dict(vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=1, max_position_embeddings=64)
+    sizes = dict(
+        vocab_size=WORDS,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        max_position_embeddings=64,
+    )
     heads = dict(num_attention_heads=4, num_key_value_heads=4, use_cache=False, attn_implementation="eager")
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **heads, **changes}))
 
@@ -51,7 +59,9 @@ def batch(seed: int) -> Tensor:
     return torch.randint(WORDS, (1, 12), generator=torch.Generator().manual_seed(100 + seed))
 
 
-def exported(recipe: str, path: Path, format: str | None = None, **options: Any) -> tuple[Any, Any, fp8compile.Exported]:
+def exported(
+    recipe: str, path: Path, format: str | None = None, **options: Any
+) -> tuple[Any, Any, fp8compile.Exported]:
     """A trained Llama: the module, its compiled wrapper, and the export."""
     model = llama()
     compiled = trained(Logits(model), 3, recipe, **options)
@@ -71,7 +81,11 @@ def assert_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 def loaded(path: Path) -> nn.Module:
-    return Logits(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"))
+    return Logits(
+        transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
+    )
 
 
 @pytest.mark.slow
@@ -89,9 +103,11 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
 @pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
-    """And by a server in eager. With `delayed`, training reads the same scales; evaluation has current ones."""
+    """And by a server in eager. With `delayed`, training reads the same scales; evaluation has current
+    ones."""
     pytest.importorskip("compressed_tensors")
-    options = {"power_of_2_scale": False} if recipe == "blockwise" else {}  # compressed-tensors rounds no scales of inputs
+    # compressed-tensors rounds no scales of inputs
+    options = {"power_of_2_scale": False} if recipe == "blockwise" else {}
     model, compiled, made = exported(recipe, tmp_path / "out", "compressed-tensors", **options)
     theirs = loaded(made.directory)
     held = dict(theirs.inner.named_parameters())
@@ -107,8 +123,9 @@ def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.weekly
 def test_mxfp8_loaded_with_compressed_tensors_in_bf16(tmp_path: Path) -> None:
-    """As it is. Sums that are rounded to bf16 differ in a bit now and then, and so do FP8 values after them: about 40 dB.
-    Inputs that are not quantized give 28 dB. Scales of `rowwise` are rounded to bf16; a wrong layer is at 0 dB."""
+    """As it is. Sums that are rounded to bf16 differ in a bit now and then, and so do FP8 values after them:
+    about 40 dB. Inputs that are not quantized give 28 dB. Scales of `rowwise` are rounded to bf16; a wrong
+    layer is at 0 dB."""
     pytest.importorskip("compressed_tensors")
     model = llama().bfloat16()
     policy = {"rules": [{"module": "*mlp*", "recipe": "rowwise"}]}
@@ -145,7 +162,8 @@ def test_loaded_with_fine_grained_fp8(tmp_path: Path) -> None:
 
 
 def test_which_layers_transformers_converts(tmp_path: Path) -> None:
-    """Under its rules for names, the exported layers and no others become FP8, also where one name is the end of another."""
+    """Under its rules for names, the exported layers and no others become FP8, also where one name is the end
+    of another."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     from tests.features.export.small import Small

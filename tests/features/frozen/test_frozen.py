@@ -1,4 +1,5 @@
-"""`frozen="fp8"`: weights that do not train are kept in FP8 only. To the bit, the training is the one without it."""
+"""`frozen="fp8"`: weights that do not train are kept in FP8 only. To the bit, the training is the one without
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tests.support.harness import ALL_FP8, grads_of, load_scaling, noise, scalin
 from tests.support.models import Checkpointed, Lora, Stack
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
-needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+needs_description = pytest.mark.skipif(
+    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
+)
 BF16 = torch.bfloat16
 
 
@@ -54,13 +57,17 @@ def batch(step: int, dtype: torch.dtype = BF16) -> Tensor:
     return noise(48, 128, seed=step, dtype=dtype)
 
 
-def compiled(model: nn.Module, recipe: str = "tensorwise", frozen: str = "fp8", **options: Any) -> Callable[..., Tensor]:
+def compiled(
+    model: nn.Module, recipe: str = "tensorwise", frozen: str = "fp8", **options: Any
+) -> Callable[..., Tensor]:
     recipe, _, tiles = recipe.partition(", ")
     given = {"policy": ALL_FP8, "recipe": recipe, "weight_tiles": bool(tiles), "frozen": frozen, **options}
     return torch.compile(model, backend="fp8", options=given)
 
 
-def trained(model: nn.Module, call: Callable[..., Tensor], steps: int = 3, autocast: bool = False) -> list[Tensor]:
+def trained(
+    model: nn.Module, call: Callable[..., Tensor], steps: int = 3, autocast: bool = False
+) -> list[Tensor]:
     """Outputs and gradients of each step, and the trained parameters after them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # is given the frozen weights, too
     found: list[Tensor] = []
@@ -80,7 +87,11 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def bases(model: nn.Module) -> dict[str, Any]:
-    return {name: p for name, p in model.named_parameters() if name.endswith(("base.weight", "up.weight", "down.weight"))}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if name.endswith(("base.weight", "up.weight", "down.weight"))
+    }
 
 
 def stored(model: nn.Module) -> set[bool]:
@@ -97,7 +108,9 @@ def stored(model: nn.Module) -> set[bool]:
     ],
 )
 @pytest.mark.compat
-def test_the_training_is_the_one_without_it(build: Callable[[], nn.Module], recipe: str, dtype: torch.dtype) -> None:
+def test_the_training_is_the_one_without_it(
+    build: Callable[[], nn.Module], recipe: str, dtype: torch.dtype
+) -> None:
     """tests/equivalence has more training loops."""
     found = {}
     for frozen in ("high_precision", "fp8"):
@@ -111,13 +124,16 @@ def test_the_training_is_the_one_without_it(build: Callable[[], nn.Module], reci
     for name, p in bases(model).items():  # E4M3 has 3 bits of mantissa
         assert (p.dequantized() - before[name]).abs().max() <= before[name].abs().max() / 16
     records = fp8compile.report(model).graphs[-1].frozen
-    assert [(x.parameter, x.bytes, x.reason) for x in records] == [(name, p.nbytes, "") for name, p in bases(model).items()]
+    assert [(x.parameter, x.bytes, x.reason) for x in records] == [
+        (name, p.nbytes, "") for name, p in bases(model).items()
+    ]
 
 
 @pytest.mark.slow
 def test_blocks_that_are_compiled_one_by_one() -> None:
-    """What one block says holds for all that are compiled: more blocks than Dynamo compiles code for, and two pieces of code,
-    as without the option (the first block's input needs no gradient). A block that stays eager keeps its weights."""
+    """What one block says holds for all that are compiled: more blocks than Dynamo compiles code for, and two
+    pieces of code, as without the option (the first block's input needs no gradient). A block that stays
+    eager keeps its weights."""
     found = {}
     for frozen in ("high_precision", "fp8"):
         torch._dynamo.reset()
@@ -134,8 +150,8 @@ def test_blocks_that_are_compiled_one_by_one() -> None:
 @pytest.mark.slow
 @pytest.mark.compat
 def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCaptureFixture) -> None:
-    """So the model never takes more than before. An optimizer that was given the frozen weights holds them, and a warning says
-    so."""
+    """So the model never takes more than before. An optimizer that was given the frozen weights holds them,
+    and a warning says so."""
     gc.disable()
     try:
         with hooks.weights_kept_in_fp8() as alive, caplog.at_level(logging.WARNING, "fp8compile"):
@@ -172,7 +188,8 @@ def static(frozen: str) -> tuple[fake_gpu.Step, nn.Module]:
 @pytest.mark.compiled
 @needs_description
 def test_no_kernel_reads_a_frozen_weight_in_high_precision() -> None:
-    """The step gets it in one byte an element, keeps no other copy of it, and moves 2 bytes an element for dgrad's layout."""
+    """The step gets it in one byte an element, keeps no other copy of it, and moves 2 bytes an element for
+    dgrad's layout."""
     before, _ = static("high_precision")
     step, model = static("fp8")
     assert {hooks.frozen(p) for p in model.parameters() if p.dim() == 2 and not p.requires_grad} == {True}
@@ -182,8 +199,10 @@ def test_no_kernel_reads_a_frozen_weight_in_high_precision() -> None:
         assert found == [torch.float8_e4m3fn] * 2, "a weight, and no transposed copy of it"
         assert not any(x.dtype in (BF16, torch.float32) and x.shape in sizes for x in graph.inputs.values())
     elements = 2 * 1024 * 2048
-    assert before.bytes_outside_matmuls - step.bytes_outside_matmuls >= 2 * elements  # of 4 or more: read, and written twice
-    assert step.kept_for_backward <= before.kept_for_backward - elements + 200_000  # views of small weights count
+    # of 4 or more: read, and written twice
+    assert before.bytes_outside_matmuls - step.bytes_outside_matmuls >= 2 * elements
+    # views of small weights count
+    assert step.kept_for_backward <= before.kept_for_backward - elements + 200_000
     assert step.flops == before.flops and len(step.kernels) <= len(before.kernels)
     copies = [x for x in step.kernels if x.matmul is None and x.bytes == 2 * 1024 * 2048]
     assert len(copies) == 2 and all(x.fqn.endswith("base") for x in copies)
@@ -250,7 +269,11 @@ def test_eager_copies_and_files() -> None:
         assert torch.equal(x2.grad, x.grad)  # type: ignore[arg-type]
     assert stored(copy.deepcopy(model)) == {True} and stored(_reloaded(model)) == {False}
     weight = next(iter(bases(model).values()))
-    assert repr(weight).startswith("FrozenWeight((256, 128)") and weight.is_leaf and isinstance(weight, nn.Parameter)
+    assert (
+        repr(weight).startswith("FrozenWeight((256, 128)")
+        and weight.is_leaf
+        and isinstance(weight, nn.Parameter)
+    )
     assert type(weight.float()) is type(weight.to(BF16)) is type(weight.t()) is type(weight + 0) is Tensor
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -325,7 +348,9 @@ def test_thawed_weights_train() -> None:
         p.requires_grad_()
     call = compiled(model)
     call(batch(0)).float().square().mean().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in bases(model).values()) and stored(model) == {False}
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in bases(model).values()) and stored(
+        model
+    ) == {False}
     assert not fp8compile.report(model).graphs[-1].frozen
 
 
@@ -365,7 +390,13 @@ class Odd(nn.Module):
         return self.head(x)
 
 
-POLICY = {"rules": [{"module": "off", "fp8": "off"}, {"module": "small", "frozen": "high_precision"}, *ALL_FP8["rules"]]}
+POLICY = {
+    "rules": [
+        {"module": "off", "fp8": "off"},
+        {"module": "small", "frozen": "high_precision"},
+        *ALL_FP8["rules"],
+    ]
+}
 
 
 def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -383,7 +414,9 @@ def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture
         "read.weight": "read by aten.sum",
         "off.weight": "policy: rule 1",
     }
-    assert "frozen weights in FP8 only: 1 of 4, 0.01639 MB instead of 0.06554" in str(fp8compile.report(model))
+    assert "frozen weights in FP8 only: 1 of 4, 0.01639 MB instead of 0.06554" in str(
+        fp8compile.report(model)
+    )
     said = [record.getMessage() for record in caplog.records if "kept in FP8 only" in record.getMessage()]
     assert len(said) == 1 and "1 frozen weights are kept" in said[0]
     alive = weakref.ref(model.read)
@@ -393,12 +426,15 @@ def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture
 
 
 def test_a_graph_that_casts_otherwise_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """Another compilation, whose recipe has other scales, gets the values that are left, and a warning; with strict, an
-    error."""
+    """Another compilation, whose recipe has other scales, gets the values that are left, and a warning; with
+    strict, an error."""
     model, _ = converted()
     with caplog.at_level(logging.WARNING, "fp8compile"):
         compiled(model, "blockwise")(batch(0)).float().mean().backward()
-    assert any("cast with other blocks: it has FP8-rounded values" in record.getMessage() for record in caplog.records)
+    assert any(
+        "cast with other blocks: it has FP8-rounded values" in record.getMessage()
+        for record in caplog.records
+    )
     with pytest.raises(StrictError, match="kept in FP8 only"):
         compiled(model, "blockwise", strict=True)(batch(0))
 
@@ -421,7 +457,9 @@ def test_statistics_know_its_scales() -> None:
     """Also before and after a measured call, whose errors of inputs and gradients are as ever."""
     model, call = converted("delayed")
     for measured in (False, True):
-        found = [row for row in fp8compile.stats(model, measure=not measured).rows() if row["name"] in bases(model)]
+        found = [
+            row for row in fp8compile.stats(model, measure=not measured).rows() if row["name"] in bases(model)
+        ]
         rows = {row["name"]: row for row in found if row["role"] == "weight"}
         assert rows.keys() == bases(model).keys() and len(found) > 2 * len(rows)
         for name, p in bases(model).items():
@@ -436,7 +474,8 @@ def test_statistics_know_its_scales() -> None:
 
 @pytest.mark.slow
 def test_scaling_state_goes_on() -> None:
-    """The state of inputs and gradients belongs to the weight: it follows, also if it was loaded before the first call."""
+    """The state of inputs and gradients belongs to the weight: it follows, also if it was loaded before the
+    first call."""
     model, call = converted("delayed")
     saved = {"model": copy.deepcopy(model.state_dict()), "scaling": scaling_tensors(model)}
     assert "1.base.weight.input.0" in saved["scaling"]
@@ -454,7 +493,8 @@ def test_explain_and_compare_change_nothing() -> None:
     options = {"policy": ALL_FP8, "frozen": "fp8"}
     with hooks.frozen_values() as copies:
         found = fp8compile.explain(model, batch(0), options=options)
-    assert len(copies) == 2 and len({copy.data_ptr() for copy in copies}) == 1  # explaining takes the memory of one weight
+    # explaining takes the memory of one weight
+    assert len(copies) == 2 and len({copy.data_ptr() for copy in copies}) == 1
     assert [x.reason for x in found.graphs[-1].frozen] == [""] * 2
     assert all(p is before[name] for name, p in model.named_parameters())
     fp8compile.compare(model, batch(0), options=options, loss=lambda out: out.float().square().mean())
@@ -471,6 +511,8 @@ def test_an_export_is_the_one_without_it(tmp_path: Any) -> None:
         trained(model, compiled(model, "blockwise", frozen))
         fp8compile.export(model, tmp_path / frozen)
         found.append(safetensors.load_file(tmp_path / frozen / "model.safetensors"))
-    assert found[0].keys() == found[1].keys() and any(x.dtype == torch.float8_e4m3fn for x in found[0].values())
+    assert found[0].keys() == found[1].keys() and any(
+        x.dtype == torch.float8_e4m3fn for x in found[0].values()
+    )
     for name, x in found[0].items():
         assert torch.equal(x.float(), found[1][name].float()), name

@@ -1,5 +1,5 @@
-"""`fp8_all_gather`: what it refuses, what ranks agree on, what is reported and measured. (test_equivalence_on_ranks.py trains
-with it and without.)"""
+"""`fp8_all_gather`: what it refuses, what ranks agree on, what is reported and measured.
+(test_equivalence_on_ranks.py trains with it and without.)"""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from tests.support.processes import on_ranks
 UP_OFF = {"policy": {"rules": [{"module": "up", "fp8": "off"}]}}
 
 
-def sharded(options: dict[str, Any] | None = None, gather: bool = True, model: str = "mlps", **how: Any) -> Net:
+def sharded(
+    options: dict[str, Any] | None = None, gather: bool = True, model: str = "mlps", **how: Any
+) -> Net:
     """A model whose blocks are compiled and sharded, gathered in bf16 or FP8."""
     torch._dynamo.reset()
     net: Any = build(model)
@@ -55,7 +57,11 @@ def step(model: nn.Module, number: int, rank: int, width: int = 128) -> None:
 
 def _disagreeing(rank: int, mesh: tuple[int, ...]) -> dict[str, tuple[str, str]]:
     """The first rank keeps one weight of each block in high precision, and the others do not."""
-    how = {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))} if len(mesh) > 1 else {}
+    how = (
+        {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))}
+        if len(mesh) > 1
+        else {}
+    )
     model = sharded(UP_OFF if rank == 0 else {}, **how)
     for i in range(4):
         step(model, i, rank)
@@ -68,7 +74,11 @@ def test_ranks_that_decide_differently_gather_the_same(mesh: tuple[int, ...]) ->
     for rank, said in enumerate(on_ranks(2 * len(mesh), _disagreeing, mesh)):
         dtype, reason = said["blocks.0.up.weight"]
         assert (dtype == "e4m3") is (rank >= 2)
-        assert reason.startswith("policy") if rank == 0 else reason == ("other ranks keep it" if rank == 1 else "")
+        assert (
+            reason.startswith("policy")
+            if rank == 0
+            else reason == ("other ranks keep it" if rank == 1 else "")
+        )
         assert said["blocks.0.down.weight"] == ("e4m3", "")
 
 
@@ -95,7 +105,10 @@ def _never(rank: int) -> list[str]:
     local = extended.blocks[1].up.weight._local_tensor
     local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *_: None
     offload = CPUOffloadPolicy(pin_memory=False)
-    attempts: list[Callable[[], Any]] = [lambda: fp8_all_gather(Net()), lambda: sharded(offload_policy=offload)]
+    attempts: list[Callable[[], Any]] = [
+        lambda: fp8_all_gather(Net()),
+        lambda: sharded(offload_policy=offload),
+    ]
     attempts += [lambda: sharded(reshard_after_forward=2), lambda: fp8_all_gather(extended)]
     return [*map(error_of, attempts)]
 
@@ -105,7 +118,10 @@ def test_what_can_never_be_gathered_is_refused_with_the_fix() -> None:
     for plain, offload, number, extension in on_ranks(4, _never):
         assert "nothing of this Net is sharded: call fully_shard(model) first" in plain
         assert "blocks.0.up.weight is offloaded to the CPU: fully_shard without CPUOffloadPolicy" in offload
-        assert "blocks.0.up.weight is resharded to fewer ranks after forward: use reshard_after_forward=True" in number
+        assert (
+            "blocks.0.up.weight is resharded to fewer ranks after forward: use reshard_after_forward=True"
+            in number
+        )
         assert "blocks.1.up.weight has an all-gather extension already" in extension
 
 
@@ -138,7 +154,10 @@ def _refused(rank: int) -> dict[str, str]:
     # a schedule that never leaves high precision is no reason to complain; a policy without FP8 is one
     for policy in ({"schedule": {"warmup_steps": 100}}, {"rules": [{"module": "blocks.*", "fp8": "off"}]}):
         model = sharded({"policy": policy, "strict": True})
-        attempt("schedule" if "schedule" in policy else "off", lambda model=model: [step(model, i, rank) for i in range(4)])
+        attempt(
+            "schedule" if "schedule" in policy else "off",
+            lambda model=model: [step(model, i, rank) for i in range(4)],
+        )
     return said
 
 
@@ -146,7 +165,10 @@ def _refused(rank: int) -> dict[str, str]:
 def test_what_graphs_say_is_told() -> None:
     for said in on_ranks(2, _refused):
         assert said["shared, strict=False"] == "nothing"
-        assert "up.weight is gathered in high precision: beside FP8 matmuls, it is read by" in said["shared, strict=True"]
+        assert (
+            "up.weight is gathered in high precision: beside FP8 matmuls, it is read by"
+            in said["shared, strict=True"]
+        )
         assert "'up.weight': ('float32', 'read by aten.pow" in said["report, strict=False"]
         assert "'down.weight': ('e4m3', '')" in said["report, strict=False"]
         assert said["eager, strict=False"] == "nothing"
@@ -158,7 +180,8 @@ def test_what_graphs_say_is_told() -> None:
 
 # --- statistics, and what a step asks of the device -----------------------------------------------------
 
-WAITS = ("_local_scalar_dense", "nonzero", "index_put_", "lift_fresh", "item")  # or copy from the host to the device
+# or copy from the host to the device
+WAITS = ("_local_scalar_dense", "nonzero", "index_put_", "lift_fresh", "item")
 
 
 class Seen(TorchDispatchMode):
@@ -191,10 +214,12 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in row.items() if isinstance(value, float)}
 
 
-@pytest.mark.parametrize(("ranks", "recipe"), [(2, "tensorwise"), pytest.param(1, "blockwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "recipe"), [(2, "tensorwise"), pytest.param(1, "blockwise", marks=pytest.mark.slow)]
+)
 def test_statistics(ranks: int, recipe: str) -> None:
-    """A weight has the rows that it has without it. What is measured is of the rank's own rows; amax and scale are those of the
-    whole weight, and of the last forward. No step asks the device for anything."""
+    """A weight has the rows that it has without it. What is measured is of the rank's own rows; amax and
+    scale are those of the whole weight, and of the last forward. No step asks the device for anything."""
     for plain, ours, later, amax, asked in on_ranks(ranks, _statistics, recipe):
         named = ("name", "role", "use", "layout", "recipe", "format")
         assert [[row[key] for key in named] for row in ours] == [[row[key] for key in named] for row in plain]
@@ -202,11 +227,15 @@ def test_statistics(ranks: int, recipe: str) -> None:
             if got["role"] != "weight" or ranks == 1:
                 assert numbers(got) == pytest.approx(numbers(expected), rel=1e-12) and got["sqnr"]
             else:
-                assert got["sqnr"] == pytest.approx(expected["sqnr"], abs=1) and got["sqnr"] != expected["sqnr"]
+                assert (
+                    got["sqnr"] == pytest.approx(expected["sqnr"], abs=1) and got["sqnr"] != expected["sqnr"]
+                )
                 if recipe == "tensorwise":
                     assert all(got[key] == expected[key] for key in ("scale", "scale_inv", "scale_inv_min"))
         if recipe == "tensorwise":
-            (first,) = (row for row in later if row["name"] == "blocks.0.up.weight" and row["role"] == "weight")
+            (first,) = (
+                row for row in later if row["name"] == "blocks.0.up.weight" and row["role"] == "weight"
+            )
             assert first["amax"] == amax and first["scale"] * amax == pytest.approx(448 / 2)
         assert "stack" in asked and not set(asked) & set(WAITS)
 

@@ -1,4 +1,5 @@
-"""Matmuls of one input as one matmul (`features.merge.merge`): which are merged, and that they are as exact as apart.
+"""Matmuls of one input as one matmul (`features.merge.merge`): which are merged, and that they are as exact
+as apart.
 
 (tests/equivalence has the training loops.)"""
 
@@ -20,7 +21,9 @@ from tests.support.harness import ALL_FP8, grads_of, histories, noise, sqnr
 from tests.support.models import Checkpointed, LlamaLayer, NormalHeads, make
 
 pytestmark = pytest.mark.shares_graphs
-needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+needs_description = pytest.mark.skipif(
+    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
+)
 BF16 = torch.bfloat16
 
 
@@ -41,7 +44,9 @@ class Three(nn.Module):
         return self.mixed(self.q(h), self.k(h), self.v(h))
 
 
-def run(model: nn.Module, merge: bool | str, recipe: str = "tensorwise", **options: Any) -> Callable[[Tensor], Tensor]:
+def run(
+    model: nn.Module, merge: bool | str, recipe: str = "tensorwise", **options: Any
+) -> Callable[[Tensor], Tensor]:
     given = {"policy": ALL_FP8, "recipe": recipe, "merge_matmuls": merge, **options}
     return torch.compile(model, backend="fp8", options=given)
 
@@ -71,9 +76,12 @@ ALL_THREE = {f"{gemm} of q k v" for gemm in ("fprop", "dgrad", "wgrad")}
 
 
 @pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize(("recipe", "bias", "dtype"), [("delayed", True, torch.float32), ("tensorwise", False, BF16)])
+@pytest.mark.parametrize(
+    ("recipe", "bias", "dtype"), [("delayed", True, torch.float32), ("tensorwise", False, BF16)]
+)
 def test_as_exact_as_apart(recipe: str, bias: bool, dtype: torch.dtype) -> None:
-    """Each output and each gradient is as near to high precision as without merging, and every layer keeps its own history."""
+    """Each output and each gradient is as near to high precision as without merging, and every layer keeps
+    its own history."""
     results, states = [], []
     plain = make(lambda: Three(bias), dtype)
     results.append(trained(plain, plain))
@@ -87,7 +95,9 @@ def test_as_exact_as_apart(recipe: str, bias: bool, dtype: torch.dtype) -> None:
             assert sqnr(expected, together[name]) >= min(sqnr(expected, apart[name]), 60) - 1.5, name
     assert states[0].keys() == states[1].keys()
     for key, (amaxes, _) in states[0].items():
-        torch.testing.assert_close(torch.tensor(states[1][key][0]), torch.tensor(amaxes), rtol=0.15, atol=0, msg=str(key))
+        torch.testing.assert_close(
+            torch.tensor(states[1][key][0]), torch.tensor(amaxes), rtol=0.15, atol=0, msg=str(key)
+        )
 
 
 def test_one_scale_covers_the_largest() -> None:
@@ -114,7 +124,8 @@ class Returned(Three):
 
 
 class Unused(Three):
-    """v takes no part in the step. Its gradient is no part of the sum, so the others are merged without it."""
+    """v takes no part in the step. Its gradient is no part of the sum, so the others are merged without
+    it."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -185,7 +196,7 @@ def test_what_depends_on_each_other_stays_apart() -> None:
     assert not apart(two, one, behind) and not apart(one, next(iter(one.users)))
 
 
-# -- for a GPU ---------------------------------------------------------------------------------------------------------
+# -- for a GPU -----------------------------------------------------------------------------------------------
 
 
 def on_a_gpu(build: Callable[[], nn.Module]) -> tuple[fake_gpu.Step, fake_gpu.Step]:
@@ -193,7 +204,9 @@ def on_a_gpu(build: Callable[[], nn.Module]) -> tuple[fake_gpu.Step, fake_gpu.St
     found = []
     for merge in (False, True):
         torch._dynamo.reset()
-        call = torch.compile(unallocated(build, BF16), backend="fp8", options={"policy": ALL_FP8, "merge_matmuls": merge})
+        call = torch.compile(
+            unallocated(build, BF16), backend="fp8", options={"policy": ALL_FP8, "merge_matmuls": merge}
+        )
         x = torch.empty((1, 2048, 1024), dtype=BF16, requires_grad=True)
         found.append(fake_gpu.trace(lambda call=call, x=x: call(x).sum().backward()))
     return found[0], found[1]
@@ -208,7 +221,9 @@ def test_copies_are_written_where_they_belong() -> None:
     assert together.bytes_outside_matmuls <= apart.bytes_outside_matmuls
     assert together.kept_for_backward <= apart.kept_for_backward
     assert len(together.kernels) <= len(apart.kernels) - 8
-    assert not any("cat" in line for graph in together.graphs for line in graph.code.splitlines() if "def triton" in line)
+    assert not any(
+        "cat" in line for graph in together.graphs for line in graph.code.splitlines() if "def triton" in line
+    )
 
 
 @pytest.mark.weekly

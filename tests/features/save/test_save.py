@@ -1,5 +1,5 @@
-"""`save="fp8"`: what forward keeps for backward in FP8, each gradient is as exact. (tests/equivalence: outputs and
-state are those without it, bitwise.)"""
+"""`save="fp8"`: what forward keeps for backward in FP8, each gradient is as exact. (tests/equivalence:
+outputs and state are those without it, bitwise.)"""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from tests.support.models import Checkpointed, LlamaLayer, Mlp, Stack, SwiGlu, m
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 for_a_gpu = pytest.mark.compiled  # nothing is interpreted
-needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+needs_description = pytest.mark.skipif(
+    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
+)
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
@@ -88,7 +90,9 @@ class Twins:
     def __init__(self, model: nn.Module, **options: Any):
         self.models = [model, copy.deepcopy(model)]
         how = {"policy": ALL_FP8, **options}
-        self.compiled = [compiled(x, save=kind, **how) for x, kind in zip(self.models, ("auto", "fp8"), strict=True)]
+        self.compiled = [
+            compiled(x, save=kind, **how) for x, kind in zip(self.models, ("auto", "fp8"), strict=True)
+        ]
 
     def __call__(self, x: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
         """(output, the input as a leaf) of each; outputs are bitwise equal."""
@@ -98,11 +102,14 @@ class Twins:
         return [(out, [given]) for out, given in zip(outputs, leaves, strict=True)]
 
     def backward(self, *made: list[tuple[Tensor, list[Tensor]]]) -> None:
-        """Run the backwards of such calls. Gradients are those of the other twin, but for roundings to FP8."""
+        """Run the backwards of such calls. Gradients are those of the other twin, but for roundings to
+        FP8."""
         for calls in made:
             for out, _ in calls:
                 (out * aim(out)).mean().backward()
-        both = [grads_of(model, [x for calls in made for x in calls[i][1]]) for i, model in enumerate(self.models)]
+        both = [
+            grads_of(model, [x for calls in made for x in calls[i][1]]) for i, model in enumerate(self.models)
+        ]
         assert_close(*both, 18.0, "a gradient")
         for model in self.models:
             model.zero_grad()
@@ -124,7 +131,8 @@ class Twins:
 
 
 def test_beside_a_checkpointed_layer_in_any_order() -> None:
-    """What a checkpoint recomputes is not kept. Two forwards come before their backwards, and an evaluation between."""
+    """What a checkpoint recomputes is not kept. Two forwards come before their backwards, and an evaluation
+    between."""
     twins = Twins(make(MODELS["half"]), merge_matmuls=True)
     for number in range(2):
         twins.backward(twins(noise(2, 24, 128, seed=number)))
@@ -153,7 +161,10 @@ def test_the_plan_for_a_gpu() -> None:
                 model.zero_grad()
                 out = run(x)
                 (out * aim(out)).mean().backward()
-                made |= {f"{key} {number}": tensor for key, tensor in {**grads_of(model, [x]), "out": out.detach()}.items()}
+                made |= {
+                    f"{key} {number}": tensor
+                    for key, tensor in {**grads_of(model, [x]), "out": out.detach()}.items()
+                }
         found.append(made)
     assert_close(*found, 24.0, "a gradient")
 
@@ -188,13 +199,17 @@ class Unkept(nn.Module):
             case "router":
                 return torch.softmax(y, -1)
             case "rotation":
-                return (y * torch.cos(torch.arange(128.0) * x.shape[1]).expand(y.shape).contiguous()) + y * x.cos().detach()
+                return (
+                    y * torch.cos(torch.arange(128.0) * x.shape[1]).expand(y.shape).contiguous()
+                ) + y * x.cos().detach()
             case "input":
                 return x * x
         return y * y
 
 
-UNKEPT = "softmax,largest,output,view of an output,phase,bounds,matmul,attention,input,router,rotation".split(",")
+UNKEPT = "softmax,largest,output,view of an output,phase,bounds,matmul,attention,input,router,rotation".split(
+    ","
+)
 
 
 class Several(nn.ModuleDict):
@@ -232,7 +247,9 @@ def test_a_copy_that_a_matmul_made_is_kept(recipe: str) -> None:
     for number in range(2):
         twins.backward(twins(noise(4, 32, 128, seed=number)))
     ours, theirs = 128 * 256 + 4 * 128 * 2, 128 * 256 + 4
-    assert sorted(record.bytes for record in twins.kept()) == sorted([ours, ours if recipe == "rowwise" else theirs])
+    assert sorted(record.bytes for record in twins.kept()) == sorted(
+        [ours, ours if recipe == "rowwise" else theirs]
+    )
 
 
 def test_what_is_kept_and_reported() -> None:
@@ -249,7 +266,10 @@ def test_what_is_kept_and_reported() -> None:
     ]
     assert sum(x.dtype == FP8 and x.shape == (192, 256) for x in saved) == 2
     assert not any(x.dtype == torch.float32 and x.shape == (192, 256) for x in saved)
-    assert "kept for backward in FP8" in str(report) and report.to_dict()["graphs"][0]["kept"][0]["module"] == "gate"
+    assert (
+        "kept for backward in FP8" in str(report)
+        and report.to_dict()["graphs"][0]["kept"][0]["module"] == "gate"
+    )
     assert "kept for backward in FP8" in report.to_html()
 
 
@@ -286,7 +306,7 @@ def test_refused_with_a_partitioner_of_the_users_own_and_as_another_format() -> 
         compiled(nn.Linear(128, 128), save="fp4")(noise(8, 128))
 
 
-# -- tensors of which backward reads parts: results of merged matmuls, and what a model splits ----------------------------
+# -- tensors of which backward reads parts: results of merged matmuls, and what a model splits ---------------
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gate and up", BF16), ("chunked", torch.float32)])
@@ -304,7 +324,9 @@ def test_each_part_gets_a_copy_and_the_whole_is_free(name: str, dtype: torch.dty
     with saving(alive):
         twins.compiled[1](leaf(noise(2, 48, 128, dtype=dtype)))
     assert sum(x.dtype == FP8 and x._base is None and x.shape == (96, x.shape[-1]) for x in alive) >= 2
-    assert not any(x.dtype == dtype and x.untyped_storage().nbytes() >= 2 * 96 * 128 * x.itemsize for x in alive)
+    assert not any(
+        x.dtype == dtype and x.untyped_storage().nbytes() >= 2 * 96 * 128 * x.itemsize for x in alive
+    )
 
 
 def test_parts_that_128_does_not_divide() -> None:
@@ -330,7 +352,9 @@ def test_bytes_kept_on_a_gpu() -> None:
         return step(backend="fp8", options={"policy": ALL_FP8, "save": save, "merge_matmuls": merge})
 
     bf16, auto, apart, together = step(), ours("auto", True), ours("fp8", False), ours("fp8", True)
-    assert together.kept_for_backward <= 1.001 * apart.kept_for_backward <= 1.001 * 0.62 * bf16.kept_for_backward
+    assert (
+        together.kept_for_backward <= 1.001 * apart.kept_for_backward <= 1.001 * 0.62 * bf16.kept_for_backward
+    )
     assert together.kept_for_backward < 0.85 * auto.kept_for_backward
     assert len(together.kernels) <= len(auto.kernels) + 2
     assert together.bytes_outside_matmuls <= 1.05 * auto.bytes_outside_matmuls

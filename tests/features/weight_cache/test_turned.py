@@ -1,5 +1,5 @@
-"""`cache_weights` with `recast_weights=True`: one FP8 copy of a weight is kept between calls, where both layouts share scales.
-Backward transposes it. (tests/equivalence: the bits are those of two copies.)"""
+"""`cache_weights` with `recast_weights=True`: one FP8 copy of a weight is kept between calls, where both
+layouts share scales. Backward transposes it. (tests/equivalence: the bits are those of two copies.)"""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, noise
 from tests.support.models import LlamaLayer, Moe, SwiGlu, Uses, make
 
-needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+needs_description = pytest.mark.skipif(
+    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
+)
 BF16 = torch.bfloat16
 
 
@@ -28,7 +30,10 @@ class Turned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = nn.Parameter(torch.randn(128, 272) / 12), nn.Parameter(torch.randn(272, 128) / 12)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(128, 272) / 12),
+            nn.Parameter(torch.randn(272, 128) / 12),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * 1.5) @ self.up @ self.down
@@ -96,18 +101,29 @@ def test_layouts_with_scales_of_their_own_are_both_kept() -> None:
 
 @pytest.mark.slow
 def test_what_is_kept_otherwise() -> None:
-    """Of three slices of one parameter one is multiplied in both layouts by fprops, which no backward can transpose for. And
-    who keeps copies between calls, and does not say how many, keeps both."""
+    """Of three slices of one parameter one is multiplied in both layouts by fprops, which no backward can
+    transpose for. And who keeps copies between calls, and does not say how many, keeps both."""
     two, one = both(lambda: make(Uses), "tensorwise")
     assert 0 < one < two
-    auto, two, one = (kept(lambda: make(Uneven), recast, "tensorwise", device="h200") for recast in ("auto", False, True))
+    auto, two, one = (
+        kept(lambda: make(Uneven), recast, "tensorwise", device="h200") for recast in ("auto", False, True)
+    )
     assert auto == two > 1.5 * one > 0
 
 
-def static(build: Callable[[], nn.Module], recast: bool, recipe: str, **options: Any) -> tuple[fake_gpu.Step, int]:
+def static(
+    build: Callable[[], nn.Module], recast: bool, recipe: str, **options: Any
+) -> tuple[fake_gpu.Step, int]:
     torch._dynamo.reset()
     model = unallocated(build, BF16)
-    given = {"policy": ALL_FP8, "recipe": recipe, "device": "h100", "cache_weights": True, "recast_weights": recast, **options}
+    given = {
+        "policy": ALL_FP8,
+        "recipe": recipe,
+        "device": "h100",
+        "cache_weights": True,
+        "recast_weights": recast,
+        **options,
+    }
     call = torch.compile(model, backend="fp8", options=given)
     x = torch.empty((1, 2048, 1024), dtype=BF16, requires_grad=True)
     step = fake_gpu.trace(lambda: call(x).sum().backward(), catalog.find("h100").gpu)
@@ -126,7 +142,8 @@ def static(build: Callable[[], nn.Module], recast: bool, recipe: str, **options:
 def test_one_kernel_that_moves_2_bytes_an_element(
     build: Callable[[], nn.Module], recipe: str, options: dict[str, Any], count: int
 ) -> None:
-    """In backward, for each weight (for each group of merged ones). The casts write one byte a parameter less."""
+    """In backward, for each weight (for each group of merged ones). The casts write one byte a parameter
+    less."""
     (two, weights), (one, _) = (static(build, recast, recipe, **options) for recast in (False, True))
 
     def sizes(step: fake_gpu.Step) -> tuple[int, int]:
@@ -139,5 +156,9 @@ def test_one_kernel_that_moves_2_bytes_an_element(
     assert one.kept_for_backward == two.kept_for_backward and one.flops == two.flops
     assert len(one.kernels) - len(two.kernels) == count
     backward = next(graph for graph in one.graphs if graph.backward)
-    copies = [x for name, x in backward.inputs.items() if x.dtype == torch.float8_e4m3fn and name.startswith("primals")]
+    copies = [
+        x
+        for name, x in backward.inputs.items()
+        if x.dtype == torch.float8_e4m3fn and name.startswith("primals")
+    ]
     assert len(copies) == count and any(x.matmul is not None for x in backward.kernels)

@@ -1,4 +1,5 @@
-"""`cache_weights`: FP8 copies of weights serve until the weights change, bitwise as if they were cast in each call."""
+"""`cache_weights`: FP8 copies of weights serve until the weights change, bitwise as if they were cast in each
+call."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.support.harness import ALL_FP8, grads_of, noise
 from tests.support.models import Mlp, Uses, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
-needs_description = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
+needs_description = pytest.mark.skipif(
+    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
+)
 counted = hooks.weight_casts
 
 
@@ -46,7 +49,7 @@ def test_one_cast_a_step(build: Callable[[], nn.Module], recipe: str) -> None:
     assert len(casts) == 3 + 1 + 1
 
 
-# -- never stale -------------------------------------------------------------------------------------------------------
+# -- never stale ---------------------------------------------------------------------------------------------
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -58,7 +61,9 @@ class Clamped(torch.optim.SGD):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=1e-2)
-        self.register_step_post_hook(lambda *_: [p.data.clamp_(-0.05, 0.05) for p in model.parameters()] and None)
+        self.register_step_post_hook(
+            lambda *_: [p.data.clamp_(-0.05, 0.05) for p in model.parameters()] and None
+        )
 
 
 class EachInBackward:
@@ -104,7 +109,9 @@ def compiled_step(model: nn.Module) -> Several:
 
 
 def muon(model: nn.Module) -> Several:
-    matrices, others = ([p for p in model.parameters() if (p.ndim == 2) is matrix] for matrix in (True, False))
+    matrices, others = (
+        [p for p in model.parameters() if (p.ndim == 2) is matrix] for matrix in (True, False)
+    )
     return Several(model, torch.optim.Muon(matrices, lr=0.03).step, torch.optim.AdamW(others, lr=3e-3).step)
 
 
@@ -128,7 +135,9 @@ STEPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes warns at its import
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in ("muon", "torchao") else x for x in STEPPERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in ("muon", "torchao") else x for x in STEPPERS]
+)
 def test_every_kind_of_step_is_noticed(name: str) -> None:
     results = []
     for cache in (False, True):
@@ -142,7 +151,8 @@ def test_every_kind_of_step_is_noticed(name: str) -> None:
 
 
 class Ascending(torch.optim.Optimizer):
-    """As SAM: it moves the weights, calls the model there, and moves them again; by `.data`, which changes no version."""
+    """As SAM: it moves the weights, calls the model there, and moves them again; by `.data`, which changes no
+    version."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {})
@@ -232,9 +242,13 @@ def test_without_its_optimizer_a_weight_is_not_trusted() -> None:
 
 
 def test_another_optimizers_step_is_enough() -> None:
-    """Two models, two optimizers: a step of either casts anew. Weights that no optimizer has are cast in each call."""
+    """Two models, two optimizers: a step of either casts anew. Weights that no optimizer has are cast in each
+    call."""
     models = [mlp() for _ in range(2)]
-    calls = [compiled(models[0]), torch.compile(models[1], backend="fp8", options={"policy": ALL_FP8, "cache_weights": True})]
+    calls = [
+        compiled(models[0]),
+        torch.compile(models[1], backend="fp8", options={"policy": ALL_FP8, "cache_weights": True}),
+    ]
     optimizer = fused(models[0])
     trained(models[0], calls[0], optimizer, 1, 1)
     with counted() as casts:
@@ -296,7 +310,9 @@ def test_measured_calls_see_the_casts_of_weights() -> None:
         trained(model, call, optimizer, 1, 1)
         rows = fp8compile.stats(model).rows()
         found.append({(row["name"], row["role"], row["layout"]): row["sqnr"] for row in rows})
-    assert found[0] == found[1] and any(role == "weight" and value for (_, role, _), value in found[0].items())
+    assert found[0] == found[1] and any(
+        role == "weight" and value for (_, role, _), value in found[0].items()
+    )
 
 
 def test_where_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
@@ -351,7 +367,8 @@ class Penalty(Mlp):
 
 @pytest.mark.slow
 def test_a_product_of_two_weights() -> None:
-    """The first one is the input of a matmul, too: it is cast in the graph for that, with a history of its own."""
+    """The first one is the input of a matmul, too: it is cast in the graph for that, with a history of its
+    own."""
     results = []
     for cache in (False, True):
         model = make(lambda: Penalty(128, 256))
@@ -359,14 +376,15 @@ def test_a_product_of_two_weights() -> None:
     assert same(*results)
 
 
-# -- for a GPU ---------------------------------------------------------------------------------------------------------
+# -- for a GPU -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.compiled
 @needs_description
 def test_a_micro_batch_casts_no_weight() -> None:
-    """The graphs of forward and backward read no weight, and the casts are a graph of their own without a matmul."""
+    """The graphs of forward and backward read no weight, and the casts are a graph of their own without a
+    matmul."""
     model = unallocated(lambda: Mlp(1024, 2048, bias=False), BF16)
     found = {}
     for cache in (False, True):
@@ -376,7 +394,8 @@ def test_a_micro_batch_casts_no_weight() -> None:
     (casts,) = [graph for graph in found[True].graphs if not any(x.matmul is not None for x in graph.kernels)]
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     cast_bytes = sum(kernel.bytes for kernel in casts.kernels)
-    assert 4 * weights <= cast_bytes < 6.1 * weights  # read twice, for the amax and the cast, and written in two layouts
+    # read twice, for the amax and the cast, and written in two layouts
+    assert 4 * weights <= cast_bytes < 6.1 * weights
     micro = found[True].bytes_outside_matmuls - cast_bytes
     assert micro < found[False].bytes_outside_matmuls - 3.5 * weights
     assert found[True].kept_for_backward <= found[False].kept_for_backward

@@ -1,8 +1,8 @@
 """What tests reach inside of fp8compile, all in this folder.
 
-Tests enter by `torch.compile(model, backend="fp8")`, by public names, or by graphs as text. Where that does not show enough,
-they ask this folder: a change of the inside changes it, and no test. Nothing here is imported before it is used, so that tests
-of options and reports need no compiler.
+Tests enter by `torch.compile(model, backend="fp8")`, by public names, or by graphs as text. Where that does
+not show enough, they ask this folder: a change of the inside changes it, and no test. Nothing here is
+imported before it is used, so that tests of options and reports need no compiler.
 
 Three ways to run a graph without Inductor's code generation, which takes seconds a graph:
 

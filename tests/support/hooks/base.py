@@ -12,7 +12,8 @@ Patched = contextlib.AbstractContextManager[Any]
 
 @contextlib.contextmanager
 def noting(owner: Any, name: str, note: Callable[..., Any]) -> Iterator[list[Any]]:
-    """`note(result, *args, **kwargs)` of each call of `owner.name` inside; `self` is the first argument of a method."""
+    """`note(result, *args, **kwargs)` of each call of `owner.name` inside; `self` is the first argument of a
+    method."""
     found: list[Any] = []
     stock = getattr(owner, name)
 

@@ -18,7 +18,8 @@ class Enough(BaseException):
 
 @contextlib.contextmanager
 def cache_keys() -> Iterator[list[str]]:
-    """The keys that AOTAutograd's cache is asked for. Compilations end there, or at our passes: with `Enough`."""
+    """The keys that AOTAutograd's cache is asked for. Compilations end there, or at our passes: with
+    `Enough`."""
     from torch._functorch._aot_autograd import autograd_cache
 
     from fp8compile.runtime.halves import Halves
@@ -77,7 +78,7 @@ def forwards_of(parameter: Any) -> list[str]:
     return [str(known.forward) for known in forwards.of(parameter)]
 
 
-# -- other passes --------------------------------------------------------------------------------------------------------
+# -- other passes --------------------------------------------------------------------------------------------
 
 
 def saving_small_tensors(least: int = 0) -> Patched:
@@ -105,7 +106,10 @@ def generated() -> Iterator[tuple[list[Any], list[dict[str, Any]]]]:
         arguments.append(given)
         return launched(emit, function, grids, given, *constants, **how)
 
-    with mock.patch.object(launch.Launcher, "__call__", placed), mock.patch.object(compat.triton, "launch", call):
+    with (
+        mock.patch.object(launch.Launcher, "__call__", placed),
+        mock.patch.object(compat.triton, "launch", call),
+    ):
         yield kernels, arguments
 
 

@@ -33,15 +33,18 @@ def forget_trainings() -> None:
     from fp8compile import logs, process
     from fp8compile.runtime import optimizer_steps, probe
 
-    process.of(probe.Active).clear()  # measurements that were asked for, and whose models no collection has freed yet
-    optimizer_steps.STEPS.of.clear()  # optimizers that no collection has freed yet: a model that had none follows the others
+    # measurements that were asked for, and whose models no collection has freed yet
+    process.of(probe.Active).clear()
+    # optimizers that no collection has freed yet: a model that had none follows the others
+    optimizer_steps.STEPS.of.clear()
     process.of(logs.Said).clear()  # messages that are logged once a process
 
 
 @contextlib.contextmanager
 def strictly(shares: bool = False) -> Iterator[None]:
-    """Inside, random numbers are fixed, a fall back to eager is an error, AOTAutograd's cache is off (`FP8COMPILE_TEST_CACHE=1`
-    leaves it on), and Dynamo collects no garbage after each compilation. `shares`: code stays for many tests."""
+    """Inside, random numbers are fixed, a fall back to eager is an error, AOTAutograd's cache is off
+    (`FP8COMPILE_TEST_CACHE=1` leaves it on), and Dynamo collects no garbage after each compilation. `shares`:
+    code stays for many tests."""
     settings = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "run_gc_after_compile": False}
     if shares:
         settings |= {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000}
@@ -53,7 +56,7 @@ def strictly(shares: bool = False) -> Iterator[None]:
         yield
 
 
-# -- how graphs run ------------------------------------------------------------------------------------------------------
+# -- how graphs run ------------------------------------------------------------------------------------------
 
 
 def _inner(inner: Any) -> Patched:
@@ -85,7 +88,8 @@ def backend_with(**options: Any) -> Callable[..., Any]:
 
 
 def run_by(interpreter: Any) -> Patched:
-    """Inside, lowered graphs and cold calls are run by `interpreter(graph module)`, which has `env` and `boxed_run`."""
+    """Inside, lowered graphs and cold calls are run by `interpreter(graph module)`, which has `env` and
+    `boxed_run`."""
     from fp8compile.runtime import inner
 
     return mock.patch.object(inner, "Eager", interpreter)
@@ -99,7 +103,8 @@ def traced() -> Patched:
 
 
 def through(see: Callable[..., Any]) -> Patched:
-    """Inside, interpreted graphs have `see(call, operator, args, kwargs)` where each `call(operator, args, kwargs)` was."""
+    """Inside, interpreted graphs have `see(call, operator, args, kwargs)` where each `call(operator, args,
+    kwargs)` was."""
     from fp8compile.runtime.interpreter import Eager
 
     stock = Eager.call_function
@@ -125,7 +130,8 @@ def calls() -> Iterator[Counter]:
 
 @contextlib.contextmanager
 def sent(name: str) -> Iterator[list[tuple[torch.dtype, int]]]:
-    """The dtype and bytes of each tensor that interpreted graphs send by this collective of `_c10d_functional`."""
+    """The dtype and bytes of each tensor that interpreted graphs send by this collective of
+    `_c10d_functional`."""
     target, found = getattr(torch.ops._c10d_functional, name).default, list[tuple[torch.dtype, int]]()
 
     def see(call: Callable[..., Any], called: Any, args: tuple, kwargs: dict) -> Any:
@@ -139,14 +145,18 @@ def sent(name: str) -> Iterator[list[tuple[torch.dtype, int]]]:
 
 @contextlib.contextmanager
 def widely() -> Iterator[None]:
-    """Inside, interpreted graphs compute in float64, eagerly, and round each result once. So their bits depend
-    neither on the order of sums nor on approximations of functions, which differ between machines."""
+    """Inside, interpreted graphs compute in float64, eagerly, and round each result once. So their bits
+    depend neither on the order of sums nor on approximations of functions, which differ between machines."""
     from fp8compile.ir import products
 
     def see(call: Callable[..., Any], target: Any, args: tuple, kwargs: dict) -> Any:
         made = call(target, args, kwargs)
-        pure = getattr(target, "namespace", "") == "aten" and not any(a.alias_info for a in target._schema.arguments)
-        if not pure or not any(isinstance(x, torch.Tensor) and x.dtype in NARROW for x in tree_leaves((args, kwargs))):
+        pure = getattr(target, "namespace", "") == "aten" and not any(
+            a.alias_info for a in target._schema.arguments
+        )
+        if not pure or not any(
+            isinstance(x, torch.Tensor) and x.dtype in NARROW for x in tree_leaves((args, kwargs))
+        ):
             return made
         wide = call(target, *tree_map(_widened, (args, kwargs)))
         return tree_map(lambda x, y: y.to(x.dtype) if isinstance(x, torch.Tensor) else y, made, wide)
@@ -162,11 +172,12 @@ def _widened(x: Any) -> Any:
     return torch.float64 if x in NARROW else x
 
 
-# -- graphs --------------------------------------------------------------------------------------------------------------
+# -- graphs --------------------------------------------------------------------------------------------------
 
 
 def joint_graphs(note: Callable[[torch.fx.Graph], Any] = lambda graph: graph) -> Patched:
-    """The joint graphs that our passes make inside, or what `note` says of each before anything else changes it."""
+    """The joint graphs that our passes make inside, or what `note` says of each before anything else changes
+    it."""
     from fp8compile import compilation
 
     return noting(compilation, "run_joint", lambda done, joint: note(joint.graph))
@@ -174,7 +185,8 @@ def joint_graphs(note: Callable[[torch.fx.Graph], Any] = lambda graph: graph) ->
 
 @contextlib.contextmanager
 def halves() -> Iterator[list[tuple[torch.fx.GraphModule, bool]]]:
-    """The halves that the partitioner makes inside, before they are lowered, and whether each is a backward."""
+    """The halves that the partitioner makes inside, before they are lowered, and whether each is a
+    backward."""
     from fp8compile.backend import fp8
     from fp8compile.runtime.inner import Inner
 

@@ -13,9 +13,12 @@ from .base import Patched
 
 
 @contextlib.contextmanager
-def launching(tuned: Callable[..., Any], choose: Callable[[Any], Any] | None = None, **limits: int) -> Iterator[None]:
-    """Inside, graphs for a CPU get generated kernels: `tuned(function, configurations)` is launched, with the configuration
-    that `choose(group)` names, or with the default one. `limits`: other values of constants of `codegen.launch`."""
+def launching(
+    tuned: Callable[..., Any], choose: Callable[[Any], Any] | None = None, **limits: int
+) -> Iterator[None]:
+    """Inside, graphs for a CPU get generated kernels: `tuned(function, configurations)` is launched, with the
+    configuration that `choose(group)` names, or with the default one. `limits`: other values of constants of
+    `codegen.launch`."""
     from fp8compile.codegen import launch
 
     configurations = launch.configurations
@@ -29,14 +32,21 @@ def launching(tuned: Callable[..., Any], choose: Callable[[Any], Any] | None = N
 
 @contextlib.contextmanager
 def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
-    """`see(function, arguments, constants, contracts)` gets each launch that is written inside. `amd`: with an AMD GPU's
-    conversions."""
+    """`see(function, arguments, constants, contracts)` gets each launch that is written inside. `amd`: with
+    an AMD GPU's conversions."""
     from fp8compile import compat
     from fp8compile.codegen import kernel
 
     launch = compat.triton.launch
 
-    def noted(emit: Any, function: Any, grids: Any, arguments: dict[str, Any], constants: Any = None, contracts=False) -> Any:
+    def noted(
+        emit: Any,
+        function: Any,
+        grids: Any,
+        arguments: dict[str, Any],
+        constants: Any = None,
+        contracts=False,
+    ) -> Any:
         see(function, arguments, constants or {}, contracts)
         return launch(emit, function, grids, arguments, constants, contracts)
 
@@ -49,15 +59,17 @@ def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_for(gpu: Any, wrongly: bool | None = None) -> Iterator[None]:
-    """Inside, kernels are written as for this GPU. `wrongly`: whether Triton's own conversions to FP8 are taken to be wrong
-    there; None: whether they are."""
+    """Inside, kernels are written as for this GPU. `wrongly`: whether Triton's own conversions to FP8 are
+    taken to be wrong there; None: whether they are."""
     from fp8compile import compat
     from fp8compile.codegen import kernel
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(kernel, "gpu_of", lambda device: gpu))
         if wrongly is not None:
-            stack.enter_context(mock.patch.object(compat.triton, "converts_wrongly", lambda capability: wrongly))
+            stack.enter_context(
+                mock.patch.object(compat.triton, "converts_wrongly", lambda capability: wrongly)
+            )
         yield
 
 
@@ -79,7 +91,8 @@ def count_generated(graph: torch.fx.Graph) -> int:
 
 @contextlib.contextmanager
 def refusing(*forms: str) -> Iterator[list[str]]:
-    """Inside, a GPU is there whose libraries refuse FP8 matmuls in these forms. Gives the forms that they were asked for."""
+    """Inside, a GPU is there whose libraries refuse FP8 matmuls in these forms. Gives the forms that they
+    were asked for."""
     from fp8compile.passes import try_matmuls
 
     asked: list[str] = []
@@ -94,7 +107,8 @@ def refusing(*forms: str) -> Iterator[list[str]]:
 
 
 def refusal(form: str, a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """What ATen says on a CPU to a matmul in this form. a [M, K] and b [N, K] in FP8, each with an inverse scale."""
+    """What ATen says on a CPU to a matmul in this form. a [M, K] and b [N, K] in FP8, each with an inverse
+    scale."""
     from fp8compile.ir import ops
     from fp8compile.passes import try_matmuls
 
@@ -137,7 +151,9 @@ def matmuls_for(gpu: Any, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Iterator[No
     from fp8compile.codegen import grouped_gemm, scaled_grouped, scaled_mm
 
     tiles = mock.patch.object(grouped_gemm, "configurations", lambda *_: (tile,))
-    one, other = (mock.patch.object(module, "gpu_of", lambda _: gpu) for module in (scaled_grouped, scaled_mm))
+    one, other = (
+        mock.patch.object(module, "gpu_of", lambda _: gpu) for module in (scaled_grouped, scaled_mm)
+    )
     with one, other, tiles:
         yield
 
@@ -154,7 +170,8 @@ def scales_of_products() -> Iterator[list[torch.Tensor]]:
 
 @contextlib.contextmanager
 def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, int]]]:
-    """The bytes that a fused kernel and Inductor would move, for each group that is compared inside; or `answer` for all."""
+    """The bytes that a fused kernel and Inductor would move, for each group that is compared inside; or
+    `answer` for all."""
     from fp8compile.passes import fuse
 
     found: list[tuple[int, int]] = []
@@ -169,7 +186,8 @@ def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, i
 
 
 def matmuls_unread() -> Patched:
-    """Inside, a described step does not read Inductor's matmuls: on NVIDIA it falls back for fnuz operands."""
+    """Inside, a described step does not read Inductor's matmuls: on NVIDIA it falls back for fnuz
+    operands."""
     from fp8compile.dryrun.fake_gpu.record import _Reader
 
     return mock.patch.object(_Reader, "matmul", lambda *_: None)

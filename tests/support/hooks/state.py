@@ -28,15 +28,16 @@ def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
 
 
 def pages_of_forwards() -> Patched:
-    """The page of state that each forward is given, and whether it is a recomputation. Keeps them alive: no two share memory
-    by chance."""
+    """The page of state that each forward is given, and whether it is a recomputation. Keeps them alive: no
+    two share memory by chance."""
     from fp8compile.runtime.calls import Calls
 
     return noting(Calls, "open", lambda opened, *_, **__: (opened[1], opened[0].again))
 
 
 def overflow_lines() -> Patched:
-    """Inside, no line about overflows was logged yet. Gives what has `missed`: overflows since the last line."""
+    """Inside, no line about overflows was logged yet. Gives what has `missed`: overflows since the last
+    line."""
     from fp8compile.runtime import overflow
 
     return in_process(overflow.LastLine())
@@ -65,8 +66,8 @@ def weight_casts() -> Patched:
 
 @contextlib.contextmanager
 def casts_by_place() -> Iterator[list[tuple[str, int]]]:
-    """Each cast of `cache_weights`: "forward" or "step", with a "+" if the update has given the amaxes; and how many copies
-    its cache held then."""
+    """Each cast of `cache_weights`: "forward" or "step", with a "+" if the update has given the amaxes; and
+    how many copies its cache held then."""
     from fp8compile.features.weight_cache.weight_cache import WeightCache
 
     found: list[tuple[str, int]] = []
@@ -119,8 +120,8 @@ def weights_written() -> int:
 
 @contextlib.contextmanager
 def weights_kept_in_fp8() -> Iterator[list[int]]:
-    """An entry for each weight that a call keeps in FP8 only, as it does so: how many of them are still alive in high
-    precision."""
+    """An entry for each weight that a call keeps in FP8 only, as it does so: how many of them are still alive
+    in high precision."""
     from fp8compile.features.frozen import frozen_weights
 
     found: list[int] = []
@@ -168,7 +169,7 @@ def frozen(parameter: Any) -> bool:
     return isinstance(parameter, FrozenWeight)
 
 
-# -- phases --------------------------------------------------------------------------------------------------------------
+# -- phases --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -200,7 +201,7 @@ def steps_of(model: nn.Module) -> int:
     return steps_of(model)
 
 
-# -- measured calls ------------------------------------------------------------------------------------------------------
+# -- measured calls ------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -232,7 +233,9 @@ def measured(parameter: torch.Tensor) -> dict[str, dict[str, float]]:
     from fp8compile.runtime import parameters, probe
 
     vectors = parameters.find(parameter).measured
-    return {name[0]: dict(zip(probe.COLUMNS, vector.tolist(), strict=True)) for name, vector in vectors.items()}
+    return {
+        name[0]: dict(zip(probe.COLUMNS, vector.tolist(), strict=True)) for name, vector in vectors.items()
+    }
 
 
 def measuring() -> bool:
@@ -259,11 +262,14 @@ def failing_measurements() -> dict[str, Patched]:
     parts = [(watch, "_copied"), (watch, "rows_of"), (watch.Session, "run"), (monitor, "table")]
     parts += [(probe, "measured"), (probe.Measurement, "wants")]
     error = MemoryError("planted")
-    return {f"{owner.__name__}.{name}": mock.patch.object(owner, name, side_effect=error) for owner, name in parts}
+    return {
+        f"{owner.__name__}.{name}": mock.patch.object(owner, name, side_effect=error) for owner, name in parts
+    }
 
 
 def remembered(parameter: torch.Tensor) -> tuple[int, int]:
-    """Of the graph that has run with this parameter: the sets of weights that it knows, and the tensors in its report."""
+    """Of the graph that has run with this parameter: the sets of weights that it knows, and the tensors in
+    its report."""
     from fp8compile import process
     from fp8compile.runtime.compiled_graph import CompiledGraph
     from fp8compile.runtime.ledger import Ledger
@@ -275,8 +281,8 @@ def remembered(parameter: torch.Tensor) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def caching_allocator(events: list[str]) -> Iterator[list[bool]]:
-    """Inside, tensors seem to be CUDA's, and memory that is given back to the device is an event. Yields [is a graph being
-    captured?], to be set."""
+    """Inside, tensors seem to be CUDA's, and memory that is given back to the device is an event. Yields [is
+    a graph being captured?], to be set."""
     from fp8compile.runtime import leftovers
 
     capturing = [False]

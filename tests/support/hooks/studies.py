@@ -42,8 +42,8 @@ def wrong_scale(model: nn.Module, name: str, role: str, factor: float) -> Iterat
 
 @contextlib.contextmanager
 def compared_steps(fails: bool = False) -> Iterator[list[Any]]:
-    """What comparisons take inside: (args, loss) of a comparison, then the phase of each run. `fails`: they divide by zero
-    before the first run."""
+    """What comparisons take inside: (args, loss) of a comparison, then the phase of each run. `fails`: they
+    divide by zero before the first run."""
     from fp8compile.dryrun.compare import Session
 
     found: list[Any] = []
@@ -68,8 +68,8 @@ def compared_steps(fails: bool = False) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def described_once() -> Iterator[dict[tuple, tuple[Any, Any]]]:
-    """Inside, `estimate` compiles a model once for each device, options and backend; all else is computed from that. Gives
-    (compiler, (step on the described GPU, report)) of each compilation."""
+    """Inside, `estimate` compiles a model once for each device, options and backend; all else is computed
+    from that. Gives (compiler, (step on the described GPU, report)) of each compilation."""
     from fp8compile.dryrun.estimate import Compiler
 
     made: dict[tuple, tuple[Any, Any]] = {}
@@ -91,13 +91,17 @@ def tuning(compiler: type, candidates: Sequence[str]) -> Iterator[None]:
     """Inside, `tune` takes its times from `compiler`, and has few candidates: each takes a trace."""
     from fp8compile.dryrun import tune
 
-    with mock.patch.object(tune, "Compiler", compiler), mock.patch.object(tune, "candidates", lambda gpu: candidates):
+    with (
+        mock.patch.object(tune, "Compiler", compiler),
+        mock.patch.object(tune, "candidates", lambda gpu: candidates),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def weighed() -> Iterator[dict[tuple[str, str], tuple[Any, str]]]:
-    """The matmuls with weights of the last graph that was weighed inside, by (name, gemm), each with its decision before."""
+    """The matmuls with weights of the last graph that was weighed inside, by (name, gemm), each with its
+    decision before."""
     from fp8compile.passes import pipeline
 
     found: dict[tuple[str, str], tuple[Any, str]] = {}
@@ -111,5 +115,7 @@ def weighed() -> Iterator[dict[tuple[str, str], tuple[Any, str]]]:
 
         return dataclasses.replace(step, run=run)
 
-    with mock.patch.dict(pipeline.STAGES, joint=[noted(x) if x.name == "weigh" else x for x in pipeline.JOINT]):
+    with mock.patch.dict(
+        pipeline.STAGES, joint=[noted(x) if x.name == "weigh" else x for x in pipeline.JOINT]
+    ):
         yield found

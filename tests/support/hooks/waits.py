@@ -1,7 +1,7 @@
 """What the host asks of the device around compiled code.
 
-On a CPU nothing waits, so a read of a tensor costs nothing and is seen by nobody. Here tensors are a GPU's, all but those that
-are in pinned memory, and a read of one is an error.
+On a CPU nothing waits, so a read of a tensor costs nothing and is seen by nobody. Here tensors are a GPU's,
+all but those that are in pinned memory, and a read of one is an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .base import Patched, in_process, noting
 from .graphs import _inner
 
-# operators that wait: a number for the host, sizes that are data, and data from memory of the host that is not pinned
-WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "index_put_", "lift_fresh", "equal", "is_nonzero")
+# operators that wait: a number for the host, sizes that are data, and data from memory of the host that is
+# not pinned
+WAITS = (
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "index_put_",
+    "lift_fresh",
+    "equal",
+    "is_nonzero",
+)
 # the same as methods that read the memory of a CPU's tensor without an operator
-READS = ("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__contains__")
+READS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "__array__",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__contains__",
+)
 
 
 class Waited(AssertionError):
@@ -31,8 +53,8 @@ class Waited(AssertionError):
 
 
 class Gpu:
-    """Tensors of a GPU: all but `pinned` ones, and what is computed of these. `arrives`: whether what the host has asked for
-    has come, when it looks."""
+    """Tensors of a GPU: all but `pinned` ones, and what is computed of these. `arrives`: whether what the
+    host has asked for has come, when it looks."""
 
     def __init__(self) -> None:
         self.pinned: Any = weakref.WeakSet()
@@ -53,7 +75,9 @@ class Gpu:
         if name.removeprefix("_").startswith(tuple(x.removeprefix("_") for x in WAITS)):
             if name == "lift_fresh" or self.holds(given):
                 raise Waited(name)
-        if name == "index" and any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+        if name == "index" and any(
+            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+        ):
             raise Waited("index by a mask")
         if name == "copy_" and self.holds(args[:1]) != self.holds(args[1:2]):
             if not (kwargs.get("non_blocking") or True in args[2:]):
@@ -148,13 +172,18 @@ def on_a_gpu() -> Iterator[Gpu]:
 
 @contextlib.contextmanager
 def refusing_waits(gpu: Gpu | None = None) -> Iterator[None]:
-    """Inside, the host may not wait for what is on the GPU. What compiled code does is the device's, and not seen."""
+    """Inside, the host may not wait for what is on the GPU. What compiled code does is the device's, and not
+    seen."""
     from fp8compile.compat import autograd
     from fp8compile.runtime.calls import Calls
     from fp8compile.runtime.compiled_graph import CompiledGraph
 
     gpu = gpu or Gpu()
-    places: list[tuple[Any, str]] = [(CompiledGraph, "__call__"), (Calls, "backward"), (Calls, "backward_done")]
+    places: list[tuple[Any, str]] = [
+        (CompiledGraph, "__call__"),
+        (Calls, "backward"),
+        (Calls, "backward_done"),
+    ]
     with contextlib.suppress(ModuleNotFoundError):  # in a copy without this feature
         from fp8compile.features.weight_cache.weight_cache import WeightCache
 
@@ -168,7 +197,8 @@ def refusing_waits(gpu: Gpu | None = None) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for owner, name in places:  # inside of a mode Dynamo would compile nothing, and call nothing that is compiled
+        # inside of a mode Dynamo would compile nothing, and call nothing that is compiled
+        for owner, name in places:
             stack.enter_context(mock.patch.object(owner, name, within(getattr(owner, name))))
         # what is done for us is hidden from the user's modes, and has to be seen here
         stack.enter_context(mock.patch.object(autograd, "_disable_current_modes", contextlib.nullcontext))
@@ -176,8 +206,9 @@ def refusing_waits(gpu: Gpu | None = None) -> Iterator[None]:
 
 
 class Body:
-    """The calls of one half that was compiled: for each, the addresses of the inputs that are said to stay where they are. (In
-    a backward what the forward has saved is one of them: that is for Inductor to hold. Those that the graph was given stay.)"""
+    """The calls of one half that was compiled: for each, the addresses of the inputs that are said to stay
+    where they are. (In a backward what the forward has saved is one of them: that is for Inductor to hold.
+    Those that the graph was given stay.)"""
 
     def __init__(self, names: Sequence[str], fixed: Sequence[int], backward: bool):
         self.names, self.fixed, self.backward = tuple(names), tuple(fixed), backward
@@ -200,7 +231,9 @@ def bodies() -> Iterator[list[Body]]:
         run = boxed(Eager(gm))
 
         def quiet(args: list[Any]) -> Any:
-            body.addresses.append({names[i]: args[i].data_ptr() for i in body.fixed if names[i].startswith("primals")})
+            body.addresses.append(
+                {names[i]: args[i].data_ptr() for i in body.fixed if names[i].startswith("primals")}
+            )
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 return run(args)
 

@@ -14,7 +14,8 @@ class Format(enum.Enum):
 @dataclass
 class DelayedScaling:
     margin: int = 0
-    fp8_format: Format = Format.E4M3  # TransformerEngine's default is HYBRID: so a benchmark that does not ask for it shows
+    # TransformerEngine's default is HYBRID: so a benchmark that does not ask for it shows
+    fp8_format: Format = Format.E4M3
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
 

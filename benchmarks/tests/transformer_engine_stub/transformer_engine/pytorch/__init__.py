@@ -1,4 +1,5 @@
-"""Modules that hold other values than a model's until they are copied, and remember the recipe of each forward."""
+"""Modules that hold other values than a model's until they are copied, and remember the recipe of each
+forward."""
 
 from __future__ import annotations
 
@@ -27,18 +28,27 @@ def autocast(
 
 class Linear(nn.Module):
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, params_dtype: Any = None, device: Any = "cuda"
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        params_dtype: Any = None,
+        device: Any = "cuda",
     ) -> None:
         super().__init__()
         where = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
         self.weight = nn.Parameter(torch.full((out_features, in_features), 7.0, **where))
         # without a bias, TransformerEngine keeps an empty tensor that is no parameter
-        self.bias = nn.Parameter(torch.full((out_features,), 7.0, **where)) if bias else torch.empty(0, **where)
+        self.bias = (
+            nn.Parameter(torch.full((out_features,), 7.0, **where)) if bias else torch.empty(0, **where)
+        )
 
     @torch.compiler.disable
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         seen.append((type(self).__name__, active[-1] if active else None))
-        return F.linear(inp, self.weight.to(inp.dtype), self.bias.to(inp.dtype) if self.bias.numel() else None)
+        return F.linear(
+            inp, self.weight.to(inp.dtype), self.bias.to(inp.dtype) if self.bias.numel() else None
+        )
 
 
 class LayerNormLinear(Linear):
@@ -59,4 +69,6 @@ class LayerNormLinear(Linear):
         self.layer_norm_bias = nn.Parameter(self.weight.new_full((in_features,), 7.0))
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        return super().forward(F.layer_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps))
+        return super().forward(
+            F.layer_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        )
