@@ -9,8 +9,10 @@ read outside:
     row         as the node is    one element a row: a norm's statistics
     blocks      as `replaces` is  one number a block of a tile: its amax, its scale, or the inverse of that
     amax        [1]               the largest magnitude, into a slot of the graph's vector of amaxes
-    column_amax [C, 1] or [E, C]  the largest magnitude of each column, or of each in each group, into a part of that vector
-    number      [1]               a scale for the whole matrix that each program computes from an amax, or its inverse
+    column_amax [C, 1] or [E, C]  the largest magnitude of each column, or of each in each group, into a part
+                                  of that vector
+    number      [1]               a scale for the whole matrix that each program computes from an amax, or its
+                                  inverse
     sum         [C]               column sums, from a partial sum of each block of rows: a bias gradient, say
 
 Sums over a row (a norm's mean and variance) and the amax of a row take an earlier pass over the block of

@@ -1,9 +1,11 @@
 """The lowering of FP8 matmuls of groups (`ir.grouped.grouped_mm`), and the choice between their forms.
 
-    grouped        `aten._scaled_grouped_mm`, the first version: Inductor has no lowering for the second. It takes a scale for
-                   each row of both operands, so one scale is spread over a vector. Its result is bf16
+    grouped        `aten._scaled_grouped_mm`, the first version: Inductor has no lowering for the second. It
+                   takes a scale for each row of both operands, so one scale is spread over a vector. Its
+                   result is bf16
     triton         a kernel of our own (`grouped_gemm`): any GPU with FP8, any blocks
-    emulated       `aten._grouped_mm`, in bf16, of the values that the FP8 operands stand for: none of FP8's speed
+    emulated       `aten._grouped_mm`, in bf16, of the values that the FP8 operands stand for: none of FP8's
+                   speed
     reference      float32 on a CPU, where the operator stays as it is
 
 ATen takes b transposed, as a view.

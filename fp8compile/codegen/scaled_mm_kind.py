@@ -1,15 +1,16 @@
 """The form of an FP8 matmul whose operands have several scales, by device: known before anything is compiled.
 `scaled_mm` implements the forms.
 
-    rowwise        `_scaled_mm` with a scale a row of a and a row of b: cuBLASLt on Hopper, CUTLASS elsewhere, hipBLASLt on AMD
-    rowwise after  `_scaled_mm` with scales of 1 and a float32 result, whose rows and columns are multiplied afterwards: where
-                   `rowwise` lacks the output's dtype, or is slow
+    rowwise        `_scaled_mm` with a scale a row of a and a row of b: cuBLASLt on Hopper, CUTLASS elsewhere,
+                   hipBLASLt on AMD
+    rowwise after  `_scaled_mm` with scales of 1 and a float32 result, whose rows and columns are multiplied
+                   afterwards: where `rowwise` lacks the output's dtype, or is slow
     blockwise      `_scaled_mm` with 1 x 128 and 128 x 128 blocks: cuBLASLt on Hopper
     triton         the same blocks by a kernel of our own (`block_gemm`): any device with FP8, any sizes
-    mx             `_scaled_mm` with 1 x 32 blocks and E8M0 scales: the tensor cores of Blackwell. The scale of a 32 x 32 block
-                   is repeated for its rows
-    emulated       a bf16 matmul of the values that the FP8 operands stand for; exact products, since FP8 times a power of two
-                   is a bf16 number, but none of FP8's speed
+    mx             `_scaled_mm` with 1 x 32 blocks and E8M0 scales: the tensor cores of Blackwell. The scale
+                   of a 32 x 32 block is repeated for its rows
+    emulated       a bf16 matmul of the values that the FP8 operands stand for; exact products, since FP8
+                   times a power of two is a bf16 number, but none of FP8's speed
     reference      float32 on a CPU: development and tests
 
 `how` chooses; `devices.architectures` says what the hardware has. The documentation of cuBLASLt lists its

@@ -1,9 +1,12 @@
 """The scales of a cast: which elements of the matrix share one, and how a kernel gets them.
 
-    one     a scale for the whole matrix, [1]: from memory, or computed by each program from the amax in memory
-    row     a scale a row: computed by an earlier pass over the row (like a norm's sum over a row), or from memory
+    one     a scale for the whole matrix, [1]: from memory, or computed by each program from the amax in
+            memory
+    row     a scale a row: computed by an earlier pass over the row (like a norm's sum over a row), or from
+            memory
     col     a scale a column: from memory; its amax was taken in another walk
-    tile    a scale for a block of `rows` x `columns` elements; a tile holds whole blocks: computed in place, or from memory
+    tile    a scale for a block of `rows` x `columns` elements; a tile holds whole blocks: computed in place,
+            or from memory
 
 In the graph, a scale to be computed is `current_scale(amax_blocks(x, ..))`, perhaps permuted for square
 blocks; a scale from memory is a tensor that was computed earlier. A scale computed in place equals that of

@@ -1,12 +1,16 @@
 """Recipe: how tensors are scaled into FP8. Frozen, hashable, plain data: it is part of every cache key.
 
-``delayed``             one scale per tensor, from the amaxes of earlier training calls: the cast needs no pass of its own
+``delayed``             one scale per tensor, from the amaxes of earlier training calls: the cast needs no
+                        pass of its own
 ``tensorwise``          one scale per tensor, from its own amax ("current" scaling); no state
-``rowwise``             one scale per row of the operand: a token's features, or a feature's tokens; E4M3 throughout
-``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in dgrad
-``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers of two; E4M3
-``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3 throughout. With
-                        `weight_tiles` one for 32 x 32 elements of a weight
+``rowwise``             one scale per row of the operand: a token's features, or a feature's tokens; E4M3
+                        throughout
+``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in
+                        dgrad
+``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers
+                        of two; E4M3
+``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3
+                        throughout. With `weight_tiles` one for 32 x 32 elements of a weight
 
 In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are
 TransformerEngine's and torchao's; the blocks are those of DeepSeek-V3 and of the OCP Microscaling

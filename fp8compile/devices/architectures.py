@@ -1,7 +1,8 @@
 """GPU architectures: which FP8 matmuls each one supports, in which encodings, and how many FLOP a compute
 unit does per clock.
 
-    of((9, 0))              Hopper; an unlisted compute capability takes the newest listed one that is not newer
+    of((9, 0))              Hopper; an unlisted compute capability takes the newest listed one that is not
+                            newer
     of((9, 4), "gfx942")    an AMD GPU, found by its name: the longest listed prefix of the name
 
 To add an architecture, add an entry to `ARCHITECTURES`. The support of torch's `_scaled_mm` was read in

@@ -1,7 +1,8 @@
 """Descriptions of GPUs: how fast each multiplies and copies. The compiler decides by them before anything
 runs.
 
-    find("h200")                 a shipped description (devices.toml), by key or by the name that torch gives the device
+    find("h200")                 a shipped description (devices.toml), by key or by the name that torch gives
+                                 the device
     of(torch.device("cuda"))     the description of a device of this machine; None for a CPU
 
 A description that `fp8compile calibrate` measured takes precedence over the shipped one. A GPU without a

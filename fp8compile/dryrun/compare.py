@@ -5,9 +5,11 @@ layer by layer.
 
 The step (forward, loss, backward) runs eagerly, four times, with the same weights, batch and random numbers:
 
-    in high precision       the reference: the graph that a high-precision phase runs (`features.schedule.phases`)
+    in high precision       the reference: the graph that a high-precision phase runs
+                            (`features.schedule.phases`)
     once more               is the model deterministic?
-    with noise              each matmul rounds to bf16 as another kernel might (`observe.dithered`): what bf16 would cost
+    with noise              each matmul rounds to bf16 as another kernel might (`observe.dithered`): what bf16
+                            would cost
     in FP8                  with the options and the scaling state that the next training call would have
 
 A model that trains in FP8 already is compared with its own scales: a copy of its scaling state is loaded into

@@ -5,7 +5,8 @@ Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2), so 20 dB is an error of
 kinds of them:
 
     own         of each of its FP8 matmuls, against the float32 product of the tensors that were cast for it
-    output      of its result, against the run in high precision: with all that it inherits from the layers before it
+    output      of its result, against the run in high precision: with all that it inherits from the layers
+                before it
     gradient    of its weight, against the run in high precision: with all errors of forward and backward
 
 The band. What a matmul's own error is in good order follows from its formats, not from the model: rounding to

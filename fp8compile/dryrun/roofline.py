@@ -10,14 +10,16 @@ blocks have a rate of their own. The waves have constants that were fitted to si
 sequences. Its FLOPs, forward and backward, count at a share of the bf16 matmul rate. The share is that of the
 kernel that `scaled_dot_product_attention` takes:
 
-    Hopper  cuDNN, 0.75. Since 2.10, torch prefers cuDNN on compute capabilities 9 and 10 if cuDNN is newer than 9.15
-            (`check_prefer_cudnn_attention`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). The wheels of torch 2.11 and
-            later bring such a cuDNN (transformers#48163, closed for this reason, August 2026). FlashAttention-3 and cuDNN are
-            1.5 to 2 times as fast as FlashAttention-2 (arXiv:2407.08608), which reaches 35% of the peak of 989 TFLOP/s, 0.44 of
-            the sustained 790. FlashAttention-2 runs where an older cuDNN is on LD_LIBRARY_PATH, or where
+    Hopper  cuDNN, 0.75. Since 2.10, torch prefers cuDNN on compute capabilities 9 and 10 if cuDNN is newer
+            than 9.15 (`check_prefer_cudnn_attention`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+            The wheels of torch 2.11 and later bring such a cuDNN (transformers#48163, closed for this reason,
+            August 2026). FlashAttention-3 and cuDNN are 1.5 to 2 times as fast as FlashAttention-2
+            (arXiv:2407.08608), which reaches 35% of the peak of 989 TFLOP/s, 0.44 of the sustained 790.
+            FlashAttention-2 runs where an older cuDNN is on LD_LIBRARY_PATH, or where
             TORCH_CUDNN_SDPA_DEPRIORITIZED is set
     B200, B300  cuDNN by the same rule; the share is assumed to be Hopper's
-    A100    FlashAttention-2, 225 TFLOP/s end to end (arXiv:2307.08691), about 0.83 of the sustained matmul rate
+    A100    FlashAttention-2, 225 TFLOP/s end to end (arXiv:2307.08691), about 0.83 of the sustained matmul
+            rate
     Ada, consumer Blackwell  FlashAttention-2; as on the A100, because they share its instructions (assumed)
     others  FlashAttention-2; 0.44, as on the H100 (assumed)
 

@@ -5,9 +5,11 @@ experts' rows in x `[M, K]`: expert e has the rows from offs[e - 1] (0 before th
 groups are data, known on the device alone; M and E are known when a graph is compiled. Rows from offs[-1] on
 belong to no expert.
 
-    group_order(offs, M, align)             rows [P], ends [E], groups [P / align], int32: the padded order, see below
+    group_order(offs, M, align)             rows [P], ends [E], groups [P / align], int32: the padded order,
+                                            see below
     group_amax(x, offs, rows, groups)       [M, C] -> [E, C]: the amax of each column in each group
-    of_groups(scale, groups)                [E, C] -> [C, P / align]: these scales, one for `align` rows of the padded order
+    of_groups(scale, groups)                [E, C] -> [C, P / align]: these scales, one for `align` rows of
+                                            the padded order
     grouped_mm(a, b, a_inv, b_inv, offs, ...)
 
 A wgrad contracts over the rows of each group, and tensor cores take a multiple of 16 of them. So the

@@ -1,8 +1,10 @@
 """The operators of matmuls that are merged into one (see `features.merge.merge`).
 
     largest(numbers); least(numbers)     [1], [1], .. -> [1] float32: the amax, or the scale, of several tensors as one
-    side_by_side(parts, dim)             FP8 [R, C1], [R, C2], .. -> [R, C1 + C2 + ..], or along the rows with `dim` 0
-    both_sides(parts, transposed)        the same of parts along the rows, and of their transposed copies along the columns
+    side_by_side(parts, dim)             FP8 [R, C1], [R, C2], .. -> [R, C1 + C2 + ..], or along the rows with
+                                         `dim` 0
+    both_sides(parts, transposed)        the same of parts along the rows, and of their transposed copies
+                                         along the columns
 
 They are lowered like the operators of `ops`.
 """

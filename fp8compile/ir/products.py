@@ -1,6 +1,7 @@
 """The products of FP8 values that the reference operators compute, in plain torch.
 
-    multiplied(a, b)        [M, K], [N, K] -> a @ b^T with float32 sums: every matmul of the reference operators
+    multiplied(a, b)        [M, K], [N, K] -> a @ b^T with float32 sums: every matmul of the reference
+                            operators
     product(...)            times one scale_inv an operand, plus bias, rounded once
     block_product(...)      the same, where an operand has more than one
 

@@ -2,8 +2,8 @@
 
     y = mm(x, permute(w))      fprop
     gx = mm(gy, w)             dgrad: reads w and contracts the output features of fprop
-    gw = mm(permute(gy), x)    wgrad: has the shape of w, reads x or a tensor that x was computed from, and becomes the gradient
-                               of w with no matmul in between
+    gw = mm(permute(gy), x)    wgrad: has the shape of w, reads x or a tensor that x was computed from, and
+                               becomes the gradient of w with no matmul in between
     p = mm(gy, q)              neither: a hook that projects a gradient, say
 
 A gemm carries autograd's number (`seq_nr`) of the forward operator in whose backward it runs. This number

@@ -1,9 +1,9 @@
 """Checkpoint formats: names of tensors, and the `quantization_config` that says which layers have them.
 
-    "compressed-tensors"   `weight`, `weight_scale`, and `input_scale` where inputs have a static scale; `ignore` lists the
-                           other layers. Read in compressed-tensors 0.20 (quantization/quant_config.py, quant_args.py and
-                           lifecycle/initialize.py; compressors/mxfp8), vLLM (quantization/compressed_tensors) and
-                           transformers 5.24.
+    "compressed-tensors"   `weight`, `weight_scale`, and `input_scale` where inputs have a static scale;
+                           `ignore` lists the other layers. Read in compressed-tensors 0.20
+                           (quantization/quant_config.py, quant_args.py and lifecycle/initialize.py;
+                           compressors/mxfp8), vLLM (quantization/compressed_tensors) and transformers 5.24.
     "fp8"                  `weight`, `weight_scale_inv`, for 128 x 128 blocks: the layout of DeepSeek-V3;
                            `modules_to_not_convert` lists the other layers. Read in transformers 5.24
                            (integrations/finegrained_fp8.py) and vLLM (quantization/fp8.py).
