@@ -55,7 +55,7 @@ GRACE = 10.0  # seconds between an interrupt and the end, at most
 BEGUN = "begun, and did not end"
 
 
-# -- in a process of pytest ----------------------------------------------------------------------------------
+# -- in a process of pytest --
 
 
 def _said(**record: Any) -> None:
@@ -124,7 +124,7 @@ def unusable() -> bool:
     return False
 
 
-# -- the processes -------------------------------------------------------------------------------------------
+# -- the processes --
 
 
 def outcomes(path: Path) -> dict[str, dict[str, Any]]:

@@ -58,7 +58,7 @@ def noise(*shape: int) -> Tensor:
     return torch.zeros(shape)
 
 
-# -- timm ----------------------------------------------------------------------------------------------------
+# -- timm --
 
 
 def of_timm(name: str, heads: str, size: int = 224, title: str = "", **settings: Any) -> None:
@@ -117,7 +117,7 @@ of_timm("sequencer2d_s", "head.fc")
 of_timm("nest_tiny_jx", "head")
 of_timm("focalnet_tiny_srf", "head.fc")
 
-# -- transformers --------------------------------------------------------------------------------------------
+# -- transformers --
 
 SMALL = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256)
 TEXT = dict(vocab_size=WORDS, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -413,7 +413,7 @@ of_transformers(
     loss="mse",
 )
 
-# -- diffusers -----------------------------------------------------------------------------------------------
+# -- diffusers --
 
 
 def of_diffusers(model: str, heads: str, inputs: dict[str, Callable[[], Any]], **settings: Any) -> None:
@@ -576,7 +576,7 @@ of_diffusers(
     intermediate_size=256,
 )
 
-# -- x-transformers ------------------------------------------------------------------------------------------
+# -- x-transformers --
 
 
 def of_x(title: str, heads: str, build: Callable[[Any], nn.Module], **inputs: Callable[[], Any]) -> None:
@@ -642,7 +642,7 @@ of_x(
 )
 of_x("autoregressive, loss in the graph", "net.to_logits", lambda x: x.AutoregressiveWrapper(text(x)))
 
-# -- the study -----------------------------------------------------------------------------------------------
+# -- the study --
 
 
 def heads_of(model: nn.Module, arguments: dict[str, Any]) -> tuple[dict[str, str], int]:

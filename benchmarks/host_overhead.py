@@ -119,7 +119,7 @@ def prepare(tree: str) -> None:
     torch.set_num_threads(1)
 
 
-# -- measuring -----------------------------------------------------------------------------------------------
+# -- measuring --
 
 
 def worker(tree: str, recipes: list[str]) -> None:
@@ -220,7 +220,7 @@ def shown(tree: str, rows: list[dict[str, Any]]) -> None:
     print(f"### {tree}\n\n{table(cells, head, markdown=True)}\n", flush=True)
 
 
-# -- where the time goes -------------------------------------------------------------------------------------
+# -- where the time goes --
 
 
 def profiled(tree: str, case: str, recipe: str | None, steps: int = 300) -> None:

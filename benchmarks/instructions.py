@@ -91,7 +91,7 @@ def _path(tool: str) -> str:
     return str(getattr(importlib.import_module("triton.knobs").nvidia, tool).path)
 
 
-# -- times ---------------------------------------------------------------------------------------------------
+# -- times --
 
 
 def seconds(call: Call, device: Device) -> float | None:
@@ -108,7 +108,7 @@ def time_of(work: Work, device: Device) -> float:
     return warps * max(work.instructions, special * work.special) / (1e6 * device.clock_mhz)
 
 
-# -- the code of a graph -------------------------------------------------------------------------------------
+# -- the code of a graph --
 
 
 def calls(code: str) -> list[Call]:
@@ -190,7 +190,7 @@ def calls_of(step: Step, names: Mapping[str, list[str]]) -> dict[int, Call]:
     return found
 
 
-# -- machine code --------------------------------------------------------------------------------------------
+# -- machine code --
 
 
 def work(call: Call, capability: tuple[int, int]) -> Work | None:

@@ -59,7 +59,7 @@ class Wrong(Exception):
     """A plan computes wrong outputs, or launches the wrong kind of kernels."""
 
 
-# -- compiling -----------------------------------------------------------------------------------------------
+# -- compiling --
 
 
 class Plan:
@@ -116,7 +116,7 @@ def interpreter() -> Iterator[None]:
         yield
 
 
-# -- checking and timing -------------------------------------------------------------------------------------
+# -- checking and timing --
 
 
 def compare(wanted: Sequence[Tensor], got: Sequence[Tensor | None]) -> None:
@@ -208,7 +208,7 @@ class Device:
         }
 
 
-# -- rows ----------------------------------------------------------------------------------------------------
+# -- rows --
 
 
 class Bench:
@@ -337,7 +337,7 @@ class Bench:
         }
 
 
-# -- command line --------------------------------------------------------------------------------------------
+# -- command line --
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -79,7 +79,7 @@ def db(noise: Tensor, signal: Tensor) -> Tensor:
     return 10.0 * torch.log10(signal / noise.clamp(min=1e-300))
 
 
-# -- casts ---------------------------------------------------------------------------------------------------
+# -- casts --
 
 
 def casts() -> Iterator[Row]:
@@ -104,7 +104,7 @@ def rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 2) for value in values]
 
 
-# -- tensors of small models ---------------------------------------------------------------------------------
+# -- tensors of small models --
 
 
 class Vision(nn.Module):
@@ -279,7 +279,7 @@ def summary(seen: Sequence[Row]) -> Row:
     return row
 
 
-# -- timm ----------------------------------------------------------------------------------------------------
+# -- timm --
 
 
 SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 4, "img_size": 64}
@@ -348,7 +348,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(F.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
 
 
-# -- results -------------------------------------------------------------------------------------------------
+# -- results --
 
 
 def tabled(rows: Sequence[Row]) -> str:

@@ -65,7 +65,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=False)
 
 
-# -- Llama ---------------------------------------------------------------------------------------------------
+# -- Llama --
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Llama(nn.Module):
         return [*self.layers, self.head]
 
 
-# -- stacks of blocks ----------------------------------------------------------------------------------------
+# -- stacks of blocks --
 
 
 def blocks(build: Callable[[], nn.Module], count: int, checkpointing: bool = False) -> nn.ModuleList:

@@ -149,7 +149,7 @@ def matmuls(size: str, gpu: Gpu | None) -> Iterator[Matmul]:
             yield Matmul(kind, gemm, m, n, k, ends)
 
 
-# -- operands and products -----------------------------------------------------------------------------------
+# -- operands and products --
 
 
 def operand(
@@ -261,7 +261,7 @@ def rows(size: str, device: str, begin: int) -> Iterator[dict[str, Any]]:
         number = last
 
 
-# -- facts and one kernel ------------------------------------------------------------------------------------
+# -- facts and one kernel --
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def kernel(device: str) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
 
-# -- what is printed -----------------------------------------------------------------------------------------
+# -- what is printed --
 
 
 def table(found: list[dict[str, Any]]) -> str:

@@ -151,7 +151,7 @@ def build(study: Study = Study()) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return model, next(train_gpt.batches(text, study.config, study.batch_size, 0, "cpu"))
 
 
-# -- one run -------------------------------------------------------------------------------------------------
+# -- one run --
 
 
 def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
@@ -263,7 +263,7 @@ def converted(model: nn.Module, arm: str, study: Study) -> int:
     return len(fp8)
 
 
-# -- all runs ------------------------------------------------------------------------------------------------
+# -- all runs --
 
 
 def read(path: Path, study: Study) -> list[Row]:
@@ -338,7 +338,7 @@ def work(arm: str, seeds: Sequence[int], study: Study) -> None:
         dist.destroy_process_group()
 
 
-# -- statistics ----------------------------------------------------------------------------------------------
+# -- statistics --
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -432,7 +432,7 @@ def overview(summaries: Sequence[Summary], markdown: bool = False, baseline: str
     return table(rows, head, markdown)
 
 
-# -- plot ----------------------------------------------------------------------------------------------------
+# -- plot --
 
 
 def plot(rows: Sequence[Row], path: Path, baseline: str = BASELINE) -> None:
@@ -479,7 +479,7 @@ def plot(rows: Sequence[Row], path: Path, baseline: str = BASELINE) -> None:
     plt.close(figure)
 
 
-# -- command line --------------------------------------------------------------------------------------------
+# -- command line --
 
 
 def names(value: str) -> list[str]:

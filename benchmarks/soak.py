@@ -95,7 +95,7 @@ class Study:
         return replace(self, nan=None, weight=None, loss=None, kill=None)
 
 
-# -- one process ---------------------------------------------------------------------------------------------
+# -- one process --
 
 
 class Trainer:
@@ -260,7 +260,7 @@ def _process(rank: int, arm: str, study: Study, attempt: int, folder: str) -> No
     dist.destroy_process_group()
 
 
-# -- the launcher --------------------------------------------------------------------------------------------
+# -- the launcher --
 
 
 def run(arm: str, study: Study) -> Row:
@@ -338,7 +338,7 @@ def summary(steps: Sequence[Row], study: Study) -> Row:
     }
 
 
-# -- what is shown -------------------------------------------------------------------------------------------
+# -- what is shown --
 
 
 def read(path: Path = PATH) -> list[Row]:

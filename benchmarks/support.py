@@ -67,7 +67,7 @@ bf16,fp8-rowwise` adds others.
 """
 
 
-# -- what was compiled ---------------------------------------------------------------------------------------
+# -- what was compiled --
 
 
 def targets(test: Callable[..., Any]) -> set[str]:
@@ -109,7 +109,7 @@ def versions() -> list[str]:
     return re.findall(r"[\d.]+", max(found, key=len))
 
 
-# -- what ran ------------------------------------------------------------------------------------------------
+# -- what ran --
 
 
 def records(folder: Path) -> Iterator[Any]:
@@ -150,7 +150,7 @@ def ran(folder: Path) -> tuple[Ran, dict[str, Gpu]]:
     return found, others
 
 
-# -- the page ------------------------------------------------------------------------------------------------
+# -- the page --
 
 
 def target_of(gpu: Gpu, known: set[str]) -> str:

@@ -350,7 +350,7 @@ def proof(count: float | None, decided: dict[str, Any] | None) -> str:
     return text
 
 
-# -- command line --------------------------------------------------------------------------------------------
+# -- command line --
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -196,7 +196,8 @@ class Compilation:
             self.options.warn(
                 "save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept"
             )
-        key = f"{policy.key}-{self.interface.stateful}-{self.phase}-{inputs.inlined}-{sorted(inputs.gathered)}-{skipped()}"
+        of_graph = (self.interface.stateful, self.phase, inputs.inlined, sorted(inputs.gathered), skipped())
+        key = "-".join(map(str, (policy.key, *of_graph)))
         partitioner = compat.inductor.Partitioner(
             [op.name() for op in RECOMPUTABLE],
             self._partitioned if after else None,

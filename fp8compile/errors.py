@@ -137,7 +137,7 @@ def one_of(key: str, value: Any, allowed: Collection[str]) -> str:
     return value
 
 
-# --- errors of the user's code ----------------------------------------------------------------------
+# -- errors of the user's code --
 
 
 def one_line(error: BaseException) -> str:

@@ -75,7 +75,7 @@ def statuses(files: dict[str, Path]) -> dict[str, Any]:
     }
 
 
-# -- the whole -----------------------------------------------------------------------------------------------
+# -- the whole --
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.11."), reason="a rented image has torch 2.11")
@@ -158,7 +158,7 @@ def environment_of(process: Path) -> str:
         return ""
 
 
-# -- parts of this test --------------------------------------------------------------------------------------
+# -- parts of this test --
 
 PARTS = {
     "raises": "raise ValueError('this part is broken')",
@@ -264,7 +264,7 @@ def test_commands_that_train_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path
             assert {"bf16", "fp8-delayed"} <= {arm.name for arm in args.arms} and len(args.case) == 1
 
 
-# -- tests ---------------------------------------------------------------------------------------------------
+# -- tests --
 
 ASKED = """
 import os, time, pytest
@@ -336,7 +336,7 @@ def test_tests_in_several_processes(tmp_path: Path) -> None:
     assert {"test_many[2]", "test_after"} <= names  # of processes that were interrupted, too
 
 
-# -- the matrix of matmuls -----------------------------------------------------------------------------------
+# -- the matrix of matmuls --
 
 
 def test_what_the_package_would_call() -> None:

@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 missing = unavailable() or instructions.unavailable(H200)
 compiles = pytest.mark.skipif(missing is not None, reason=missing or "")
 
-# -- machine code as text ------------------------------------------------------------------------------------
+# -- machine code as text --
 
 
 def listing(*lines: str) -> str:
@@ -129,7 +129,7 @@ def test_what_counts_outside_of_loops(lines, count):
     assert counted(*lines) == count
 
 
-# -- compiled kernels ----------------------------------------------------------------------------------------
+# -- compiled kernels --
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_every_generated_kernel_gets_its_call():
     assert all(instructions.seconds(call, H200) for call in first.values())
 
 
-# -- times ---------------------------------------------------------------------------------------------------
+# -- times --
 
 
 def test_the_time_of_a_launch_is_that_of_its_busiest_sm():

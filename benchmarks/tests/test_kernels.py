@@ -99,7 +99,7 @@ def test_kernel_times_are_per_step():
     assert found["longest"][0]["name"] == "nvjet_qqtst_1"
 
 
-# -- the benchmark -------------------------------------------------------------------------------------------
+# -- the benchmark --
 
 # an amax or a column sum is a kernel of its own
 TWICE = ("tensorwise", "gelu-backward", "layer-norm-backward")

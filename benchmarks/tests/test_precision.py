@@ -82,7 +82,7 @@ def test_tokens_that_have_grown_do_not_take_the_others_with_them(arm: str) -> No
     )
 
 
-# -- headroom ------------------------------------------------------------------------------------------------
+# -- headroom --
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_kernels_are_checked_and_have_a_place_of_their_own(tmp_path):
     assert plot.draw(results.read([tmp_path / "k.json"]), tmp_path / "out") == []
 
 
-# -- results, tables and pictures ----------------------------------------------------------------------------
+# -- results, tables and pictures --
 
 
 def row(arm: str, rate: float, point: str = "", **more) -> dict:
@@ -196,7 +196,7 @@ def test_pictures(tmp_path):
     assert all(path.stat().st_size > 10_000 for path in (tmp_path / "out").iterdir())
 
 
-# -- the estimate --------------------------------------------------------------------------------------------
+# -- the estimate --
 
 
 def test_extrapolation():

@@ -23,7 +23,7 @@ needs_description = pytest.mark.skipif(
 )
 
 
-# -- the training study --------------------------------------------------------------------------------------
+# -- the training study --
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_a_run(study: recipes.Study) -> None:
     json.dumps(made)
 
 
-# -- cached weights ------------------------------------------------------------------------------------------
+# -- cached weights --
 
 
 @pytest.mark.weekly
@@ -123,7 +123,7 @@ def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "cached-by-step" in capsys.readouterr().out
 
 
-# -- random models -------------------------------------------------------------------------------------------
+# -- random models --
 
 
 @pytest.mark.weekly
@@ -135,7 +135,7 @@ def test_never_slower(seed: int) -> None:
     assert not never_slower.slower(row), row
 
 
-# -- the soak ------------------------------------------------------------------------------------------------
+# -- the soak --
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_errors_are_one_line(arguments, capsys):
     assert (TRAIN | KERNELS)[arguments] in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
-# -- cases and arms ------------------------------------------------------------------------------------------
+# -- cases and arms --
 
 
 def test_full_points():
@@ -140,7 +140,7 @@ def test_torchao_from_a_wheel(tmp_path):
         arms.torchao_folder(tmp_path / "unpacked", tmp_path)
 
 
-# -- what is written while it runs ---------------------------------------------------------------------------
+# -- what is written while it runs --
 
 
 class Answers:

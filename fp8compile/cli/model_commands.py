@@ -25,8 +25,8 @@ HIDDEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 TARGET = """
 
-    TARGET is path.py:function or package.module:function. The function takes no arguments and returns a torch.nn.Module,
-    (model, args), (model, args, kwargs) or dict(model=, args=, kwargs=).
+    TARGET is path.py:function or package.module:function. The function takes no arguments and returns a
+    torch.nn.Module, (model, args), (model, args, kwargs) or dict(model=, args=, kwargs=).
     """
 
 OPTION = "An option of the backend, such as recipe=tensorwise or margin=[1,1,11]; repeatable."
@@ -90,8 +90,8 @@ STEP = ("policy", "option", "input", "autocast", "json")
 )
 @click.option("--full", is_flag=True, help="A line for each layer, also of repeated blocks.")
 def explain(
-    target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None, full: bool,
-    **given: Any
+    target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool,
+    html: str | None, full: bool, **given: Any
 ) -> None:  # fmt: skip
     options = prepared(device, {"--html": html}, **given)
     report = explained(target, inputs, options, device, autocast)
@@ -111,8 +111,8 @@ def explain(
     "--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all."
 )
 def estimate(
-    target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, html: str | None,
-    extrapolate: bool, **given: Any
+    target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool,
+    html: str | None, extrapolate: bool, **given: Any
 ) -> None:  # fmt: skip
     hide_gpus("estimate")
     options = prepared(device, {"--html": html}, **given)
@@ -136,8 +136,8 @@ def estimate(
 )
 @click.option("--full", is_flag=True, help="A line for each layer and parameter.")
 def compare(
-    target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool, loss: str | None,
-    image: str | None, full: bool, **given: Any
+    target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool,
+    loss: str | None, image: str | None, full: bool, **given: Any
 ) -> None:  # fmt: skip
     options = prepared(device, {"--plot": image}, **given)
     with talk_on_stderr():
@@ -174,8 +174,8 @@ def compare(
     "--warmup", default=10, show_default=True, type=click.IntRange(2), help="Untimed first steps, to compile."
 )
 def bench(
-    target: str, device: str | None, policy: str | None, options: Sequence[str], inputs: Sequence[str], as_json: bool,
-    loss: str | None, **settings: Any
+    target: str, device: str | None, policy: str | None, options: Sequence[str], inputs: Sequence[str],
+    as_json: bool, loss: str | None, **settings: Any
 ) -> None:  # fmt: skip
     chosen, device = prepared(None, {}, policy, options), device or "cuda"
     import torch
@@ -226,8 +226,8 @@ def bench(
 )
 @click.option("--out", metavar="FILE", help="Write the policy into this file.")
 def tune(
-    target: str, device: str | None, policy: str | None, autocast: bool | None, as_json: bool, loss: str | None,
-    max_error: float, loss_budget: str | None, like: str | None, out: str | None
+    target: str, device: str | None, policy: str | None, autocast: bool | None, as_json: bool,
+    loss: str | None, max_error: float, loss_budget: str | None, like: str | None, out: str | None
 ) -> None:  # fmt: skip
     if loss_budget is not None:
         raise usage("--loss-budget is gone, since no study supports one; give --max-error, such as 0.05")
@@ -277,7 +277,7 @@ def idle(labels: Sequence[str], report: Report, target: str) -> str:
     return f"{', '.join(names)} {verb} no matmul of {target}" if names else ""
 
 
-# --- options --------------------------------------------------------------------------------------
+# -- options --
 
 
 def prepared(
@@ -340,7 +340,7 @@ def hide_gpus(command: str) -> None:
         os.environ.update(dict.fromkeys(HIDDEN_GPUS, ""))
 
 
-# --- the model's own code -------------------------------------------------------------------------
+# -- the model's own code --
 
 
 @contextlib.contextmanager
@@ -394,7 +394,7 @@ def traced(target: Target, function: Callable[..., Any], **settings: Any) -> Any
     raise Failed(message)
 
 
-# --- output ---------------------------------------------------------------------------------------
+# -- output --
 
 
 def _say(what: str) -> None:

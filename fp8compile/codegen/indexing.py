@@ -6,7 +6,9 @@ element: a `Term` of the row or of the column number, or None for a dimension of
 result determines those of its operands. The index of a tensor in memory, with the tensor's strides,
 determines the address.
 
-    x [B, T, C] of B*T rows: (row // T, row % T, col)      bias [C]: (col,)      rstd [B, T, 1]: (row // T, row % T, None)
+    x [B, T, C] of B*T rows: (row // T, row % T, col)
+    bias [C]: (col,)
+    rstd [B, T, 1]: (row // T, row % T, None)
 
 The rows of another matrix may be looked up: in x[i], the tensor x has the index (i, col), where i stands for
 i[row].

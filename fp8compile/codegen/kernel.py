@@ -1,10 +1,10 @@
 """Group -> the source of one Triton kernel.
 
-    one pass                                        with sums over rows (a norm)
+    one pass                                  with sums over rows (a norm)
 
-    a program is a tile [BLOCK_R, BLOCK_C]          a program is a block of BLOCK_R whole rows
-        load, compute, store                            for each pass: for each tile of the block: load, accumulate
-                                                        for each tile of the block: load, compute, store
+    a program is a tile [BLOCK_R, BLOCK_C]    a program is a block of BLOCK_R whole rows
+        load, compute, store                      for each pass: for each tile: load, accumulate
+                                                  for each tile: load, compute, store
 
 A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is
 too much for the registers. It walks over the strips twice: once for the amaxes of the span's rows, once for
@@ -290,7 +290,8 @@ class Writer:
         masks = {"full": self.masks.inside, "row": self.masks.row, "col": self.masks.col, "one": ""}
         axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",), "one": ()}[varies_with(index)]
         other = "0.0" if dtype.is_floating_point else "0"
-        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{guarded(masks[varies_with(index)], other)})"
+        mask = guarded(masks[varies_with(index)], other)
+        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{mask})"
         return (
             f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
         )

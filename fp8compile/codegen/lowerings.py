@@ -132,7 +132,7 @@ def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[in
     return ops.values(data, inv, dtype, block)
 
 
-# --- inverses of scales ---------------------------------------------------------------------------
+# -- inverses of scales --
 
 
 def swizzled(inverse: Tensor, rows: Any, tall: int) -> Tensor:

@@ -1,8 +1,8 @@
 """The two launches of a direction that serve its scaling state: `fp8_begin` and `fp8_update` of
 `triton_kernels`.
 
-    vector = zeros(n); scales = snapshot(page)   ->   vector = empty(n); scales = empty(..); fp8_begin(page, scales, vector)
-    copy_(page, update(page, scales, amaxes))    ->   fp8_update(page, scales, amaxes)
+    vector = zeros(n); scales = snapshot(page)  ->  fp8_begin(page, scales, vector), which fills both
+    copy_(page, update(page, scales, amaxes))   ->  fp8_update(page, scales, amaxes)
 
 `fp8_begin` takes the snapshot of the page and zeroes the amaxes of the graph, at the beginning of the graph.
 

@@ -41,7 +41,7 @@ def indented(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
-# --- masks ----------------------------------------------------------------------------------------
+# -- masks --
 
 MOST_ROWS, MOST_COLUMNS = 128, 256  # of a tile, in any configuration
 

@@ -90,14 +90,14 @@ def fp8_grouped(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # OF_ROWS: y [M, N], a [M, K], b [E, N, K] with strides B_MATRIX, B_ROW, B_COLUMN; group e has rows offs[e
-    # - 1] to offs[e]
-    # else:    y [E, M, N], a [M, K], b [N, K]; group e has columns offs[e - 1] to offs[e] of a and b, multiples of 16
+    # OF_ROWS: y [M, N], a [M, K], b [E, N, K] with strides B_MATRIX, B_ROW, B_COLUMN; group e has the rows
+    #          from offs[e - 1] to offs[e]
+    # else:    y [E, M, N], a [M, K], b [N, K]; group e has the columns from offs[e - 1] to offs[e] of a and
+    #          b, multiples of 16
     # A size that only a run knows has None in M or K, and is in m, or in k16 divided by 16. LANES: E as a
-    # power of two. Inverses: WHOLE [1]; MATRIX [E]; ROW [M], [E, N] or, of groups of columns, [E, M]; LINE [K
-    # / 128, M], LINE_OF_ROW [M, K / 128]; SQUARE [E, N / 128, K / 128]; MX [M, K / 32], [E, N, K / 32];
-    # MX_TILE
-    # [E, N / 32, K / 32]. EVEN: no step ends beyond its group.
+    # power of two. Inverses: WHOLE [1]; MATRIX [E]; ROW [M], [E, N] or, of groups of columns, [E, M];
+    # LINE [K / 128, M], LINE_OF_ROW [M, K / 128]; SQUARE [E, N / 128, K / 128]; MX [M, K / 32],
+    # [E, N, K / 32]; MX_TILE [E, N / 32, K / 32]. EVEN: no step ends beyond its group.
     rows = m if M is None else M
     inner = k16 * 16 if K is None else K
     wide: tl.constexpr = (N + BLOCK_C - 1) // BLOCK_C

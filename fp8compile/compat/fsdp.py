@@ -85,7 +85,7 @@ def _groups() -> Iterator[Any]:
             yield from _of(state)
 
 
-# --- what is gathered -----------------------------------------------------------------------------
+# -- what is gathered --
 
 
 class ShardedParameter:
@@ -298,7 +298,7 @@ def _of(state: Any) -> Sequence[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # up to 2.11
 
 
-# --- how gradients are reduced --------------------------------------------------------------------
+# -- how gradients are reduced --
 
 
 class Shard(NamedTuple):

@@ -1,7 +1,7 @@
 """The description of a setting of a recipe: what it means, which values it takes, and for which recipes it
 matters.
 
-    interval: int = setting(1, "How many steps lie between two updates of a scale.", positive, "an integer >= 1", _delayed)
+    interval: int = setting(1, "How many steps lie between updates.", positive, "an integer >= 1", _delayed)
 
 `Recipe` checks its values with it. Options, keys of policies, the JSON Schema and the reference page come
 from it, too.
@@ -60,7 +60,7 @@ def settings_of(recipe: type) -> Mapping[str, Setting]:
     return {f.name: f.metadata["setting"] for f in dataclasses.fields(recipe) if "setting" in f.metadata}
 
 
-# --- checks -----------------------------------------------------------------------------------------
+# -- checks --
 
 
 def boolean(key: str, value: Any) -> bool:

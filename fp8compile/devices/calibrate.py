@@ -1,7 +1,7 @@
 """Measure this machine's GPU for the cost model: `fp8compile calibrate`.
 
-    calibrate() -> Device      matmul rates in bf16, float16, float32 and FP8, copy bandwidth, and what one more kernel
-                               without work takes
+    calibrate() -> Device      matmul rates in bf16, float16, float32 and FP8, copy bandwidth, and what one
+                               more kernel without work takes
 
 A rate is the median over a few large sizes. For each size, the time is the median of several runs. Each run
 has a cold cache: a buffer larger than L2 is written before it. FP8 matmuls are `torch._scaled_mm` with both

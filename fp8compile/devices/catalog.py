@@ -242,7 +242,7 @@ def derived(properties: Any) -> Device:
     )
 
 
-# -- files ---------------------------------------------------------------------------------------------------
+# -- files --
 
 
 @functools.cache
@@ -329,7 +329,7 @@ def _device(key: str, table: dict[str, Any]) -> Device:
     return Device(key=key, **given)
 
 
-# -- names ---------------------------------------------------------------------------------------------------
+# -- names --
 
 
 def _shipped_for(properties: Any) -> Device | None:

@@ -6,19 +6,19 @@ graph, no tensors.
     casts(device, CastInput(...), scaling)  seconds for the FP8 copies of one tensor
     break_even(gain)                        the smallest number of tokens from which a gain stays positive
 
-**Matmul**  ``max(compute, bytes / bandwidth) + launch``. Compute is counted in waves: the output is cut into tiles, each unit
-(SM, CU) works on one tile at a time, and the last wave takes as long as a full one. A tile takes ``2 bm bn (k
-+ ramp)`` FLOP at its unit's share of the sustained rate. `ramp` is the cost of filling the pipeline. Tiles
-smaller than 128 x 256 run at a part of the rate. The model takes the best tile and the best split of k, as a
-library does. FP8 steps through k twice as deep, so its ramp is twice as long, and its kernels start later.
-Therefore small and odd sizes lose in FP8. "fp8_precise" is FP8 without fast accumulation, which is slower on
-Hopper (`catalog.Rates`).
+**Matmul**: ``max(compute, bytes / bandwidth) + launch``. Compute is counted in waves: the output is cut into
+tiles, each unit (SM, CU) works on one tile at a time, and the last wave takes as long as a full one. A tile
+takes ``2 bm bn (k + ramp)`` FLOP at its unit's share of the sustained rate. `ramp` is the cost of filling the
+pipeline. Tiles smaller than 128 x 256 run at a part of the rate. The model takes the best tile and the best
+split of k, as a library does. FP8 steps through k twice as deep, so its ramp is twice as long, and its
+kernels start later. Therefore small and odd sizes lose in FP8. "fp8_precise" is FP8 without fast
+accumulation, which is slower on Hopper (`catalog.Rates`).
 
-**Casts**  bytes read and written, and launches. A `ScalingCost` says how often a recipe walks over a tensor: `delayed`,
-`blockwise` and `mxfp8` once; `tensorwise` once for the amax and once for the cast; `rowwise` twice for each
-layout. If the producer's kernel does the cast, the cast reads for free. If nothing else reads the tensor in
-high precision, the kernel does not write that copy. This is a gain over bf16, so the net cost of casts can be
-negative.
+**Casts**: bytes read and written, and launches. A `ScalingCost` says how often a recipe walks over a tensor:
+`delayed`, `blockwise` and `mxfp8` once; `tensorwise` once for the amax and once for the cast; `rowwise` twice
+for each layout. If the producer's kernel does the cast, the cast reads for free. If nothing else reads the
+tensor in high precision, the kernel does not write that copy. This is a gain over bf16, so the net cost of
+casts can be negative.
 
 The sources of the constants are in docs/cost-model.md.
 """

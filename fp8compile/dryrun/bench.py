@@ -150,7 +150,7 @@ def _cells(row: Mapping[str, Any], base: float) -> tuple[str, ...]:
     return (row["arm"], *speed, *times, *memory, share)
 
 
-# -- measuring -----------------------------------------------------------------------------------------------
+# -- measuring --
 
 
 def bench(

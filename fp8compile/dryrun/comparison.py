@@ -45,7 +45,8 @@ ROLES = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad":
 BAND, GAP, POOR = 10.0, 40.0, 10.0  # dB
 OUTLIERS = 500.0
 NUMBERS = (
-    *EXPECTED, "output", "output_bf16", "gradient", "gradient_bf16", "cosine", "norm", "overflows%", "underflows%", "peak"
+    *EXPECTED, "output", "output_bf16", "gradient", "gradient_bf16", "cosine", "norm", "overflows%",
+    "underflows%", "peak",
 )  # fmt: skip
 _HEAD = ("fprop", "dgrad", "wgrad", "output (bf16)", "gradient (bf16)", "cosine", "norm ratio")
 
@@ -83,8 +84,8 @@ class Compared:
         own = [self.own.get(gemm, math.nan) for gemm in EXPECTED]
         like = self.gradient
         numbers = (
-            *own, self.output, self.output_bf16, like.sqnr, self.gradient_bf16, like.cosine, like.norm, self.overflows,
-            self.underflows, self.peak,
+            *own, self.output, self.output_bf16, like.sqnr, self.gradient_bf16, like.cosine, like.norm,
+            self.overflows, self.underflows, self.peak,
         )  # fmt: skip
         found = {key: x if math.isfinite(x) else None for key, x in zip(NUMBERS, numbers, strict=True)}
         return {"name": self.name, "kind": "layer" if self.layer else "parameter", **found, "flag": self.flag}
@@ -239,7 +240,7 @@ def _or(x: float, other: float) -> float:
     return other if math.isnan(x) else x
 
 
-# --- from runs ------------------------------------------------------------------------------------
+# -- from runs --
 
 
 def assembled(

@@ -210,7 +210,7 @@ def _described(device: Device) -> Gpu:
     return dataclasses.replace(H200, **{name: getattr(gpu, name) for name in sizes})
 
 
-# -- repeated blocks -----------------------------------------------------------------------------------------
+# -- repeated blocks --
 
 
 def repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential | None, str]:
@@ -259,7 +259,7 @@ def carried_on(one: Costs, two: Costs, count: int) -> Costs:
     return made
 
 
-# -- layers --------------------------------------------------------------------------------------------------
+# -- layers --
 
 
 def _sum(costs: Costs, names: Iterable[str]) -> Cost:

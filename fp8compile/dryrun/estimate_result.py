@@ -225,7 +225,7 @@ def _line(layer: LayerCost) -> tuple[str, ...]:
     )
 
 
-# --- the page -------------------------------------------------------------------------------------
+# -- the page --
 
 
 def _part(layer: LayerCost, longest: float = 0.0) -> TimedPart:

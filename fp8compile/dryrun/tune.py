@@ -2,7 +2,7 @@
 time that it saves.
 
     tuned = fp8compile.tune(model, tokens, targets, device="h100", max_error=0.05)
-    tuned.write("policy.toml")                                  # a commented policy, for options={"policy": "policy.toml"}
+    tuned.write("policy.toml")  # a commented policy, for options={"policy": "policy.toml"}
 
 Layers whose names differ in numbers only are a group (`tuned`). For each group and each candidate, one
 training step runs eagerly with that group alone in FP8, as `fp8compile.compare` runs it. The error of a step

@@ -109,7 +109,7 @@ def policy_of(groups: Sequence[LayerGroup], choice: Choice, extends: str) -> Pol
     return dataclasses.replace(load(tables(groups, choice, extends)), device=None, schedule=None)
 
 
-# -- the result ----------------------------------------------------------------------------------------------
+# -- the result --
 
 
 @dataclass(frozen=True)

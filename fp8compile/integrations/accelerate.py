@@ -58,7 +58,7 @@ class FP8Plugin(TorchDynamoPlugin):
         return {**super().to_kwargs(), "backend": BACKEND}
 
 
-# --- the list of backends -----------------------------------------------------------------------------
+# -- the list of backends --
 
 
 def accept_registered_backends() -> None:
@@ -88,12 +88,12 @@ def accept_registered_backends() -> None:
 accept_registered_backends()
 
 
-# --- python -m fp8compile.integrations.accelerate -----------------------------------------------------
+# -- python -m fp8compile.integrations.accelerate --
 
 USAGE = f"""usage: python -m {MODULE} launch [FLAGS OF accelerate launch] SCRIPT [ARGUMENTS]
 
-As `accelerate launch`, where --dynamo_backend, or dynamo_config.dynamo_backend of the config file, may be "fp8" or any other
-backend that torch knows. FP8COMPILE_POLICY names the policy."""
+As `accelerate launch`, where --dynamo_backend, or dynamo_config.dynamo_backend of the config file, may be
+"fp8" or any other backend that torch knows. FP8COMPILE_POLICY names the policy."""
 
 
 def _main(arguments: Sequence[str]) -> None:

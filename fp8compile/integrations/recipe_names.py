@@ -1,7 +1,8 @@
 """Accelerate's names for an FP8 recipe, one to one to our options.
 
     recipe_options({"fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "most_recent"})
-    -> {"recipe": "delayed", "fp8_format": "hybrid", "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
+    -> {"recipe": "delayed", "fp8_format": "hybrid", "amax_history_len": 1024,
+        "amax_compute_algo": "most_recent"}
 
 The names are those of `TERecipeKwargs`, and of the section `fp8_config` of a file that `accelerate config`
 has written.

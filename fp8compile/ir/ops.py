@@ -7,17 +7,15 @@ implementations below, plain torch on any device, are the reference: a cold call
     amax(x)                                         [..] -> [1] float32
     amax_blocks(x, transposed, block)               [R, C] -> one amax a block of the copy
     current_scale(amax, ...)                        the scale from the tensor's own amax
-    delayed_scale(scales, amax, slot, ...)          the slot's scale from earlier calls; in a cold call from
-                                                    the current amax
-    votes(scales, slots); agreed_scale(...)         the same scale on all ranks that gather parts of one tensor
+    delayed_scale(scales, amax, slot, ...)          the slot's scale; in a cold call from the current amax
+    votes(scales, slots); agreed_scale(...)         the same scale on all ranks that gather one tensor
     inverse(scale) / delayed_inverse(...)           1 / scale, which divides back
     quantize(x, scale, dtype, fp8_max, transposed)  [R, C] -> FP8 [R, C], or [C, R padded to 16]
     quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
     transposed(x8)                                  FP8 [R, C] -> [C, R padded to 16]
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
     block_mm(a, b, a_inv, b_inv, bias, ...)         the same, where an operand has more than one scale
-    dequantize(data, inv, dtype)                    a weight that FSDP2 gathered in FP8, as it was (see
-                                                    `ir.gathered_weight`)
+    dequantize(data, inv, dtype)                    a weight that came in FP8 (`ir.gathered_weight`)
     snapshot(page) -> scales; gather(amaxes) -> vector; update(page, scales, vector) -> page
 
 Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor

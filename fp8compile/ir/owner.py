@@ -2,7 +2,7 @@
 layers there.
 
     for block in model.blocks:
-        block.compile(backend="fp8", options={"policy": "conservative"})    # rules for the first and the last block
+        block.compile(backend="fp8", options={"policy": "conservative"})  # rules for the first and last block
 
 One graph serves all blocks that the rules treat alike. Dynamo tells the others apart by an attribute,
 `PLACE`, which each module of the block's class gets here, and on which the graph has a guard. It is a plain

@@ -3,17 +3,18 @@
 One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32
 tensor, a *page* `[slots, 10 + history]`, one row a slot:
 
-    column   0       1           2                                                          3 4 5            10 ...
-             scale   scale_inv   calls since the scale was computed, -1 before the first    0 1 2 of the     amax history,
-                                                                                            call before      newest first
-             6                                      7                                   8
-             reach: what an amax is scaled to,      window: of how many amaxes the      interval: calls from one
-             fp8_max / 2**margin                    largest one counts                  scale to the next
-
-             9
-             limit: an amax that is scaled to more than this is an overflow, after which the slot is cold for a call:
-             fp8_max, or JUMP times the reach where that is more. One that is scaled to less than `floor_of` is an underflow,
-             after which the slot is cold, too. Below zero from an amax that was not finite until the host has seen it
+    0      scale
+    1      scale_inv
+    2      calls since the scale was computed, -1 before the first
+    3 4 5  columns 0 1 2 of the call before
+    6      reach: what an amax is scaled to, fp8_max / 2**margin
+    7      window: of how many amaxes the largest one counts
+    8      interval: calls from one scale to the next
+    9      limit: an amax that is scaled to more than this is an overflow, after which the slot is cold for a
+           call: fp8_max, or JUMP times the reach where that is more. One that is scaled to less than
+           `floor_of` is an underflow, after which the slot is cold, too. Below zero from an amax that was
+           not finite until the host has seen it
+    10 ..  amax history, newest first
 
 Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
 

@@ -38,7 +38,7 @@ _MOMENTS = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
 State = dict[str, Any]
 
 
-# --- formats: pure functions, in plain torch, that Inductor can fuse ----------------------------------
+# -- formats: pure functions, in plain torch, that Inductor can fuse --
 
 
 class Packed(NamedTuple):
@@ -123,7 +123,7 @@ def follow(master: Tensor, weight: Tensor) -> Tensor:
     return torch.where((master - near).abs() <= half, master, near)
 
 
-# --- the states of a parameter ------------------------------------------------------------------------
+# -- the states of a parameter --
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """collect: find every matmul of the joint graph, with its name, its role and its operands.
 
-    view_1 = view(x)                                  Matmul(mm, "up", fprop, a=x [M, K], b=w [N, K] transposed)
-    mm_1 = mm(view_1, permute(w))             ->      Matmul(mm_2, "up", dgrad, a=dy [M, N], b=w [N, K])
-    mm_2 = mm(dy, w); mm_3 = mm(permute(dy), view_1)  Matmul(mm_3, "up", wgrad, a=dy [M, N] transposed, b=x [M, K])
+    view_1 = view(x)
+    mm_1 = mm(view_1, permute(w))   ->  Matmul(mm_1, "up", fprop, a=x [M, K], b=w [N, K] transposed)
+    mm_2 = mm(dy, w)                ->  Matmul(mm_2, "up", dgrad, a=dy [M, N], b=w [N, K])
+    mm_3 = mm(permute(dy), view_1)  ->  Matmul(mm_3, "up", wgrad, a=dy [M, N] transposed, b=x [M, K])
 
 A forward matmul with a weight as operand is an fprop; `attribute` finds its dgrad and wgrad. The other
 matmuls are activation x activation, the gradients of these products, and the products of hooks. The graph is

@@ -22,13 +22,9 @@ def block_of(operand: Operand, transposed: bool) -> Block:
     block = operand.scaling.block
     if not transposed or block != ROW:
         return block
-    return (
-        ROW_OF_GROUP
-        if operand.offs is not None
-        else Block(1, operand.matrix.rows)
-        if operand.matrix.stack > 1
-        else ROW
-    )
+    if operand.offs is not None:
+        return ROW_OF_GROUP
+    return Block(1, operand.matrix.rows) if operand.matrix.stack > 1 else ROW
 
 
 class Groups:

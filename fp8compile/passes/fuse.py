@@ -1,9 +1,8 @@
 """fuse: find the operators that one walk over a matrix can compute together with its FP8 casts, and replace
 them by a generated kernel.
 
-    h = silu(g) * u                                     y0, y1, amax = fp8_silu_mul_cast_transpose_amax(g, u, scale)
-    h8 = quantize(h, scale); h8t = ..(transposed)   ->
-    amax = amax(h)
+    h = silu(g) * u; a = amax(h)
+    h8 = quantize(h, scale); h8t = ..  ->  h8, h8t, a = fp8_silu_mul_cast_transpose_amax(g, u, scale)
 
 A group starts from the casts and amaxes of one matrix, together with the scales that one walk over the matrix
 can compute: scales of rows, and of blocks that a tile holds. `grouping` extends it from there. A cast whose

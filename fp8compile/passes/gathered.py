@@ -4,7 +4,7 @@ ones that are kept in FP8 only (`ir.frozen`).
     w = dequantize(data, inv); mm(x, permute(w))          fprop
     w_1 = dequantize(data, inv); mm(dy, w_1)              dgrad     ->  `unite`: w_1 is w
 
-    w8 = quantize(w, ..); w8t = quantize(w, .., True)     ->  `substitute`: w8 = data; w8t = clone(permute(data))
+    w8 = quantize(w, ..); w8t = quantize(w, .., True)  ->  `substitute`: w8 = data; w8t = clone(permute(data))
 
 `gather` says of each parameter of a training graph whether it could arrive so: only FP8 matmuls read it, and
 they cast it alike, each scale from its own amax. It says so of weights that are gathered in high precision,

@@ -1,7 +1,7 @@
 """layouts: which FP8 copies are kept for backward, and which are cast again there.
 
-    x8 = quantize(x, scale, False); x8t = quantize(x, scale, True)    ->    x8, x8t = quantize_both(x, scale), in forward
-                                                                      or    x8t tagged MUST_RECOMPUTE: made in backward
+    x8 = quantize(x, scale, False)  ->  x8, x8t = quantize_both(x, scale), in forward
+    x8t = quantize(x, scale, True)  or  x8t tagged MUST_RECOMPUTE: made in backward
 
 The transposed copy of a weight, which dgrad reads, is written in forward and kept (one byte an element),
 unless the weight is cast again in backward (`recast_weights`, the user's checkpointing). The transposed copy

@@ -1,9 +1,9 @@
 """Find the last matmuls of the model, which are output heads, by the nodes before and after them in the
 graph.
 
-    hidden -> norm -> mm -> softcap, view, loss -> output      a head: nothing with a weight follows
-    hidden -> norm -> mm, gelu, mm -> + hidden -> output       no head: its output goes back into the stream that it read
-    x -> mm -> gelu -> mm -> output                            no head if x is features: a block whose residual is added outside
+    hidden -> norm -> mm -> softcap, view, loss -> output  a head: nothing with a weight follows
+    hidden -> norm -> mm, gelu, mm -> + hidden -> output   no head: its output goes back into what it read
+    x -> mm -> gelu -> mm -> output                        no head if x is features of a block
 
 A block that is compiled by itself looks like the end of a model, but the last projection of a block is no
 head. So if an input of the graph is features (not tokens, not pixels), a head must look like the end of a

@@ -5,7 +5,8 @@ matmuls.
 
 becomes (delayed; `tensorwise` has `current_scale(amax)` instead of `delayed_scale`)
 
-    amax_x = amax(x2d); scale_x = delayed_scale(scales, amax_x, 0); inv_x = delayed_inverse(scales, scale_x, 0)
+    amax_x = amax(x2d)
+    scale_x = delayed_scale(scales, amax_x, 0); inv_x = delayed_inverse(scales, scale_x, 0)
     amax_w = ...
     x8 = quantize(x2d, scale_x, transposed=False); w8 = quantize(w, scale_w, transposed=False)
     mm = scaled_mm(x8, w8, inv_x, inv_w)

@@ -128,7 +128,7 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
     choice = policy.choose(site)
     rule = policy.rules[choice.rule] if choice.rule is not None else None
     recipe, overrides = settle(choice.recipe, facts)
-    chosen = _kept(site, choice, rule, recipe)
+    chosen, misfit = _kept(site, choice, rule, recipe), facts.misaligned or unfit(facts.weight, recipe)
     either, emulated = False, not recipe.built_in.native(facts.gpu)
     if facts.grouped:
         a, b = (recipe.scaling(role, site.gemm).block for role in facts.roles)
@@ -137,12 +137,7 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
     return Decision(
         recipe=recipe,
         overrides=overrides,
-        reason=facts.off
-        or facts.objection
-        or chosen
-        or facts.misaligned
-        or unfit(facts.weight, recipe)
-        or facts.late,
+        reason=facts.off or facts.objection or chosen or misfit or facts.late,
         rule=choice.label,
         auto=choice.fp8 == "auto",
         wanted=choice.fp8 == "on"

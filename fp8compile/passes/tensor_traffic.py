@@ -1,9 +1,9 @@
 """The memory traffic that FP8 copies of a tensor would cause, from the nodes that compute and read it in the
 joint graph.
 
-    g = mm(..); h = silu(g) * u          h: a kernel computes it from g and u, so a cast joins that kernel (`fused`), and if
-    mm(h, w0); mm(h, w1)                    all its readers take FP8, nobody writes it in bf16
-    y = attention(..); mm(y, w)          y: in memory; a cast reads it
+    g = mm(..); h = silu(g) * u  h: a kernel computes it from g and u, so a cast joins that kernel (`fused`),
+    mm(h, w0); mm(h, w1)            and if all its readers take FP8, nobody writes it in bf16
+    y = attention(..); mm(y, w)  y: in memory; a cast reads it
 
 The graph is not changed. Sizes are the hints of the trace.
 """

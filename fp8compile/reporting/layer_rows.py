@@ -208,7 +208,7 @@ class Split:
         return microseconds(self.us)
 
 
-# --- grouping -------------------------------------------------------------------------------------
+# -- grouping --
 
 
 def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
@@ -249,7 +249,7 @@ def alike(
     return [(joined([name(item) for item in group]) or "(root)", group) for group in groups.values()]
 
 
-# --- names ----------------------------------------------------------------------------------------
+# -- names --
 
 
 def parts(name: str) -> list[str]:
@@ -286,7 +286,7 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-# --- words ----------------------------------------------------------------------------------------
+# -- words --
 
 
 def words(record: MatmulRecord) -> str:
@@ -337,7 +337,7 @@ def repeated(count: int) -> str:
     return f" (x{count})" if count > 1 else ""
 
 
-# --- shares ------------------------------------------------------------------------------------
+# -- shares --
 
 
 def fraction(matmuls: Sequence[MatmulRecord]) -> float:
@@ -362,7 +362,7 @@ def share(matmuls: Sequence[MatmulRecord]) -> str:
     return f"{count} of {len(matmuls)} matmuls, {percent(fraction(matmuls))} of matmul FLOPs"
 
 
-# --- times ----------------------------------------------------------------------------------------
+# -- times --
 
 
 def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:

@@ -215,7 +215,7 @@ def report(model: nn.Module | None = None) -> Report:
     return Report((graph for graph, _ in chosen), outside=left_out, added=added, notes=replaced)
 
 
-# --- text -----------------------------------------------------------------------------------------
+# -- text --
 
 
 def _rule(reason: str) -> str:

@@ -3,7 +3,7 @@
 | call | its forward runs | with the scales of | the state |
 |---|---|---|---|
 | training, warm | the code that Inductor made | the state | moves |
-| training, cold | eagerly (`ir.ops`) | the current amax, where a slot has no scale, or one that would saturate | moves |
+| training, cold | eagerly (`ir.ops`) | the current amax, where a slot has no scale that fits | moves |
 | measured (see `probe`) | eagerly | the state | moves |
 | observed: a phase of high precision | the code | none: nothing is cast, and it is never cold | moves |
 | recomputation (see `repeats`) | as its original did | that call, from a copy of its page | stays |

@@ -1,14 +1,15 @@
 """The scaling state of a model in a checkpoint: of one process, or of all ranks.
 
-    torch.save({"model": model.state_dict(), "scaling": fp8compile.ScalingState(model).state_dict()}, "checkpoint.pt")
+    scaling = fp8compile.ScalingState(model).state_dict()
+    torch.save({"model": model.state_dict(), "scaling": scaling}, "checkpoint.pt")
 
     saved = torch.load("checkpoint.pt")
     model.load_state_dict(saved["model"])
-    fp8compile.ScalingState(model).load_state_dict(saved["scaling"])        # before or after the model is compiled
+    fp8compile.ScalingState(model).load_state_dict(saved["scaling"])  # before or after the model is compiled
 
     state = {"model": model.state_dict(), "scaling": fp8compile.ScalingState(model)}
-    dcp.save(state, checkpoint_id=path)                     # torch.distributed.checkpoint
-    dcp.load(state, checkpoint_id=path)                     # also before the first call, and on another number of ranks
+    dcp.save(state, checkpoint_id=path)  # torch.distributed.checkpoint
+    dcp.load(state, checkpoint_id=path)  # also before the first call, and on another number of ranks
 
 DCP takes plain tensors with one name for replicas, and keeps those of one rank. The state of a rank is its
 own. So all ranks gather their states, and the checkpoint has one item, "ranks", which is the same on all of

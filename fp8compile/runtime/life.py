@@ -2,14 +2,14 @@
 
 | state | how the next training call runs | until |
 |---|---|---|
-| cold | eagerly, with current amaxes where scales do not fit | every slot has seen an amax above 0, or after `PATIENCE` calls |
+| cold | eagerly, with current amaxes where scales do not fit | every slot has an amax, or `PATIENCE` calls |
 | warm | the code that Inductor made, with the scales of the state | an event below |
 
 | event | method | after it |
 |---|---|---|
 | the first call of these parameters | `Book.open` | cold |
 | a forward begins | `begin` | its backward is `pending` |
-| and an overflow or underflow was found (`overflow`) | `look` | cold for a call; two, if the first is beyond its limit, too |
+| and an overflow or underflow was found (`overflow`) | `look` | cold for a call; for two after a large one |
 | and weights were loaded (`loads`) | `take_changes` | as after an overflow |
 | and a scaling state was loaded | `take_changes` | cold where its slots are |
 | and another graph has taken the slots over | `take_changes` | as there: the values come back |

@@ -38,7 +38,8 @@ CASTS = (ops.quantize, ops.quantize_both)
 CHUNK = 1 << 24  # elements at a time: a measured call takes no more memory than a cold one
 ROUNDING = 1 + 2.0**-20  # amax * scale is off by as much: only what exceeds fp8_max * ROUNDING overflows
 COLUMNS = (
-    "elements", "amax", "overflows", "underflows", "error", "signal", "scales", "scale", "scale_inv_min", "scale_inv_max"
+    "elements", "amax", "overflows", "underflows", "error", "signal", "scales", "scale", "scale_inv_min",
+    "scale_inv_max",
 )  # fmt: skip
 
 Name = tuple[str, int, str]  # role, use, layout: "" (both have the same values), "plain" or "transposed"

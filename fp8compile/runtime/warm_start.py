@@ -118,13 +118,8 @@ def facts(
             raise Unknown("compiled autograd or FSDP2 owns its inputs")
         _no_constants(gm)
         _no_symbols(gm)
-        known = [
-            compat.aot_cache.modules_of_nodes(gm),
-            compat.aot_cache.modes(),
-            _tensors(example_inputs),
-            inputs,
-            *others,
-        ]
+        theirs = [compat.aot_cache.modules_of_nodes(gm), compat.aot_cache.modes()]
+        known = [*theirs, _tensors(example_inputs), inputs, *others]
         return hashlib.sha256(_spelled(known).encode()).hexdigest()
     except Unknown as reason:
         logger.debug("fp8: %s does not use AOTAutograd's cache: %s", inputs.root, reason)

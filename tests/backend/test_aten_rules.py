@@ -144,7 +144,7 @@ def test_a_plan_is_refused() -> None:
             trained(make(lambda: Mlp(), BF16), "rowwise", 64, plan, BF16)
 
 
-# -- the rules -----------------------------------------------------------------------------------------------
+# -- the rules --
 
 LATEST = (2, 15), (13, 0)
 OLD = (2, 11), (12, 6)

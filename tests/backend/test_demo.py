@@ -100,7 +100,7 @@ def test_the_demo_takes_every_recipe(capsys: pytest.CaptureFixture) -> None:
     assert f"--recipe {{{','.join(RECIPES)}}}" in " ".join(capsys.readouterr().out.split())
 
 
-# --- several processes ----------------------------------------------------------------------------
+# -- several processes --
 
 ROOT = Path(train_gpt.__file__).parents[1]
 # Nats. Sums have another order, and with tp amaxes are of parts. Where processes see other data, losses

@@ -159,7 +159,7 @@ def test_a_slice_of_a_stack_is_a_weight() -> None:
         assert sqnr(high[name], got[name]) > 20, name
 
 
-# -- the plan for a GPU, executed on a CPU, whose memory is NaN until it is written --------------------------
+# -- the plan for a GPU, executed on a CPU, whose memory is NaN until it is written --
 
 B200 = Gpu("NVIDIA B200", 10, 0, 148, 180 << 30)
 STEPS = ([30, 0, 17, 40], [0, 64, 16, 1])

@@ -141,7 +141,7 @@ def shapes(loaded: target.Target) -> tuple:
     }
 
 
-# --- targets --------------------------------------------------------------------------------------
+# -- targets --
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_module_that_cannot_be_loaded(model):
     assert "line 1" in caught.value.details and "target.py" not in caught.value.details
 
 
-# --- the program ----------------------------------------------------------------------------------
+# -- the program --
 
 
 def test_quick_commands_do_not_import_torch():
@@ -347,7 +347,7 @@ def test_calibrate_without_a_gpu(capsys, monkeypatch):
     assert "'gpu0' is not a device" in capsys.readouterr().err
 
 
-# --- env ------------------------------------------------------------------------------------------
+# -- env --
 
 
 @pytest.fixture
@@ -432,7 +432,7 @@ def test_every_variable_is_in_the_list_and_in_the_documentation():
     assert all(f"| `{name}` |" in documented for name in VARIABLES)
 
 
-# --- compare --------------------------------------------------------------------------------------
+# -- compare --
 
 
 @pytest.mark.slow
@@ -464,7 +464,7 @@ def test_compare_with_a_batch_that_the_model_refuses(model, capsys):
     assert "Traceback" in err and "fp8compile/dryrun" not in err
 
 
-# --- tune -----------------------------------------------------------------------------------------
+# -- tune --
 
 
 @pytest.mark.weekly
@@ -483,7 +483,7 @@ def test_tune(model, capsys):
     assert "wrote tuned.toml" in err and "in high precision" in err and "rowwise: blocks.*.up" in err
 
 
-# --- explain --------------------------------------------------------------------------------------
+# -- explain --
 
 
 def test_explain(model, capsys):
@@ -530,7 +530,7 @@ def test_a_model_that_cannot_be_traced(model, capsys):
         cli.main(["--traceback", "explain", "my_model.py:misshapen"])
 
 
-# --- estimate -------------------------------------------------------------------------------------
+# -- estimate --
 
 
 @pytest.mark.slow
@@ -557,7 +557,7 @@ def test_estimate_hides_the_gpus(model):
     assert done.returncode == 2 and "raised ValueError: ['', '']" in done.stderr
 
 
-# --- policy ---------------------------------------------------------------------------------------
+# -- policy --
 
 POLICY = """
 [[rules]]
@@ -612,7 +612,7 @@ def test_policy_show_and_schema(model, capsys):
     assert "rules" in json.loads(capsys.readouterr().out)["properties"]
 
 
-# --- pipes and terminals --------------------------------------------------------------------------
+# -- pipes and terminals --
 
 
 def test_a_reader_that_leaves():

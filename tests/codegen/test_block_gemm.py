@@ -63,7 +63,7 @@ def magnitudes(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, a_block: Any,
     return ops.block_product(*absolute, a_inv, b_inv, None, F32, False, a_block, b_block).to(torch.float64)
 
 
-# -- the choice ----------------------------------------------------------------------------------------------
+# -- the choice --
 
 
 BIG = (4096, 4096, 4096)
@@ -119,7 +119,7 @@ def test_sizes_that_only_a_run_knows_are_no_promise() -> None:
     )
 
 
-# -- our kernel ---------------------------------------------------------------------------------------------
+# -- our kernel --
 
 
 def run(
@@ -234,7 +234,7 @@ def test_launch(blocks: tuple, dynamic: bool) -> None:
         assert_close(call(*given), graph(*given), 2 * sizes, f"{m} rows")
 
 
-# -- machine code --------------------------------------------------------------------------------------------
+# -- machine code --
 
 INSTRUCTION = {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma", "gfx950": "v_mfma"}
 

@@ -83,7 +83,7 @@ def assert_kernels(made: Made, *kernels: str) -> None:
     assert Counter(made.kinds) == Counter(tuple(sorted(x.split())) for x in kernels)
 
 
-# -- plain tensors -------------------------------------------------------------------------------------------
+# -- plain tensors --
 
 
 @pytest.mark.cases(test=18)
@@ -170,7 +170,7 @@ def test_sizes_as_arguments(recipe: str) -> None:
         check(made, (Source(*shape, torch.bfloat16, "extreme").full(),))
 
 
-# -- producers -----------------------------------------------------------------------------------------------
+# -- producers --
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -233,7 +233,7 @@ def test_behind_a_producer(recipe: str, name: str) -> None:
         assert_close(a, b, 32.0 * max(shape), f"result {i}")
 
 
-# -- scales in memory ----------------------------------------------------------------------------------------
+# -- scales in memory --
 
 
 @pytest.mark.cases(test=8, slow=4)
@@ -314,7 +314,7 @@ def test_scales_and_copies_that_differ(name: str) -> None:
     check(made, (x,))
 
 
-# -- choices -------------------------------------------------------------------------------------------------
+# -- choices --
 
 
 def test_more_bytes_than_inductor_would_move_stay_with_it() -> None:

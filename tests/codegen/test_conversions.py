@@ -110,7 +110,7 @@ def test_kernels_convert_by_ptx_where_triton_does_it_wrongly(
         assert ("inline_asm_elementwise" in kernel.jitted.src) == wrongly
 
 
-# -- undefined bytes -----------------------------------------------------------------------------------------
+# -- undefined bytes --
 
 Block = tuple[int, int, int]
 BLOCKS: list[Block] = [(64, 64, 4), (64, 128, 8)]

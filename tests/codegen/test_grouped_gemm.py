@@ -63,7 +63,7 @@ def test_the_choice() -> None:
     assert how_grouped(H100, ROW, ROW, launches=False) == GROUPED
 
 
-# -- operands ------------------------------------------------------------------------------------------------
+# -- operands --
 
 
 def numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -129,7 +129,7 @@ def columns(
     return *copies, *made, ends(padded), F32, False, list(a_block), list(b_block)
 
 
-# -- the interpreter -----------------------------------------------------------------------------------------
+# -- the interpreter --
 
 
 def launched(
@@ -285,7 +285,7 @@ def test_scales_for_atens_matmul_are_spread_over_rows_and_columns() -> None:
         assert torch.equal(got, inverse.expand(shape))
 
 
-# -- the padded order ----------------------------------------------------------------------------------------
+# -- the padded order --
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
@@ -314,7 +314,7 @@ def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
     assert (last.diff(prepend=torch.zeros(1, dtype=torch.int32)) >= align).all()
 
 
-# -- machine code --------------------------------------------------------------------------------------------
+# -- machine code --
 
 
 @functools.cache

@@ -64,7 +64,7 @@ BINARY = (torch.add, torch.mul, torch.sub, torch.div, torch.maximum, torch.minim
 COMPARISONS = (torch.gt, torch.le, torch.eq, torch.ne, torch.ge, torch.lt)
 
 
-# -- cases ---------------------------------------------------------------------------------------------------
+# -- cases --
 
 
 class Program:
@@ -432,7 +432,7 @@ class Case:
         return program
 
 
-# -- running -------------------------------------------------------------------------------------------------
+# -- running --
 
 
 def _exp(x: Tensor) -> Tensor:

@@ -255,7 +255,7 @@ def test_scales_of_sizes_that_are_symbols(form: str, flipped: bool) -> None:
         assert torch.equal(expected.to(F32), got.to(F32))
 
 
-# -- on a device ---------------------------------------------------------------------------------------------
+# -- on a device --
 
 PAIRS = [
     (ROW, ROW),

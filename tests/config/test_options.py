@@ -29,7 +29,7 @@ def error_of(given, mode=None) -> str:
     return str(caught.value)
 
 
-# --- defaults and values --------------------------------------------------------------------------
+# -- defaults and values --
 
 
 def test_defaults():
@@ -117,7 +117,7 @@ def test_dashes_are_underscores_and_a_format_has_any_case():
     assert "'fp8_format' is given twice" in error_of({"fp8-format": "e4m3", "fp8_format": "e4m3"})
 
 
-# --- errors: key, value, what is allowed ----------------------------------------------------------
+# -- errors: key, value, what is allowed --
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_keys_are_strings_and_options_a_mapping():
     assert "a mapping" in error_of(["delayed"])
 
 
-# --- Inductor's -----------------------------------------------------------------------------------
+# -- Inductor's --
 
 
 def test_inductor_options_pass_through_and_their_type_is_checked():
@@ -332,7 +332,7 @@ def test_options_without_effect_are_said_once(options: dict[str, Any], unused: s
     assert [record.getMessage() for record in caplog.records] == said
 
 
-# --- formats and errors ---------------------------------------------------------------------------
+# -- formats and errors --
 
 
 def test_what_a_recipe_fixes():

@@ -18,8 +18,7 @@ from fp8compile.config.recipe import Recipe
 from fp8compile.errors import OptionError
 from tests.support.policies import UP, fp8, refusal, site
 
-# --- conditions
-# -------------------------------------------------------------------------------------------------------
+# -- conditions --
 
 
 @pytest.mark.parametrize(
@@ -75,8 +74,7 @@ def test_the_first_rule_that_matches_decides():
     assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("auto", None, "", Recipe(margin=3))
 
 
-# --- recipes
-# ----------------------------------------------------------------------------------------------------------
+# -- recipes --
 
 
 def test_a_setting_is_looked_up_in_the_rule_the_recipe_the_options_the_defaults():
@@ -253,8 +251,7 @@ def test_in_python():
     assert copy.deepcopy(policy) == policy == dataclasses.replace(policy) and "margin=2" in repr(policy)
 
 
-# --- sources
-# ----------------------------------------------------------------------------------------------------------
+# -- sources --
 
 
 def test_sources(write, monkeypatch, tmp_path):
@@ -305,8 +302,7 @@ def test_circles(write):
     assert message.startswith(f"policy {broken}, line 2, rule 1: unknown key 'role'")
 
 
-# --- schema, shipped policies, fuzzing
-# --------------------------------------------------------------------------------
+# -- schema, shipped policies, fuzzing --
 
 
 def test_schema():

@@ -9,8 +9,7 @@ from fp8compile.config import policy
 from fp8compile.config.policy import load
 from tests.support.policies import fp8, refusal, site
 
-# --- errors
-# -----------------------------------------------------------------------------------------------------------
+# -- errors --
 
 LINES = """\
 extends = "default"
@@ -218,8 +217,7 @@ def test_rules_that_are_never_reached():
     assert fp8(load({"rules": [everything]}), "lm_head", kind="output head") == "on"
 
 
-# --- rules that match nothing
-# -----------------------------------------------------------------------------------------
+# -- rules that match nothing --
 
 PARTS = ("", ".mlp", ".mlp.up_proj", ".mlp.down_proj")
 NAMES = [

@@ -232,7 +232,7 @@ def test_every_recipe_goes_with_every_policy(recipe, policy):
     assert found.defaults.recipe == recipe
 
 
-# -- compiled, as a user would -------------------------------------------------------------------------------
+# -- compiled, as a user would --
 
 
 GRAPHS = [(policy, "llama") for policy in ("conservative", "default", "fast", "llama", "accelerate-defaults")]

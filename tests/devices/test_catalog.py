@@ -40,7 +40,7 @@ def properties(name: str, **given):
     )
 
 
-# -- the shipped descriptions --------------------------------------------------------------------------------
+# -- the shipped descriptions --
 
 
 @pytest.mark.parametrize("device", catalog.shipped().values(), ids=lambda device: device.key)
@@ -83,7 +83,7 @@ def test_peaks_derived_from_properties_are_the_published_ones(device):
         assert getattr(made.peak, name) == pytest.approx(slowed * getattr(device.peak, name), rel=0.16), name
 
 
-# -- finding -------------------------------------------------------------------------------------------------
+# -- finding --
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_derived_extremes():
     assert made.bandwidth > 0 and made.flops.bf16 > 0 and made.gpu.multi_processor_count == 10
 
 
-# -- devices with FP8 ----------------------------------------------------------------------------------------
+# -- devices with FP8 --
 
 
 def seen(monkeypatch, **given):
@@ -241,7 +241,7 @@ def test_blackwell_alone_multiplies_mx(monkeypatch, key, cuda, expected):
     assert not support.has_mx(None)
 
 
-# -- the file that calibrate stores --------------------------------------------------------------------------
+# -- the file that calibrate stores --
 
 
 def test_stored_and_read_again(own_files):
@@ -302,7 +302,7 @@ def test_where_it_is_stored(monkeypatch, tmp_path):
     assert catalog.stored_path() == tmp_path / ".cache" / "fp8compile" / "devices.toml"
 
 
-# -- calibrate -----------------------------------------------------------------------------------------------
+# -- calibrate --
 
 
 class Clock:

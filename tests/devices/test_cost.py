@@ -72,7 +72,7 @@ def estimated(recipe: str) -> dict[tuple[int, int, int], float]:
     return {(m, k, n): linear(TORCHAO_H100, m, n, k, recipe).speedup for m, k, n in cells(recipe)}
 
 
-# -- published figures ---------------------------------------------------------------------------------------
+# -- published figures --
 
 
 def test_torchaos_rowwise_table():
@@ -138,7 +138,7 @@ def test_square_gemms(size, bf16_us, fp8_us):
     assert bf16 / fp8 < 1.15 * bf16_us / fp8_us
 
 
-# -- gemms ---------------------------------------------------------------------------------------------------
+# -- gemms --
 
 
 def test_what_is_bound_by_the_tensor_cores_and_by_memory():
@@ -172,7 +172,7 @@ def test_fp8_is_not_credited_with_more_than_it_can_save(m, n, k):
     assert cost.gemm(H200, 2 * m, n, k) >= bf16 * 0.999
 
 
-# -- casts: bytes by hand, on a device that moves a byte a second and launches for nothing -------------------
+# -- casts: bytes by hand, on a device that moves a byte a second and launches for nothing --
 
 def casts(device, elements, recipe="delayed", layouts=2, again=False, **tensor) -> float:
     return cost.casts(device, CastInput(elements, **tensor), COSTS[recipe], layouts, again)
@@ -221,7 +221,7 @@ def test_launches_of_casts(given, launches):
     assert casts(idle, 1, **given) == pytest.approx(launches)
 
 
-# -- break-even ----------------------------------------------------------------------------------------------
+# -- break-even --
 
 
 def test_break_even_of_a_known_function():

@@ -96,7 +96,7 @@ def build(model: str) -> nn.Module:
     return MODELS[model]()
 
 
-# -- how a model is parallel ---------------------------------------------------------------------------------
+# -- how a model is parallel --
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
     return call, 0 if way.same else data
 
 
-# -- what is watched -----------------------------------------------------------------------------------------
+# -- what is watched --
 
 
 def all_gathers() -> contextlib.AbstractContextManager[list[int]]:

@@ -41,7 +41,7 @@ def error_of(model: Any, x: Tensor) -> str:
     return ""
 
 
-# --- replicas -------------------------------------------------------------------------------------
+# -- replicas --
 
 
 def _amaxes(rank: int) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def test_recipes_with_finer_scales_refuse_a_group() -> None:
             fp8compile.Recipe(recipe, amax_group="tp")
 
 
-# --- graphs, on one rank --------------------------------------------------------------------------
+# -- graphs, on one rank --
 
 ALL_REDUCES = [
     ({}, 1, 1),

@@ -179,7 +179,7 @@ def test_a_run_goes_on_to_the_bit(found, kind: str) -> None:
     assert first.keys() != second.keys() or any(not torch.equal(first[name], second[name]) for name in first)
 
 
-# --- other numbers of ranks -----------------------------------------------------------------------
+# -- other numbers of ranks --
 
 
 def histories(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_an_error_on_all_ranks(found) -> None:
         assert "unexpected: blocks.0.up.weight (no rank has it)" in one["four: other stages"]
 
 
-# --- one process ----------------------------------------------------------------------------------
+# -- one process --
 
 
 def trained(**options: Any) -> Net:
@@ -299,7 +299,7 @@ def test_several_modules() -> None:
         fp8compile.ScalingState([Net((0,)), Net((0, 3))])
 
 
-# --- the rule -------------------------------------------------------------------------------------
+# -- the rule --
 
 
 @pytest.mark.parametrize("interval", [1, 3])

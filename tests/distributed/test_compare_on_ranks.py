@@ -146,7 +146,7 @@ def test_explain_passes_ddp_by(one_process, monkeypatch) -> None:
     assert "forward" not in vars(ddp)
 
 
-# -- while a model trains ------------------------------------------------------------------------------------
+# -- while a model trains --
 
 
 def _monitored(rank: int, folder: str) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_a_monitor_compares_on_each_rank(tmp_path) -> None:
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2 * 7
 
 
-# -- FSDP2 ---------------------------------------------------------------------------------------------------
+# -- FSDP2 --
 
 
 def _sharded(rank: int) -> dict[str, Any]:

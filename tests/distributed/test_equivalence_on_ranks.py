@@ -43,7 +43,7 @@ class Case:
     other: str = ""  # the protocol of `theirs`, if it is another one
 
 
-# -- sharded, and replicas -----------------------------------------------------------------------------------
+# -- sharded, and replicas --
 
 
 def same_decisions(ours: Facts, theirs: Facts, rank: int) -> None:
@@ -142,7 +142,7 @@ REPLICAS = {
         Way("ddp", recipe("tensorwise", cache_weights=True)), Way("ddp", recipe("tensorwise")), "afbs afbs", "over buckets",
     ),
 }  # fmt: skip
-# -- fp8_all_gather, and none --------------------------------------------------------------------------------
+# -- fp8_all_gather, and none --
 
 MLPS = {f"blocks.{i}.{linear}.weight" for i in range(2) for linear in ("up", "down")}
 ELEMENTS = {"mlps": 4 * 128 * 256, "square": 4 * 256 * 256}  # of the weights of blocks
@@ -294,7 +294,7 @@ ALL_GATHERS = {
     "overlapping": gathered("Nf fbz fbz fbz fbz bz fbz fbz fbz", overlapping),
 }  # fmt: skip
 
-# -- all-gathers inside of graphs, and without the pass ------------------------------------------------------
+# -- all-gathers inside of graphs, and without the pass --
 
 
 def in_graph(check: Any, protocol: str = "fbs fbs jbs fbs", **way: Any) -> Case:
@@ -342,7 +342,7 @@ IN_GRAPHS = {
     "simple fsdp by columns": simple(3, options=recipe("tensorwise"), dtype=BF16, dim=1),
 }
 
-# -- what else may be on -------------------------------------------------------------------------------------
+# -- what else may be on --
 
 
 def frozen(reason: str) -> Any:

@@ -213,7 +213,7 @@ def test_arms_share_weights_and_torchao_gets_modules_of_its_own() -> None:
     assert [*map(id, part.buffers())] == [*map(id, model.buffers())]
 
 
-# -- the command ---------------------------------------------------------------------------------------------
+# -- the command --
 
 MODEL = """
 import torch

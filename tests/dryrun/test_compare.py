@@ -81,7 +81,7 @@ def by_name(found: fp8compile.Comparison) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in found.rows()}
 
 
-# -- numbers -------------------------------------------------------------------------------------------------
+# -- numbers --
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_table_dict_and_picture(tmp_path) -> None:
         found.plot(tmp_path / "missing" / "compare.png")
 
 
-# -- healthy models, and faults ------------------------------------------------------------------------------
+# -- healthy models, and faults --
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", HEALTHY)
@@ -238,7 +238,7 @@ def test_outliers(build: Callable[[], tuple[Case, Compare]], name: str, is_train
     assert first["peak"] > OUTLIERS and (first["fprop"] < 1 if is_trained else first["fprop"] > 25)
 
 
-# -- what it compares ----------------------------------------------------------------------------------------
+# -- what it compares --
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_a_model_that_is_not_deterministic() -> None:
     )
 
 
-# -- nothing is left behind ----------------------------------------------------------------------------------
+# -- nothing is left behind --
 
 
 class Everything(nn.Module):
@@ -395,7 +395,7 @@ def test_a_second_comparison_compiles_nothing() -> None:
         assert compare(*case.args).to_dict() == first
 
 
-# -- bad input -----------------------------------------------------------------------------------------------
+# -- bad input --
 
 
 def one_line(error: BaseException) -> bool:

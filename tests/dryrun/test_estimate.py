@@ -66,7 +66,7 @@ def made() -> Estimate:
     return estimated()
 
 
-# -- the two compilations ------------------------------------------------------------------------------------
+# -- the two compilations --
 
 
 def test_the_totals_are_those_of_the_described_steps(made, described):
@@ -144,7 +144,7 @@ def test_explain_and_estimate_take_one_step(settings):
     assert made.bf16.flops.keys() == {"float32" if settings else "bfloat16"}
 
 
-# -- attention -----------------------------------------------------------------------------------------------
+# -- attention --
 
 
 def operand(*shape: int, dtype: torch.dtype = BF16) -> TensorLayout:
@@ -250,7 +250,7 @@ def test_an_optimizer_counts_the_same_in_both_and_without_waves_all_is_shorter(m
     assert ideal.bf16.bytes == made.bf16.bytes and "without waves" in ideal.notes[0]
 
 
-# -- repeated blocks -----------------------------------------------------------------------------------------
+# -- repeated blocks --
 
 
 @pytest.mark.weekly
@@ -302,7 +302,7 @@ def test_layers_are_joined_by_their_first_number():
     assert [layer.name for layer in sequential] == ["0", "1"]  # separate layers, not blocks
 
 
-# -- errors --------------------------------------------------------------------------------------------------
+# -- errors --
 
 
 def test_errors(monkeypatch):

@@ -45,7 +45,7 @@ def x(*shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (ROWS, WIDTH)))
 
 
-# -- the same report -----------------------------------------------------------------------------------------
+# -- the same report --
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_for_a_device_and_a_frozen_part_stays_in_eval_mode():
         fp8compile.explain(model, x(), device="h1000")
 
 
-# -- without memory ------------------------------------------------------------------------------------------
+# -- without memory --
 
 
 class Deep(nn.Module):
@@ -151,7 +151,7 @@ def test_attention_has_the_name_that_it_has_on_the_device(device: str | None, op
     assert [record.op for graph in report.graphs for record in graph.opaque] == expected
 
 
-# -- nothing changes -----------------------------------------------------------------------------------------
+# -- nothing changes --
 
 
 class Restless(nn.Module):
@@ -251,7 +251,7 @@ def test_a_warning_is_said_again_when_the_model_is_trained(caplog):
     assert "no matmul of Stack becomes FP8" in caplog.text
 
 
-# -- errors --------------------------------------------------------------------------------------------------
+# -- errors --
 
 
 def test_errors_of_the_model_and_of_the_options():

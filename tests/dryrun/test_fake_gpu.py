@@ -199,7 +199,7 @@ def test_nothing_of_the_described_device_is_left():
     assert not torch.cuda.is_available()
 
 
-# -- bytes of buffers with more than 1e9 elements, where Inductor's own count ends ---------------------------
+# -- bytes of buffers with more than 1e9 elements, where Inductor's own count ends --
 
 ROWS, COLUMNS = 65536, 50304  # GPT-2's logits: 3.3e9
 
@@ -233,7 +233,7 @@ def test_a_slice_counts_as_much_as_is_read():
     assert 2 * 1024 * 64 * 2 <= moved < 3.1 * 1024 * 64 * 2  # all of x would be 16 such slices
 
 
-# -- accumulation of FP8 matmuls -----------------------------------------------------------------------------
+# -- accumulation of FP8 matmuls --
 
 
 @pytest.mark.cases(test=1, slow=1)

@@ -65,7 +65,7 @@ def found() -> fp8compile.Tuned:
     return result()[0]
 
 
-# -- parts ---------------------------------------------------------------------------------------------------
+# -- parts --
 
 
 def test_candidates_are_what_the_device_multiplies() -> None:
@@ -104,7 +104,7 @@ def test_bad_errors(given: Any) -> None:
         tuned_mlp(given)
 
 
-# -- errors of groups ----------------------------------------------------------------------------------------
+# -- errors of groups --
 
 
 def relative_error(case: Case, policy: Any) -> float:
@@ -153,7 +153,7 @@ def test_nothing_is_left_behind() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-# -- the choice ----------------------------------------------------------------------------------------------
+# -- the choice --
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_the_result_of_all_recipes_depends_on_the_arguments_alone(found: fp8comp
     assert tuned(FEW, found.max_error)[0].to_dict() == found.to_dict()
 
 
-# -- what it refuses -----------------------------------------------------------------------------------------
+# -- what it refuses --
 
 
 def one_line(error: pytest.ExceptionInfo[Any]) -> str:

@@ -31,7 +31,7 @@ BITWISE = math.inf
 BF16 = torch.bfloat16
 Options = Mapping[str, Any]
 
-# -- models: shared by all cases, [batch, length, 128] -> the same -------------------------------------------
+# -- models: shared by all cases, [batch, length, 128] -> the same --
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -44,7 +44,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks": lambda: make(lambda: Stack(ResidualMlp(), ResidualMlp())),
 }
 
-# -- features ------------------------------------------------------------------------------------------------
+# -- features --
 
 ONE_SCALE = ("delayed", "tensorwise")
 # how weights are scaled that are cast between calls

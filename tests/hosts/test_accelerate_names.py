@@ -38,7 +38,7 @@ def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
 
 
-# --- the list of backends -----------------------------------------------------------------------------
+# -- the list of backends --
 
 
 def test_registered_backends_are_accepted_and_nonsense_is_refused() -> None:
@@ -96,7 +96,7 @@ def test_an_accelerator_by_the_name_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(torch.equal(p, after[name]) for name, p in bare.named_parameters())
 
 
-# --- the launcher -------------------------------------------------------------------------------------
+# -- the launcher --
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -156,7 +156,7 @@ def test_accelerates_own_launcher_refuses_the_name(tmp_path: Path) -> None:
     assert done.returncode != 0 and "invalid choice: 'fp8'" in done.stderr
 
 
-# --- names of recipes ---------------------------------------------------------------------------------
+# -- names of recipes --
 
 
 def test_a_recipe_object_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_equal_on_any_finite_amaxes(amaxes: list[float], length: int, algo: str,
         assert_equal(theirs, mine, amaxes)
 
 
-# -- where we differ -----------------------------------------------------------------------------------------
+# -- where we differ --
 
 
 def test_the_first_amax_is_used_at_once() -> None:

@@ -165,7 +165,7 @@ def test_casts_of_microscaling_blocks(case: str, dtype: torch.dtype) -> None:
         assert (raw(scale)[~seen] == 0).all() and (got_inv[~seen] == 1.0).all()
 
 
-# -- a linear ------------------------------------------------------------------------------------------------
+# -- a linear --
 
 
 def both(recipe: str, x: Tensor, dy: Tensor, w: Tensor) -> list[dict[str, Tensor]]:
@@ -215,7 +215,7 @@ def test_linear(recipe: str) -> None:
         assert sqnr(tensor, got[name]) > 110.0
 
 
-# -- where we differ -----------------------------------------------------------------------------------------
+# -- where we differ --
 
 
 def test_next_to_a_power_of_two() -> None:

@@ -123,7 +123,7 @@ def test_several_graphs() -> None:
     assert both(lambda: make(Tied), run) == ["forward"] * 2 * 3 + ["step+"] * 3 * 3
 
 
-# -- weights that others change ------------------------------------------------------------------------------
+# -- weights that others change --
 
 
 def another_step(_: nn.Module) -> None:
@@ -256,7 +256,7 @@ def test_two_optimizers(split: str) -> None:
     assert [where for where, _ in found] == (by_kind if split == "by kind" else ["forward"] * 5)
 
 
-# -- what is called, kept and said ---------------------------------------------------------------------------
+# -- what is called, kept and said --
 
 
 def test_a_graph_that_is_not_called_is_not_cast() -> None:

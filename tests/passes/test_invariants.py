@@ -102,7 +102,7 @@ def test_an_operator_of_ours_that_is_left_is_an_error() -> None:
         pipeline.lower(graph)
 
 
-# -- passes that are left out --------------------------------------------------------------------------------
+# -- passes that are left out --
 
 
 @pytest.mark.slow

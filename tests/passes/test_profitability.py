@@ -115,7 +115,7 @@ def records(name: str, tokens: int, width: int, **options: Any) -> Records:
     return made(name, tokens, width, **options).records
 
 
-# -- decisions -----------------------------------------------------------------------------------------------
+# -- decisions --
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_dynamic_sizes_are_not_specialised() -> None:
     assert any(record.dynamic for record in found.values())
 
 
-# -- the choice is a good one --------------------------------------------------------------------------------
+# -- the choice is a good one --
 
 SIZES = [(16, 256), (512, 1024), (4096, 768), (2048, 4096), (16384, 4096)]  # tokens, width
 CHOICES = [
@@ -314,7 +314,7 @@ def test_no_choice_within_a_component_is_better(name: str, recipe: str, size: in
         assert told == pytest.approx(spent)
 
 
-# -- the producer and the readers of a tensor ----------------------------------------------------------------
+# -- the producer and the readers of a tensor --
 
 
 def of(step: Step, name: str, gemm: str, role: str) -> Any:

@@ -43,7 +43,7 @@ def count(graph: Graph, op) -> int:
     return len(graph.find_nodes(op="call_function", target=op))
 
 
-# -- emulation ---------------------------------------------------------------------------------------------
+# -- emulation --
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_mxfp8_is_emulated_but_on_blackwell():
     traced(model, x, recipe="mxfp8", policy=ALL_FP8, strict=True, device="b200")
 
 
-# -- in the graph --------------------------------------------------------------------------------------------
+# -- in the graph --
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_recipes_of_single_gemms(recipe):
     assert x.grad.isfinite().all() and model.weight.grad.abs().sum() > 0
 
 
-# -- down projections ----------------------------------------------------------------------------------------
+# -- down projections --
 
 
 class Fused(nn.Module):

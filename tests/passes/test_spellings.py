@@ -111,7 +111,7 @@ def linear(into: int = 128, out: int = 128, bias: bool = True) -> nn.Linear:
 X = (8, 32, 128)  # batch, tokens, features
 
 
-# -- one weight, many spellings ------------------------------------------------------------------------------
+# -- one weight, many spellings --
 
 SPELLINGS = {
     "F.linear": (lambda m, x: F.linear(x, m.w, m.b), (256, 128)),
@@ -154,7 +154,7 @@ def test_one_weight() -> None:
         assert sorted(sizes["wgrad"][:2]) == [128, 256] and sizes["wgrad"][2] == 256, spelling
 
 
-# -- modules that use their weights in other ways ------------------------------------------------------------
+# -- modules that use their weights in other ways --
 
 
 def self_attention(weights: bool = False) -> nn.Module:
@@ -353,7 +353,7 @@ def test_any_number_of_columns() -> None:
     }
 
 
-# -- dtypes and options --------------------------------------------------------------------------------------
+# -- dtypes and options --
 
 
 def test_a_matmul_into_another_dtype_is_left_alone():
@@ -381,7 +381,7 @@ def test_a_part_of_another_dtype_does_not_touch_the_rest(dtype: torch.dtype) -> 
     check(one_step(model, noise(*X)), {"low": "fp8", "high": "dtype"})
 
 
-# -- nothing to do -------------------------------------------------------------------------------------------
+# -- nothing to do --
 
 
 def test_a_model_without_an_eligible_matmul_warns_and_trains(caplog):

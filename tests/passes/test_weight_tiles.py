@@ -44,10 +44,10 @@ def tokens(seed: int = 0) -> Tensor:
     return noise(128, 128, seed=seed, dtype=torch.bfloat16).requires_grad_()
 
 
-# -- the recipe ----------------------------------------------------------------------------------------------
+# -- the recipe --
 
 
-# -- a linear ------------------------------------------------------------------------------------------------
+# -- a linear --
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_a_tile_of_one_number_spoils_no_other() -> None:
         assert error < 0.06 and model.weight.grad.isfinite().all()
 
 
-# -- experts -------------------------------------------------------------------------------------------------
+# -- experts --
 
 
 @functools.cache

@@ -90,7 +90,7 @@ def outcome(cases: Sequence[Case], compile: Way) -> list[Results] | Exception:
         return error
 
 
-# -- the ways to run -----------------------------------------------------------------------------------------
+# -- the ways to run --
 
 
 def ours(model: nn.Module, **options: Any) -> Callable[[], Any]:
@@ -117,7 +117,7 @@ def eager(model: nn.Module) -> Callable[[], Any]:
     return model
 
 
-# -- comparing -----------------------------------------------------------------------------------------------
+# -- comparing --
 
 
 def plain(x: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def one(case: Case, expected: Any, got: Any, floor: float, found: Found, theirs:
     return found
 
 
-# -- samples -------------------------------------------------------------------------------------------------
+# -- samples --
 
 
 def fresh(given: Any, owned: bool = True) -> Any:

@@ -45,7 +45,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         )
 
 
-# -- floors --------------------------------------------------------------------------------------------------
+# -- floors --
 
 
 @pytest.mark.cases(slow=1)
@@ -66,7 +66,7 @@ def test_the_smallest_scales_of_float16(encoding: str) -> None:
         assert_close(step(vanilla, vanilla, x, dy), step(model, run, x, dy), 20.0, f"{encoding} {peak}")
 
 
-# -- dtypes --------------------------------------------------------------------------------------------------
+# -- dtypes --
 
 
 @pytest.mark.cases(slow=1)
@@ -84,7 +84,7 @@ def test_a_model_that_is_cast_between_calls(dtype: torch.dtype) -> None:
     )
 
 
-# -- other recipes -------------------------------------------------------------------------------------------
+# -- other recipes --
 
 
 @pytest.mark.cases(slow=1)
@@ -113,7 +113,7 @@ def test_another_recipe_in_the_middle(other: str) -> None:
         both(seed, changed, steady, models[1])
 
 
-# -- recomputation -------------------------------------------------------------------------------------------
+# -- recomputation --
 
 
 class Dropped(nn.Module):

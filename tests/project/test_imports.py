@@ -54,7 +54,7 @@ def test_public_modules_need_no_import_of_their_own() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
-# -- what tests import ---------------------------------------------------------------------------------------
+# -- what tests import --
 
 PUBLIC = ("distributed", "optim", "errors", "integrations")  # modules that users import
 HOOKS = "support/hooks/"

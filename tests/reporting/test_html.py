@@ -101,7 +101,7 @@ class Markup(HTMLParser):
             self.text.append(data)
 
 
-# --- numbers --------------------------------------------------------------------------------------
+# -- numbers --
 
 
 def test_rows():
@@ -173,7 +173,7 @@ def test_numbers_for_people():
     ]
 
 
-# --- estimates ------------------------------------------------------------------------------------
+# -- estimates --
 
 
 def estimated() -> Estimate:
@@ -214,7 +214,7 @@ def test_estimate():
     )
 
 
-# --- the graph ------------------------------------------------------------------------------------
+# -- the graph --
 
 
 def drawn(names: list[str], edges: list[tuple[int, int]], **kept: str) -> diagram.Diagram | None:
@@ -351,7 +351,7 @@ def test_picture(graph):
             assert not beside or (x0 == x1 and not any(box[0] <= x0 <= box[2] for box in beside))
 
 
-# --- markup ---------------------------------------------------------------------------------------
+# -- markup --
 
 
 def test_page_is_self_contained_and_escaped():
@@ -432,7 +432,7 @@ def test_what_is_in_no_graph_and_what_a_feature_says():
     assert all(dot in text for dot in dots) and HOSTILE in part and "<script>document" not in text
 
 
-# --- in a browser ---------------------------------------------------------------------------------
+# -- in a browser --
 
 BROWSER = next(
     filter(

@@ -49,7 +49,7 @@ def gpt(blocks=2) -> GraphReport:
     return GraphReport(7, "GPT, training", tuple(records), opaque)
 
 
-# --- records and report ---------------------------------------------------------------------------
+# -- records and report --
 
 
 def test_fraction_and_lists():
@@ -100,7 +100,7 @@ def test_summaries():
         assert f"1 of 2 matmuls, {shown} of" in summary(records)
 
 
-# --- the table ------------------------------------------------------------------------------------
+# -- the table --
 
 
 def rows(text: str, name: str) -> list[list[str]]:
@@ -256,7 +256,7 @@ def test_empty_reports_say_why():
     assert "nothing was compiled yet" in repr(report_of(Ledger()))
 
 
-# --- the ledger -----------------------------------------------------------------------------------
+# -- the ledger --
 
 
 def names(report: Report) -> list[tuple[int, str]]:
@@ -299,7 +299,7 @@ def test_ledger_attach_and_clear():
     assert not report_of(ledger).graphs and ledger.add(gpt(), []) != index
 
 
-# --- logs and dumps -------------------------------------------------------------------------------
+# -- logs and dumps --
 
 
 def stderr_of(code: str, **env: str) -> list[str]:

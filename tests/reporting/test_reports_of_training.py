@@ -130,7 +130,7 @@ def test_a_model_that_trains_in_eval_mode(caplog: pytest.LogCaptureFixture) -> N
         train(torch.compile(model, backend="fp8", options={"strict": True}), 16, 128)
 
 
-# -- the log -------------------------------------------------------------------------------------------------
+# -- the log --
 
 
 @pytest.mark.slow

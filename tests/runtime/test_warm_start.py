@@ -145,7 +145,7 @@ def test_strict_raises_for_a_graph_that_was_compiled_without(tmp_path: Path) -> 
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
-# -- the key, without Inductor's code generation -------------------------------------------------------------
+# -- the key, without Inductor's code generation --
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_graphs_that_do_not_use_the_cache(
         assert not uses(Mlp())
 
 
-# -- what is kept --------------------------------------------------------------------------------------------
+# -- what is kept --
 
 
 def test_a_graph_of_plain_data_computes_the_same() -> None:

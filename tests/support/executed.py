@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 planning = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
 
-# -- kernels -------------------------------------------------------------------------------------------------
+# -- kernels --
 
 
 def _reduced(function: Callable[..., np.ndarray]) -> Callable[[tl.tensor, int], tl.tensor]:
@@ -163,7 +163,7 @@ def _axis(block: str) -> str:
 heuristics = _Heuristics()
 
 
-# -- the wrapper ---------------------------------------------------------------------------------------------
+# -- the wrapper --
 
 
 class _Async:

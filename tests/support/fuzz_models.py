@@ -237,7 +237,7 @@ def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-# -- ways to wire layers: a constructor and a forward each ---------------------------------------------------
+# -- ways to wire layers: a constructor and a forward each --
 
 
 def _layers(*sizes: tuple[int, int], stored: str = "") -> Callable[[Block, random.Random, int], None]:

@@ -39,7 +39,7 @@ FNUZ = {"e4m3fnuz": (torch.float8_e4m3fnuz, 240.0), "e5m2fnuz": (torch.float8_e5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-# -- numbers -------------------------------------------------------------------------------------------------
+# -- numbers --
 
 
 def specials(dtype: torch.dtype) -> list[float]:
@@ -122,7 +122,7 @@ class Source:
         return torch.tensor([value])
 
 
-# -- cases ---------------------------------------------------------------------------------------------------
+# -- cases --
 
 
 class Cast:
@@ -446,7 +446,7 @@ def strangers(cast: Cast, x: Tensor, y: Tensor, scale: Tensor, other: Tensor) ->
     return cast.copy(x, scale), ops.amax(x), cast.transposed(y, other), ops.amax(y)
 
 
-# -- graphs --------------------------------------------------------------------------------------------------
+# -- graphs --
 
 
 @dataclass

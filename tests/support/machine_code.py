@@ -54,7 +54,7 @@ SHARED = {  # bytes of shared memory that a program may use
 }
 
 
-# -- the models, at the sizes of the real ones: nothing runs and nothing is written, so size costs nothing ---
+# -- the models, at the sizes of the real ones: nothing runs and nothing is written, so size costs nothing --
 
 # name: (builder, shape of the input); ViT has 197 tokens an image
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -77,7 +77,7 @@ HANDWRITTEN = {**vars(triton_kernels), **vars(triton_grouped)}
 CONTRACTED = ("fp8_gemm", "fp8_grouped")  # whose products and sums may become one instruction
 
 
-# -- which kernels a model gets ------------------------------------------------------------------------------
+# -- which kernels a model gets --
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def with_fnuz(kernel: Generated) -> Generated:
     return dataclasses.replace(kernel, source=source, types=tuple(types.items()))
 
 
-# -- compiling and reading -----------------------------------------------------------------------------------
+# -- compiling and reading --
 
 
 @dataclasses.dataclass(frozen=True)

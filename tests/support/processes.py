@@ -53,7 +53,7 @@ def warnings() -> list[str]:
     return found
 
 
-# -- in a process --------------------------------------------------------------------------------------------
+# -- in a process --
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def _process(rank: int, ranks: int, store: str, pipe: Connection) -> None:
             os._exit(1)  # which ends what the others wait for
 
 
-# -- here ----------------------------------------------------------------------------------------------------
+# -- here --
 
 
 @functools.cache

@@ -148,8 +148,7 @@ def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
     )
 
 
-# --- files
-# ------------------------------------------------------------------------------------------------------------
+# -- files --
 
 
 def _read(path: Path) -> str:

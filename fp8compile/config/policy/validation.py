@@ -3,7 +3,7 @@
     @table("[schedule]")
     @dataclass(frozen=True, kw_only=True)
     class Schedule:
-        warmup_steps: int = key("Train in high precision for so many steps first.", partial(integer, least=0), 0)
+        warmup_steps: int = key("Train in high precision first.", partial(integer, least=0), 0)
 
 `Schedule(warmup_steps="3")`, and a file that says so, give "'warmup_steps' must be an integer >= 0; got '3'
 (str)."
@@ -28,17 +28,17 @@ FILE = "fp8compile policy"
 _TABLES: dict[str, type] = {}  # by their titles
 # what people write -> key
 _MEANT = {
-    "role": "gemm", "gemms": "gemm", "pass": "gemm", "class": "module_class", "cls": "module_class", "type": "module_class",
-    "param": "parameter", "weight": "parameter", "fqn": "module", "if": "where", "when": "where", "condition": "where",
-    "size": "where", "sizes": "where", "precision": "fp8", "enabled": "fp8", "format": "fp8_format", "label": "name",
-    "history": "amax_history_len", "warmup": "warmup_steps", "cooldown": "cooldown_at", "position": "layers", "operator": "op",
-    "evaluation": "eval", "gpu": "device", "include": "extends", "inherits": "extends", "fast_accum": "use_fast_accum",
-    "recipe": "base",
+    "role": "gemm", "gemms": "gemm", "pass": "gemm", "operator": "op", "recipe": "base", "label": "name",
+    "class": "module_class", "cls": "module_class", "type": "module_class", "fqn": "module",
+    "param": "parameter", "weight": "parameter", "position": "layers", "if": "where", "when": "where",
+    "condition": "where", "size": "where", "sizes": "where", "precision": "fp8", "enabled": "fp8",
+    "format": "fp8_format", "fast_accum": "use_fast_accum", "history": "amax_history_len",
+    "warmup": "warmup_steps", "cooldown": "cooldown_at", "evaluation": "eval", "gpu": "device",
+    "include": "extends", "inherits": "extends",
 }  # fmt: skip
 
 
-# --- checks: of a key's name and value; they return the value as it is stored, or raise PolicyError
-# -------------------
+# -- checks: of a key's name and value; they return the value as it is stored, or raise PolicyError --
 
 
 def fitting(fits: Callable[[Any], object], allowed: str) -> Check:
@@ -92,8 +92,7 @@ def named_tables_of(cls: type, allowed: str) -> Check:
     return lambda name, given: _each(lambda _, part: check(name, part), named(name, given).items())
 
 
-# --- tables
-# -----------------------------------------------------------------------------------------------------------
+# -- tables --
 
 
 def key(meaning: str, check: Check, default: Any = None, **schema: Any) -> Any:
@@ -168,8 +167,7 @@ def _unknown(name: str, value: Any, cls: type) -> str:
     return f"unknown key {name!r} (value {describe(value, 40)}).{hint} The keys here are {', '.join(keys)}."
 
 
-# --- JSON Schema
-# ------------------------------------------------------------------------------------------------------
+# -- JSON Schema --
 
 
 def schema() -> dict[str, Any]:

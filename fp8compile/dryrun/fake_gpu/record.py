@@ -73,7 +73,7 @@ def retarget_graphs() -> Iterator[None]:
         yield
 
 
-# -- reading the scheduled graph -----------------------------------------------------------------------------
+# -- reading the scheduled graph --
 
 # our matmul operators, one that only Inductor makes (bias_addmm), and those that only a model's own code
 # calls

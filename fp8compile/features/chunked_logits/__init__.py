@@ -1,6 +1,7 @@
 """flatten: compute what follows an output head on its matrix of logits, where Inductor is asked to chunk it.
 
-    logits = view(mm(x, w), [B, T, V]); y = tanh(to_float32(logits)); loss = nll(log_softmax(view(y, [B * T, V])))
+    logits = view(mm(x, w), [B, T, V]); y = tanh(to_float32(logits))
+    loss = nll(log_softmax(view(y, [B * T, V])))
 
 becomes
 

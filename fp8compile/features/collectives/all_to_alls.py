@@ -3,7 +3,8 @@ byte a feature.
 
     came = wait(all_to_all(local)); y = mm(quantize(index(came, order), scale), ..)
 ->
-    local8 = quantize(local, scale); came = wait(all_to_all(local8)) / scale; y = mm(quantize(index(came, order), scale), ..)
+    local8 = quantize(local, scale); came = wait(all_to_all(local8)) / scale
+    y = mm(quantize(index(came, order), scale), ..)
 
 Expert parallelism sends tokens to their experts so, and in backward the gradients of the experts' results.
 The rows that come are read by steps that this pass leaves as they are: a permutation by expert, a row of

@@ -92,7 +92,7 @@ class Compression:
                     **bucket.numbers(),
                 }
 
-    # -- DDP -------------------------------------------------------------------------------------------------
+    # -- DDP --
 
     def reduce_bucket(self, bucket: Any) -> torch.futures.Future:
         """DDP's hook: the mean over all ranks, in place, in a future. On a GPU in a stream beside the
@@ -152,7 +152,7 @@ class Compression:
             bucket.signal = values.square().sum()
             bucket.error = (dequantize(sent).view_as(values) - values).square().sum()
 
-    # -- FSDP2 -----------------------------------------------------------------------------------------------
+    # -- FSDP2 --
 
     @torch.no_grad()
     def reduce_shards(
@@ -168,13 +168,8 @@ class Compression:
         another; `out` [n] becomes their sum over all ranks, times `factor`. One collective for large
         parameters, one for the rest."""
         chunks = flat.view(dist.get_world_size(group), -1)
-        parts = list(
-            zip(
-                chunks.split([s.elements for s in shards], 1),
-                out.split([s.elements for s in shards]),
-                strict=True,
-            )
-        )
+        sizes = [s.elements for s in shards]
+        parts = list(zip(chunks.split(sizes, 1), out.split(sizes), strict=True))
         takes = [self.takes(shard.shape, flat.dtype) for shard in shards]
         small = [part for part, taken in zip(parts, takes, strict=True) if not taken]
         large = [part for part, taken in zip(parts, takes, strict=True) if taken]
@@ -182,9 +177,8 @@ class Compression:
             given = torch.cat([theirs for theirs, _ in small], 1)
             result = torch.empty(given.shape[1], dtype=out.dtype, device=out.device)
             compat.process_groups.reduce_scatter(result, given.view(-1), group)
-            for (_, mine), total in zip(
-                small, (result * factor).split([mine.numel() for _, mine in small]), strict=True
-            ):
+            totals = (result * factor).split([mine.numel() for _, mine in small])
+            for (_, mine), total in zip(small, totals, strict=True):
                 mine.copy_(total)
         if large:
             blocks = [to_rows(theirs) for theirs, _ in large]
@@ -193,9 +187,8 @@ class Compression:
             self._measure(
                 self.bucket(key, sum(theirs.numel() for theirs, _ in large), len(large)), rows, sent
             )
-            for (_, mine), total in zip(
-                large, (sums * factor).split([x.shape[1] for x in blocks]), strict=True
-            ):
+            totals = (sums * factor).split([x.shape[1] for x in blocks])
+            for (_, mine), total in zip(large, totals, strict=True):
                 mine.copy_(total.view(-1)[: mine.numel()])
 
 

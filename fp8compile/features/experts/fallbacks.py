@@ -3,9 +3,9 @@
 Inductor's grouped matmul takes bf16 only, so transformers calls operators of its own for other weights. They
 loop over the experts, wait for the device at each call, and hide their matmuls:
 
-    y = transformers.grouped_mm_fallback(x, w, offs)                     y = _grouped_mm(x, w, offs)
-    g = transformers.grouped_mm_fallback_backward(x, w, offs, dy)   ->   dx = _grouped_mm(dy, permute(w), offs)
-    dx = g[0]; dw = g[1]                                                 dw = _grouped_mm(permute(x), dy, offs)
+    y = grouped_mm_fallback(x, w, offs)                    y = _grouped_mm(x, w, offs)
+    g = grouped_mm_fallback_backward(x, w, offs, dy)   ->  dx = _grouped_mm(dy, permute(w), offs)
+    dx = g[0]; dw = g[1]                                   dw = _grouped_mm(permute(x), dy, offs)
 
 `spell` writes them so, for `collect` and the passes after it. `unspell` turns the matmuls that stay in high
 precision into calls of transformers' operators again, one for each.

@@ -70,7 +70,7 @@ def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
     return name
 
 
-# --- compressed-tensors ---------------------------------------------------------------------------
+# -- compressed-tensors --
 
 
 def _compressed(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ def _arguments(strategy: Strategy, inputs: Block, static: bool) -> dict[str, Any
     }
 
 
-# --- fine-grained FP8 -----------------------------------------------------------------------------
+# -- fine-grained FP8 --
 
 
 def _fine_grained(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:

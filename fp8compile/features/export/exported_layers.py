@@ -3,8 +3,8 @@ scales, by the operators that training casts with.
 
     weight   = saturate(w * scale), rounded to nearest even, float8_e4m3fn [out, in]
     scale    = 448 / (amax * 2**margin), float32, one a tensor, row or block; see `ir.scale`
-    exported: the weight, and 1 / scale, which multiplies the values of the weight: [1], [out, 1], [out / 128, in / 128],
-              [out, in / 32] or, for tiles, [out / 32, in / 32]; out / 32 is rounded up
+    exported: the weight, and 1 / scale, which multiplies the values of the weight: [1], [out, 1],
+              [out / 128, in / 128], [out, in / 32] or, for tiles, [out / 32, in / 32], rounded up
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _refuse(layers: Iterable[ExportedLayer]) -> None:
             )
 
 
-# --- casts --------------------------------------------------------------------------------------------
+# -- casts --
 
 
 class WeightCast(NamedTuple):
@@ -204,11 +204,7 @@ def cast(layer: ExportedLayer) -> WeightCast:
 def _scale(layer: ExportedLayer) -> Tensor:
     weights: Sequence[Tensor] = layer.partners or (layer.weight,)
     scales = [_own_scale(weight, layer.scaling) for weight in weights]
-    return (
-        torch.stack([scale.to(layer.weight.device) for scale in scales]).amin(0)
-        if len(scales) > 1
-        else scales[0]
-    )
+    return torch.stack([scale.to(layer.weight.device) for scale in scales]).amin(0)
 
 
 def _own_scale(weight: Tensor, scaling: Scaling) -> Tensor:

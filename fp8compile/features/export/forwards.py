@@ -1,7 +1,7 @@
 """forwards: what a graph says of the forward matmul of each weight, and how that is kept with the record of
 the parameter. An export repeats it for a server. The pass changes nothing.
 
-    y = linear(x, w)      ->    {input of w: (Forward(recipe, how w and x are scaled, where their histories are),)}
+    y = linear(x, w)  ->  {input of w: (Forward(recipe, how w and x are scaled, where their histories are),)}
 
 A training graph counts more than an evaluation: evaluations may stay in high precision, and have no
 histories. Of several graphs of one kind the newest counts.
@@ -93,7 +93,7 @@ def _slot(operand: Operand) -> Slot | None:
     return (operand.key.input, operand.key.use) if operand.slot >= 0 else None
 
 
-# --- by parameter -------------------------------------------------------------------------------------
+# -- by parameter --
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ class GatheredParameter:
         self.outdated = True
 
 
-# --- what graphs say, and what is reported ----------------------------------------------------------
+# -- what graphs say, and what is reported --
 
 
 def asked(tensors: Sequence[Any]) -> dict[int, str]:

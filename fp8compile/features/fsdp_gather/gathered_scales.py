@@ -174,7 +174,7 @@ class Scales:
             self.inverse.copy_(inverse_of(scale).unsqueeze(1).expand(-1, COLUMNS))
         self.amax = amaxes
 
-    # --- one gather -----------------------------------------------------------------------------------
+    # -- one gather --
 
     def prepare(self, i: int) -> Sequence[Tensor]:
         """What this rank sends for weight i: its values [rows, K] or, in FP8, their bytes, and the inverses
@@ -220,7 +220,7 @@ class Scales:
             inverse = self.inverse[i, :1]
         return GatheredWeight(data, inverse, parameter.dtype, entry.read, form.block)
 
-    # --- statistics -----------------------------------------------------------------------------------
+    # -- statistics --
 
     def measured(self, i: int) -> Tensor:
         """As `probe.measured`: amax and scale of the whole weight where it has one scale, all else of this

@@ -1,6 +1,6 @@
 """merge: which matmuls of one input become one matmul ("horizontal fusion").
 
-    q = linear(x, wq); k = linear(x, wk); v = linear(x, wv)      ->    q, k, v = split(linear(x, [wq; wk; wv]))
+    q = linear(x, wq); k = linear(x, wk); v = linear(x, wv)  ->  q, k, v = split(linear(x, [wq; wk; wv]))
 
 fprop    one matmul with the weights' FP8 copies below each other; q, k and v are slices of its result
 dgrad    one matmul that contracts all output features: no sum of three gradients of x is left

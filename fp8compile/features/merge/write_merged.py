@@ -1,6 +1,7 @@
 """merged: write the matmuls that `merge` has chosen as one.
 
-    w8 = side_by_side([wq8, wk8], 0); y = scaled_mm(x8, w8, inv_x, inv_w); q = slice(y, 1, 0, Nq); k = slice(y, 1, Nq, ..)
+    w8 = side_by_side([wq8, wk8], 0); y = scaled_mm(x8, w8, inv_x, inv_w)
+    q = slice(y, 1, 0, Nq); k = slice(y, 1, Nq, ..)
     dy8 = side_by_side([dq8, dk8], 1); w8t = side_by_side([wq8t, wk8t], 1); dx = scaled_mm(dy8, w8t, ..)
     dy8t = side_by_side([dq8t, dk8t], 0); dw = scaled_mm(dy8t, x8t, ..); dwq = slice(dw, 0, 0, Nq); ..
 

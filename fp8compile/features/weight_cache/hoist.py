@@ -19,7 +19,7 @@ With scales of rows, or of 1 x 32 elements, both are kept.
 `with_amaxes` makes a second graph of the casts, for an optimizer that computes the amaxes of the weights that
 it writes:
 
-    amax_w = amax(w); scale_w = current_scale(amax_w, ..)     ->     amax_w = amaxes[0:1]; scale_w = current_scale(amax_w, ..)
+    amax_w = amax(w); scale_w = current_scale(amax_w, ..)  ->  scale_w = current_scale(amaxes[0:1], ..)
 
 It reads each weight once, for the cast.
 

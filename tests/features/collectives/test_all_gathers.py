@@ -176,7 +176,7 @@ def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> No
     assert any("cast_transpose" in kernel for kernel in launches(made)[1])
 
 
-# --- what is moved, and what is not -----------------------------------------------------------------
+# -- what is moved, and what is not --
 
 
 def records(model: nn.Module, x: Tensor, **options: Any) -> list[CollectiveRecord]:

@@ -171,7 +171,7 @@ def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCapture
     assert not any(reference() is not None for reference in kept), "compiled code holds no weight"
 
 
-# --- on a described GPU -----------------------------------------------------------------------------
+# -- on a described GPU --
 
 
 def static(frozen: str) -> tuple[fake_gpu.Step, nn.Module]:
@@ -208,7 +208,7 @@ def test_no_kernel_reads_a_frozen_weight_in_high_precision() -> None:
     assert len(copies) == 2 and all(x.fqn.endswith("base") for x in copies)
 
 
-# --- other readers ----------------------------------------------------------------------------------
+# -- other readers --
 
 
 def converted(recipe: str = "tensorwise", **options: Any) -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -370,7 +370,7 @@ def test_evaluation_reads_what_fp8_has_left(evaluate: str) -> None:
     assert not note or "1 frozen weights have FP8-rounded values" in note[-1] or evaluate == "fp8"
 
 
-# --- which weights ----------------------------------------------------------------------------------
+# -- which weights --
 
 
 class Odd(nn.Module):
@@ -450,7 +450,7 @@ def test_options_that_are_refused() -> None:
         compiled(nn.Linear(8, 8), policy={"schedule": {"warmup_steps": 3}})(torch.ones(1, 8))
 
 
-# --- beside other parts -----------------------------------------------------------------------------
+# -- beside other parts --
 
 
 def test_statistics_know_its_scales() -> None:

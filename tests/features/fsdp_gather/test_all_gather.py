@@ -52,7 +52,7 @@ def step(model: nn.Module, number: int, rank: int, width: int = 128) -> None:
         p.grad = None
 
 
-# --- what ranks agree on ----------------------------------------------------------------------------
+# -- what ranks agree on --
 
 
 def _disagreeing(rank: int, mesh: tuple[int, ...]) -> dict[str, tuple[str, str]]:
@@ -82,7 +82,7 @@ def test_ranks_that_decide_differently_gather_the_same(mesh: tuple[int, ...]) ->
         assert said["blocks.0.down.weight"] == ("e4m3", "")
 
 
-# --- refusals -----------------------------------------------------------------------------------------
+# -- refusals --
 
 
 class Tied(ResidualMlp):
@@ -178,7 +178,7 @@ def test_what_graphs_say_is_told() -> None:
         assert "no weight is gathered in FP8" in said["off"] or "no matmul" in said["off"]
 
 
-# --- statistics, and what a step asks of the device -----------------------------------------------------
+# -- statistics, and what a step asks of the device --
 
 # or copy from the host to the device
 WAITS = ("_local_scalar_dense", "nonzero", "index_put_", "lift_fresh", "item")

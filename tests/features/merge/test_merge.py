@@ -196,7 +196,7 @@ def test_what_depends_on_each_other_stays_apart() -> None:
     assert not apart(two, one, behind) and not apart(one, next(iter(one.users)))
 
 
-# -- for a GPU -----------------------------------------------------------------------------------------------
+# -- for a GPU --
 
 
 def on_a_gpu(build: Callable[[], nn.Module]) -> tuple[fake_gpu.Step, fake_gpu.Step]:

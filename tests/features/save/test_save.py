@@ -306,7 +306,7 @@ def test_refused_with_a_partitioner_of_the_users_own_and_as_another_format() -> 
         compiled(nn.Linear(128, 128), save="fp4")(noise(8, 128))
 
 
-# -- tensors of which backward reads parts: results of merged matmuls, and what a model splits ---------------
+# -- tensors of which backward reads parts: results of merged matmuls, and what a model splits --
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gate and up", BF16), ("chunked", torch.float32)])

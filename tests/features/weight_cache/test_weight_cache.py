@@ -49,7 +49,7 @@ def test_one_cast_a_step(build: Callable[[], nn.Module], recipe: str) -> None:
     assert len(casts) == 3 + 1 + 1
 
 
-# -- never stale ---------------------------------------------------------------------------------------------
+# -- never stale --
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -376,7 +376,7 @@ def test_a_product_of_two_weights() -> None:
     assert same(*results)
 
 
-# -- for a GPU -----------------------------------------------------------------------------------------------
+# -- for a GPU --
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def forwards_of(parameter: Any) -> list[str]:
     return [str(known.forward) for known in forwards.of(parameter)]
 
 
-# -- other passes --------------------------------------------------------------------------------------------
+# -- other passes --
 
 
 def saving_small_tensors(least: int = 0) -> Patched:

@@ -56,7 +56,7 @@ def strictly(shares: bool = False) -> Iterator[None]:
         yield
 
 
-# -- how graphs run ------------------------------------------------------------------------------------------
+# -- how graphs run --
 
 
 def _inner(inner: Any) -> Patched:
@@ -172,7 +172,7 @@ def _widened(x: Any) -> Any:
     return torch.float64 if x in NARROW else x
 
 
-# -- graphs --------------------------------------------------------------------------------------------------
+# -- graphs --
 
 
 def joint_graphs(note: Callable[[torch.fx.Graph], Any] = lambda graph: graph) -> Patched:

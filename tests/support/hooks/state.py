@@ -169,7 +169,7 @@ def frozen(parameter: Any) -> bool:
     return isinstance(parameter, FrozenWeight)
 
 
-# -- phases --------------------------------------------------------------------------------------------------
+# -- phases --
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def steps_of(model: nn.Module) -> int:
     return steps_of(model)
 
 
-# -- measured calls ------------------------------------------------------------------------------------------
+# -- measured calls --
 
 
 @contextlib.contextmanager
