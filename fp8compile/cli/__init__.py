@@ -3,6 +3,7 @@ devices | env`, or `python -m fp8compile`.
 
     messages        error messages and tracebacks
     target          loads the model that a command gets as TARGET
+    model_options   the options of commands that take a TARGET
     model_commands  explain, estimate, compare, bench, tune
     policy          policy check, policy show, policy schema
     tools           plot, devices, calibrate

@@ -11,7 +11,8 @@ import click
 
 from ..errors import Fp8CompileError, did_you_mean, near
 from .messages import complain, usage
-from .model_commands import check_device, explained, idle
+from .model_commands import explained, idle
+from .model_options import check_device
 
 if TYPE_CHECKING:
     from ..ir.records import MatmulRecord

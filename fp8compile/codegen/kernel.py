@@ -31,11 +31,12 @@ from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import arg
 from .block_scales import Tiles, magnitude
-from .expressions import FLOATS, TRITON_DTYPE, converted, expression, number_text, prelude, rounded, saturates
+from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, sizes, varies_with
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale, loaded_scale
-from .text import Masks, both, bracketed, dtype_name, guarded, indented, integer, kept
+from .stores import Stores
+from .text import Masks, bracketed, dtype_name, guarded, indented, integer, kept
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Writer:
     def write(self) -> Kernel:
         group = self.group
         rows, columns = self.text(self.domain.rows), self.text(self.domain.columns)
-        looping, span = bool(group.passes), group.span
+        looping, span, amaxes = bool(group.passes), group.span, range(len(group.amaxes))
         width, start = (span, "span") if span else ("BLOCK_C", "start")
         body = ["pid = tl.program_id(0).to(tl.int64)", *(["block = pid"] if looping else [])]
         if not looping:
@@ -96,14 +97,12 @@ class Writer:
         for number in range(group.passes):
             body += self.reduce(number, columns)
         if looping or span:
-            body += [
-                f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for i in range(len(self.group.amaxes))
-            ]
+            body += [f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for i in amaxes]
         self.lines, self.loop, self.outer_lines = [], {}, []
         head = self.columns(columns)
         before = self.span(head) if span else []
         self.lines, self.loop = [], {}
-        outputs = self.outputs(looping or bool(span))
+        outputs = Stores(self, looping or bool(span)).write()
         tile = [*head, *self.lines, *outputs]
         body += self.outer_lines
         if span:
@@ -114,10 +113,7 @@ class Writer:
             body += tile
         for output in group.with_content("row"):
             body += self.store_row(output)
-        body += [
-            f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")'
-            for i in range(len(self.group.amaxes))
-        ]
+        body += [f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")' for i in amaxes]
         text = "\n".join(indented([*self.comments(), *body]))
         parameters = self.parameters()
         name = f"{title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
@@ -130,30 +126,22 @@ class Writer:
     def parameters(self) -> str:
         group = self.group
         names = [*self.inputs.values(), *(f"s{i}" for i in range(len(self.read)))]
-        names += [
-            name
-            for name, node in (("order", self.domain.order), ("groups", group.groups))
-            if node is not None
-        ]
+        names += ["order"] if self.domain.order is not None else []
+        names += ["groups"] if group.groups is not None else []
         names += self.pointers.values()
         names += ["sums"] if group.sums else []
         names += [f"amax{i}" for i in range(len(group.amaxes))]
         names += [f"column_amax{i}" for i in range(len(group.column_amaxes))]
         names += [f"n{i}" for i in range(len(self.symbols))]
-        constants = [
-            *(f"width{i}" for i, output in enumerate(group.stored) if output.spaced),
-            "BLOCK_R",
-            "BLOCK_C",
-        ]
-        return ", ".join([*names, *(f"{x}: tl.constexpr" for x in constants)])
+        widths = [f"width{i}" for i, output in enumerate(group.stored) if output.spaced]
+        return ", ".join([*names, *(f"{x}: tl.constexpr" for x in (*widths, "BLOCK_R", "BLOCK_C"))])
 
     def comments(self) -> list[str]:
         """The comments of the kernel: inputs and scales of blocks with dtype and shape, outputs with content
         and dtype."""
         lines = []
-        blocks = {
-            node: name for node, name in self.scales.items() if self.group.scales[node].granularity == "tile"
-        }
+        scales = self.group.scales
+        blocks = {node: name for node, name in self.scales.items() if scales[node].granularity == "tile"}
         for node, name in {**self.inputs, **blocks}.items():
             shape = ", ".join(self.text(size).strip("()") for size in sizes(node))
             lines.append(f"# {name}: {dtype_name(node.meta['val'].dtype)} [{shape}]")
@@ -221,11 +209,8 @@ class Writer:
                 last.append(f"{self.means[whole]} = {total}")
                 total = self.means[whole]
             last.append(f"{name} = {rounded(total, node.meta['val'].dtype)}")
-        loop = [
-            f"for start in range(0, {columns}, BLOCK_C):",
-            *indented([*self.columns(columns), *self.lines]),
-        ]
-        return [*self.outer_lines, *start, *loop, *last]
+        tile = indented([*self.columns(columns), *self.lines])
+        return [*self.outer_lines, *start, f"for start in range(0, {columns}, BLOCK_C):", *tile, *last]
 
     def span(self, head: list[str]) -> list[str]:
         """The scales of the rows of a span: a pass over its strips for their amaxes."""
@@ -292,9 +277,9 @@ class Writer:
         other = "0.0" if dtype.is_floating_point else "0"
         mask = guarded(masks[varies_with(index)], other)
         text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{mask})"
-        return (
-            f"{text}.to(tl.float32)" if dtype in FLOATS else f"{text} != 0" if dtype == torch.bool else text
-        )
+        if dtype in FLOATS:
+            return f"{text}.to(tl.float32)"
+        return f"{text} != 0" if dtype == torch.bool else text
 
     def offset(self, node: Node, index: Index, *varying: str) -> str:
         """` + ...`: the offset from a tensor's first element to those at `index`. It has an element for each
@@ -308,125 +293,18 @@ class Writer:
             parts.append(text if stride == 1 else f"{bracketed(text)} * {self.text(stride)}")
         shift = self.domain.shift(node, index)
         parts += [self.text(shift)] if shift != 0 else []
-        parts += [
-            f"{axis} * 0" for axis in varying if not any(re.search(rf"\b{axis}\b", part) for part in parts)
-        ]
+        found = set(re.findall(r"\w+", " ".join(parts)))
+        parts += [f"{axis} * 0" for axis in varying if axis not in found]
         return "".join(f" + {part}" for part in parts)
 
-    # -- outputs --
-
-    def outputs(self, looping: bool) -> list[str]:
-        lines: list[str] = []
-        tiles = Tiles(self, lines, self.spans)
-        quantized: dict[tuple, str] = {}
-        columns = self.text(self.domain.columns)
-        padded = self.text(self.domain.walked)
-        if self.group.with_content("transposed"):
-            lines.append("row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]")
-            lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
-        for output in self.group.outputs:
-            if (
-                output.content in ("row", "number")
-                or output.content == "blocks"
-                and output.scale in self.spans
-            ):
-                continue
-            index = self.domain.full(sizes(output.node))
-            assert index is not None
-            value = self.tile(output.node, index, lines)
-            pointer = self.pointers.get(id(output), "")
-            if output.content == "amax":
-                name, bits = f"largest{self.group.amaxes.index(output)}", magnitude(value, self.masks)
-                lines.append(f"{name} = tl.maximum({name}, {bits})" if looping else f"{name} = {bits}")
-            elif output.content == "column_amax":
-                into = f"column_amax{self.group.column_amaxes.index(output)}"
-                if output.groups is not None:
-                    tiles.amax_of_groups(into, value, output.groups, sizes(output.replaces))
-                else:
-                    largest = f"tl.max({tiles.magnitude(value)}, 0)[None, :]"
-                    lines.append(
-                        f'tl.atomic_max({into} + col, {largest}{guarded(self.masks.col)}, sem="relaxed")'
-                    )
-            elif output.content == "blocks":
-                assert output.scale is not None
-                found, (where, mask) = tiles(output.scale), tiles.offset(output.scale)
-                lines.append(f"tl.store({pointer}{where}, {found}{guarded(mask)})")
-            elif output.content == "sum":
-                n, i = len(self.group.sums), self.group.sums.index(output)
-                lines.append(f"total = tl.sum({kept(self.masks.inside, value)}, 0)[None, :]")
-                lines.append(
-                    f"tl.store(sums + (block * {n} + {i}) * {columns} + col, total{guarded(self.masks.col)})"
-                )
-            elif output.content == "value":
-                dtype, where = (
-                    TRITON_DTYPE[output.node.meta["val"].dtype],
-                    self.offset(output.node, index, "row", "col"),
-                )
-                lines.append(f"tl.store({pointer}{where}, {value}.to({dtype}){guarded(self.masks.inside)})")
-            else:
-                key = (value, output.scale, output.dtype, output.fp8_max)
-                if key not in quantized:
-                    quantized[key] = self.quantize(output, value, tiles)
-                if output.content == "copy":
-                    width = f"width{self.group.stored.index(output)}" if output.spaced else columns
-                    lines.append(
-                        f"tl.store({pointer} + row * {width} + col, "
-                        f"{quantized[key]}{guarded(self.masks.inside)})"
-                    )
-                else:
-                    columns_inside = f"(col_t < {columns})" if self.masks.col else ""
-                    inside = both(columns_inside, f"(row_t < {padded})" if self.masks.row else "")
-                    width = f"width{self.group.stored.index(output)}" if output.spaced else padded
-                    where = f"{pointer} + col_t * {width} + row_t"
-                    lines.append(f"tl.store({where}, tl.trans({quantized[key]}){guarded(inside)})")
-        return lines
-
-    def tile(self, node: Node, index: Index, lines: list[str]) -> str:
-        """A value as a tile, also where the whole matrix is one number (the gradient of a sum)."""
-        value = self.value(node, index)
-        if any(varies_with(at) == "one" for (_, at), name in self.outer.items() if name == value):
-            widened = f"{value}_tile = tl.broadcast_to({value}, [BLOCK_R, BLOCK_C])"
-            lines += [widened] if widened not in lines else []
-            return f"{value}_tile"
-        return value
-
-    def quantize(self, output: Output, value: str, tiles: Tiles) -> str:
-        """value * scale, saturated; NaN where the value is infinite or NaN; zero outside of the matrix."""
-        assert output.scale is not None and output.dtype is not None
-        lines = tiles.lines
-        if output.scale.granularity == "one":
-            scale = f"{self.scales[output.scale.node]}_value"
-        elif output.scale.granularity == "tile":
-            scale = tiles.spread(output.scale)
-        else:
-            scale = self.value(
-                output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity)
-            )
-        name, largest = self.name("q"), number_text(float(output.fp8_max))
-        if saturates(output.dtype) and output.fp8_max == torch.finfo(output.dtype).max:
-            lines.append(f"{name} = tl.fma({value}, 0.0, {value} * {scale})")  # infinity times zero is NaN
-        else:
-            lines.append(f"{name} = {value} * {scale}")
-            # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next
-            # to these stores
-            lines.append(
-                f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < "
-                f"-{largest}, -{largest}, {name}))"
-            )
-            lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
-        lines.append(
-            f"{name} = {converted(bracketed(kept(self.masks.counts, name)), output.dtype, self.by_ptx)}"
-        )
-        return name
+    # -- outputs of one value, or one a row; the others are `Stores` --
 
     def store_number(self, output: Output) -> str:
         """The first program stores a scale that all programs compute, or its inverse."""
         scaled = output.node in self.scales
         name = f"{self.scales[output.node if scaled else arg(output.node, 0)]}_value"
-        return (
-            f"tl.store({self.pointers[id(output)]}, "
-            f"{name if scaled else f'tl.div_rn(1.0, {name})'}, mask=pid == 0)"
-        )
+        stored = name if scaled else f"tl.div_rn(1.0, {name})"
+        return f"tl.store({self.pointers[id(output)]}, {stored}, mask=pid == 0)"
 
     def store_row(self, output: Output) -> list[str]:
         index = self.domain.row_index(output.node)
@@ -446,7 +324,6 @@ class Writer:
     def text(self, expr: sympy.Expr) -> str:
         """An integer expression. Symbols become parameters."""
         for symbol in sorted(expr.free_symbols, key=str):
-            self.symbols.setdefault(
-                symbol, sympy.Symbol(f"n{len(self.symbols)}", integer=True, positive=True)
-            )
+            ours = sympy.Symbol(f"n{len(self.symbols)}", integer=True, positive=True)
+            self.symbols.setdefault(symbol, ours)
         return bracketed(integer(expr.subs(self.symbols, simultaneous=True)))

@@ -17,7 +17,8 @@ import torch
 import fp8compile
 from fp8compile import cli
 from fp8compile.cli import target
-from fp8compile.cli.model_commands import parse_option, talk_on_stderr
+from fp8compile.cli.model_commands import talk_on_stderr
+from fp8compile.cli.model_options import parse_option
 from fp8compile.cli.target import TargetError
 from fp8compile.config.policy import BUILTIN
 from fp8compile.devices import catalog

@@ -1,0 +1,150 @@
+"""What a kernel stores of the values of a tile: FP8 copies, amaxes, sums, scales of blocks, values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .block_scales import Tiles, magnitude
+from .expressions import TRITON_DTYPE, converted, number_text, saturates
+from .group import Output
+from .indexing import sizes, varies_with
+from .text import both, bracketed, guarded, kept
+
+if TYPE_CHECKING:
+    from .kernel import Writer
+
+
+class Stores:
+    """Makes `lines`, the code after the values of the tile at hand. `looping`: the program has more tiles, so
+    amaxes are collected over all of them."""
+
+    def __init__(self, writer: Writer, looping: bool):
+        self.writer, self.looping = writer, looping
+        self.lines: list[str] = []
+        self.tiles = Tiles(writer, self.lines, writer.spans)
+        self.quantized: dict[tuple, str] = {}
+        self.rows, self.columns = writer.text(writer.domain.walked), writer.text(writer.domain.columns)
+
+    def write(self) -> list[str]:
+        group = self.writer.group
+        stores = {
+            "amax": self.amax,
+            "column_amax": self.column_amax,
+            "blocks": self.blocks,
+            "sum": self.sum,
+            "value": self.plain,
+            "copy": self.copy,
+            "transposed": self.transposed,
+        }
+        if group.with_content("transposed"):
+            self.lines.append("row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]")
+            self.lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
+        for output in group.outputs:
+            of_span = output.content == "blocks" and output.scale in self.writer.spans
+            if output.content in stores and not of_span:
+                stores[output.content](output, self.value(output))
+        return self.lines
+
+    def value(self, output: Output) -> str:
+        """The value as a tile, also where the whole matrix is one number (the gradient of a sum)."""
+        writer = self.writer
+        index = writer.domain.full(sizes(output.node))
+        assert index is not None
+        value = writer.value(output.node, index)
+        if not any(varies_with(at) == "one" for (_, at), name in writer.outer.items() if name == value):
+            return value
+        widened = f"{value}_tile = tl.broadcast_to({value}, [BLOCK_R, BLOCK_C])"
+        self.lines += [widened] if widened not in self.lines else []
+        return f"{value}_tile"
+
+    def pointer(self, output: Output) -> str:
+        return self.writer.pointers[id(output)]
+
+    def width(self, output: Output, columns: str) -> str:
+        """The elements from one row of an FP8 copy to the next."""
+        return f"width{self.writer.group.stored.index(output)}" if output.spaced else columns
+
+    # -- by their content --
+
+    def amax(self, output: Output, value: str) -> None:
+        name = f"largest{self.writer.group.amaxes.index(output)}"
+        bits = magnitude(value, self.writer.masks)
+        self.lines.append(f"{name} = tl.maximum({name}, {bits})" if self.looping else f"{name} = {bits}")
+
+    def column_amax(self, output: Output, value: str) -> None:
+        into = f"column_amax{self.writer.group.column_amaxes.index(output)}"
+        if output.groups is not None:
+            self.tiles.amax_of_groups(into, value, output.groups, sizes(output.replaces))
+            return
+        largest = f"tl.max({self.tiles.magnitude(value)}, 0)[None, :]"
+        mask = guarded(self.writer.masks.col)
+        self.lines.append(f'tl.atomic_max({into} + col, {largest}{mask}, sem="relaxed")')
+
+    def blocks(self, output: Output, _value: str) -> None:
+        assert output.scale is not None
+        found, (where, mask) = self.tiles(output.scale), self.tiles.offset(output.scale)
+        self.lines.append(f"tl.store({self.pointer(output)}{where}, {found}{guarded(mask)})")
+
+    def sum(self, output: Output, value: str) -> None:
+        sums, masks = self.writer.group.sums, self.writer.masks
+        where = f"(block * {len(sums)} + {sums.index(output)}) * {self.columns} + col"
+        self.lines.append(f"total = tl.sum({kept(masks.inside, value)}, 0)[None, :]")
+        self.lines.append(f"tl.store(sums + {where}, total{guarded(masks.col)})")
+
+    def plain(self, output: Output, value: str) -> None:
+        index = self.writer.domain.full(sizes(output.node))
+        assert index is not None
+        where = self.writer.offset(output.node, index, "row", "col")
+        what = f"{value}.to({TRITON_DTYPE[output.node.meta['val'].dtype]})"
+        mask = guarded(self.writer.masks.inside)
+        self.lines.append(f"tl.store({self.pointer(output)}{where}, {what}{mask})")
+
+    def copy(self, output: Output, value: str) -> None:
+        fp8 = self.fp8(output, value)
+        where = f"{self.pointer(output)} + row * {self.width(output, self.columns)} + col"
+        self.lines.append(f"tl.store({where}, {fp8}{guarded(self.writer.masks.inside)})")
+
+    def transposed(self, output: Output, value: str) -> None:
+        fp8, masks = self.fp8(output, value), self.writer.masks
+        columns_inside = f"(col_t < {self.columns})" if masks.col else ""
+        inside = both(columns_inside, f"(row_t < {self.rows})" if masks.row else "")
+        where = f"{self.pointer(output)} + col_t * {self.width(output, self.rows)} + row_t"
+        self.lines.append(f"tl.store({where}, tl.trans({fp8}){guarded(inside)})")
+
+    # -- FP8 --
+
+    def fp8(self, output: Output, value: str) -> str:
+        """The variable with the FP8 values, which several copies share."""
+        key = (value, output.scale, output.dtype, output.fp8_max)
+        if key not in self.quantized:
+            self.quantized[key] = self.quantize(output, value)
+        return self.quantized[key]
+
+    def quantize(self, output: Output, value: str) -> str:
+        """value * scale, saturated; NaN where the value is infinite or NaN; zero outside of the matrix."""
+        assert output.scale is not None and output.dtype is not None
+        writer, lines, scale = self.writer, self.lines, self.scale(output)
+        name, largest = writer.name("q"), number_text(float(output.fp8_max))
+        if saturates(output.dtype) and output.fp8_max == torch.finfo(output.dtype).max:
+            lines.append(f"{name} = tl.fma({value}, 0.0, {value} * {scale})")  # infinity times zero is NaN
+        else:
+            lines.append(f"{name} = {value} * {scale}")
+            # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next
+            # to these stores
+            above = f"tl.where({name} < -{largest}, -{largest}, {name})"
+            lines.append(f"{name} = tl.where({name} > {largest}, {largest}, {above})")
+            lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
+        inside = bracketed(kept(writer.masks.counts, name))
+        lines.append(f"{name} = {converted(inside, output.dtype, writer.by_ptx)}")
+        return name
+
+    def scale(self, output: Output) -> str:
+        assert output.scale is not None
+        node, granularity = output.scale.node, output.scale.granularity
+        if granularity == "one":
+            return f"{self.writer.scales[node]}_value"
+        if granularity == "tile":
+            return self.tiles.spread(output.scale)
+        return self.writer.value(node, self.writer.domain.scale_index(node, granularity))
