@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..reporting.columns import aligned
 from ..reporting.html import HtmlPage, TimedPart, Timing, render, section, title
-from ..reporting.layer_rows import Part, Split, microseconds, percent, scaled
+from ..reporting.layer_rows import microseconds, percent
 from ..reporting.report import Report
+from ..reporting.time_bars import Part, Split, scaled
 from . import roofline
 
 if TYPE_CHECKING:

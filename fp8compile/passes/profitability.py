@@ -18,154 +18,21 @@ matmuls get the estimates.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import replace
 
 import networkx
-import torch
-from torch.fx import Node
 
-from .. import compat
-from ..config.recipe import COSTS, RECIPES
+from ..config.recipe import COSTS
 from ..devices import cost
 from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
-from ..ir.matmul import GEMMS, Matmul, OperandKey, Price
-from .gathered import arrives
+from ..ir.matmul import Matmul, Price
+from .gemm_costs import SHORT, Gemm, gemms_of
 from .joint import Joint
-from .tensor_traffic import Source, source
 
 SLOWER = "slower in FP8"
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MOST_MOVES = 64  # gemms; in larger components only layers and the whole are dropped or taken in
-
-
-@dataclass(eq=False)
-class Gemm:
-    """A matmul that may become FP8."""
-
-    matmul: Matmul
-    # each cast, with the layout that is read
-    reads: list[tuple[CastCost, tuple[str, bool]]] = field(default_factory=list)
-    # results of `seconds`, which a search asks often
-    known: dict[tuple[bool, float], float] = field(default_factory=dict)
-
-    @cached_property
-    def sizes(self) -> tuple[int, int, int]:
-        """m, n, k by the trace."""
-        return hint(self.matmul.m), hint(self.matmul.n), hint(self.matmul.k)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Which of the sizes counts tokens: the one that is no size of the weight."""
-        weight = self.matmul.weight_operand
-        return 2 if weight is None else 1 if weight is self.matmul.a else 0
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return value(self.matmul.node).dtype
-
-    @property
-    def layer(self) -> Matmul:
-        return self.matmul.fprop or self.matmul
-
-    @property
-    def recipe(self) -> str:
-        """The recipe of the operand with the finer scaling."""
-        return max((cast.recipe for cast, _ in self.reads), key=RECIPES.index)
-
-    @property
-    def fast(self) -> bool:
-        """Whether it accumulates fast in FP8."""
-        return self.matmul.recipe.use_fast_accum[GEMMS.index(self.matmul.gemm)]
-
-    @property
-    def m(self) -> int:
-        """The number of tokens."""
-        return self.sizes[self.tokens]
-
-    def seconds(self, device: Device, fp8: bool, grown: float = 1.0) -> float:
-        """Seconds of the matmul alone, with `grown` times as many tokens as in the trace."""
-        if (fp8, grown) not in self.known:
-            self.known[fp8, grown] = self._seconds(device, fp8, grown)
-        return self.known[fp8, grown]
-
-    def _seconds(self, device: Device, fp8: bool, grown: float) -> float:
-        groups = max(1, self.matmul.groups)  # each of them is taken to have equally many tokens
-        grown /= groups
-        m, n, k = (
-            max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes)
-        )
-        dtype, size = SHORT[self.dtype], self.dtype.itemsize
-        if fp8:
-            scaling, emulated = COSTS[self.recipe], self.matmul.decision.emulated
-            return cost.block_gemm(device, m, n, k, scaling, size, dtype, emulated, groups, self.fast)
-        return cost.gemm(device, m, n, k, dtype, size, groups=groups)
-
-
-@dataclass(eq=False)
-class Base:
-    """A tensor that matmuls read, with all casts of it."""
-
-    source: Source
-    weight: bool
-    outside: bool  # does a matmul that stays in high precision in any case read the tensor?
-    casts: list[CastCost] = field(default_factory=list)
-
-    def seconds(self, device: Device, chosen: set[Gemm], grown: float = 1.0) -> float:
-        """Seconds for the FP8 copies that `chosen` read, and for the copy that readers in high precision
-        need."""
-        factor = 1.0 if self.weight else grown
-        readers = [gemm for cast in self.casts for gemm, _ in cast.readers]
-        demanded = [(cast, cast.layouts(chosen)) for cast in self.casts]
-        high = max(
-            (gemm.dtype.itemsize for gemm in readers if gemm not in chosen), default=2 if self.outside else 0
-        )
-        tensor = replace(
-            self.source,
-            elements=round(self.source.elements * factor),
-            producer_bytes=round(self.source.producer_bytes * factor),
-            high_bytes=high or (self.source.itemsize if self.source.shared else 0),
-        )
-        copy = cost.high_copy(device, tensor)
-        seconds = copy + sum(cast.seconds(device, tensor, count) - copy for cast, count in demanded if count)
-        # a residual in float32 under autocast
-        if tensor.fused and self.source.shared and high not in (0, tensor.itemsize):
-            # is written beside the bf16 copy
-            seconds += cost.high_copy(device, replace(tensor, high_bytes=tensor.itemsize))
-        return seconds
-
-
-@dataclass(eq=False)
-class CastCost:
-    """The FP8 copies of a tensor under one `Scaling` (its recipe), and who reads them in which layout.
-    `gathered`: the plain copy is there (FSDP2 has gathered it, or a frozen weight is kept so), so nothing is
-    cast. `kept`: the copies come from an earlier call (`cache_weights`), and cost nothing, as if gradients
-    were accumulated over very many micro-batches. `turned`: of those, one is kept, and the other layout is
-    made of it."""
-
-    base: Base
-    recipe: str
-    again: bool
-    gathered: bool = False
-    kept: bool = False
-    turned: bool = False
-    readers: list[tuple[Gemm, tuple[str, bool]]] = field(default_factory=list)
-
-    def layouts(self, chosen: set[Gemm]) -> int:
-        """How many copies are to be written."""
-        made = {layout for gemm, layout in self.readers if gemm in chosen}
-        return sum(transposed or not self.gathered for _, transposed in made)
-
-    def seconds(self, device: Device, tensor: cost.CastInput, layouts: int) -> float:
-        if self.kept or self.gathered:
-            turns = 0 if self.kept and not self.turned else layouts - self.kept
-            return turns * cost.transposed(device, tensor.elements) + cost.high_copy(device, tensor)
-        scaling = COSTS[self.recipe]
-        if tensor.scattered and scaling.walks == 1 and not compat.triton.reorders():
-            tensor = replace(tensor, scattered=False)  # one walk of one of our kernels is enough
-        return cost.casts(device, tensor, scaling, layouts, self.again)
 
 
 def weigh(joint: Joint) -> int:
@@ -174,15 +41,13 @@ def weigh(joint: Joint) -> int:
     matmuls, device = joint.matmuls, joint.device
     if device is None:
         return 0
-    candidates = [
-        matmul for matmul in matmuls if matmul.fp8 and all(map(hint, (matmul.m, matmul.n, matmul.k)))
-    ]
+    candidates = [x for x in matmuls if x.fp8 and all(map(hint, (x.m, x.n, x.k)))]
     if not device.has_fp8:
         left_open = [matmul for matmul in candidates if matmul.decision.auto]
         for matmul in left_open:
             matmul.keep(f"no FP8 on this device: {device.name}")
         return len(left_open)
-    gemms = _model(candidates, joint.cached, joint.freezable)
+    gemms = gemms_of(candidates, joint.cached, joint.freezable)
     known: dict[tuple, int | None] = {}
     parts = [_Component(device, part, known) for part in _components(gemms)]
     for part in parts:
@@ -224,53 +89,6 @@ def _settle(device: Device, parts: list[_Component]) -> str:
     return (
         f"{SLOWER}: all of the graph would save {1e6 * gain:.1f} us, and scaling costs it {1e6 * once:.1f} us"
     )
-
-
-def _model(
-    candidates: list[Matmul], kept: Container[int | None] = (), frozen: Container[int | None] = ()
-) -> list[Gemm]:
-    """The gemms with the tensors that they read. Gemms that read the same base with the same scaling share
-    its casts. `kept`: the inputs of the graph whose copies are kept between calls, where the recipe says so;
-    `frozen`: those that will arrive in FP8, where the recipe says so."""
-    gemms: list[Gemm] = []
-    bases: dict[Node, Base] = {}
-    casts: dict[OperandKey, CastCost] = {}
-    nodes = {matmul.node for matmul in candidates}
-    for matmul in candidates:
-        gemm = Gemm(matmul)
-        gemms.append(gemm)
-        operands = zip(matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True)
-        for (matrix, role), transposed in operands:
-            # a weight that is recast, or whose region is recomputed, is read once more for its second copy
-            again = role == "weight" and (
-                matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta
-            )
-            transposed = transposed and (again or not matmul.decision.either or role != "weight")
-            asked = role == "weight" and not matmul.computed and matmul.recipe.frozen == "fp8"
-            stored = arrives(matrix.base, matmul.operand_key(matrix, role).scaling) or (
-                asked and matmul.weight_among(frozen)
-            )
-            if matrix.base not in bases:
-                found = source(matrix)
-                found = replace(found, itemsize=1) if stored else found
-                bases[matrix.base] = Base(found, role == "weight", not found.readers <= nodes)
-            base = bases[matrix.base]
-            key = matmul.operand_key(matrix, role)
-            if key not in casts:
-                stays = (
-                    role == "weight"
-                    and matmul.recipe.cache_weights
-                    and not matmul.computed
-                    and matmul.weight_among(kept)
-                )
-                square = key.scaling.block.rows == key.scaling.block.columns
-                turned = stays and square and matmul.recipe.recast_weights is True
-                casts[key] = CastCost(base, key.scaling.recipe, again, stored, stays, turned)
-                base.casts.append(casts[key])
-            layout = (str(matrix.shape), transposed)
-            casts[key].readers.append((gemm, layout))
-            gemm.reads.append((casts[key], layout))
-    return gemms
 
 
 def _components(gemms: list[Gemm]) -> Iterator[list[Gemm]]:

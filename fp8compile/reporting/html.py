@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport
 from . import diagram
-from .layer_rows import Row, Split, flops, layers_of, matmul_split, microseconds, rows_of, share
+from .layer_rows import Row, flops, layers_of, microseconds, rows_of, share
 from .record_tables import RecordTable, tables
+from .time_bars import Split, matmul_split
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -1,8 +1,7 @@
-"""The numbers and words that a report shows: layers, rows of equal layers, and bars of time.
+"""The numbers and words that a report shows: layers, and rows of equal layers.
 
 A `Layer` is the gemms of one weight at one size. A `Row` is one layer, or several equal layers whose names
-differ in numbers only. A `Split` is a bar of time in parts. This module groups and names the rows of every
-table and of the HTML page:
+differ in numbers only. This module groups and names the rows of every table and of the HTML page:
 
     h.0.fc, h.1.fc, ... h.11.fc  ->  h.0-11.fc
 """
@@ -74,9 +73,8 @@ class Layer:
         for record in self.records:
             if record.decision != FP8:
                 kept.setdefault(words(record), []).append(record)
-        return "; ".join(
-            ["partly FP8", *(f"{gemms(group)}: {why or 'high precision'}" for why, group in kept.items())]
-        )
+        parts = [f"{gemms(group)}: {why or 'high precision'}" for why, group in kept.items()]
+        return "; ".join(["partly FP8", *parts])
 
     @cached_property
     def rules(self) -> str:
@@ -177,37 +175,6 @@ class Row:
         return rows[:ROWS_IN_DETAIL] if len(rows) > 1 else []
 
 
-@dataclass(frozen=True)
-class Part:
-    """A segment of a time bar. `css` is the class that colours it; `width` is in percent of the longest
-    bar."""
-
-    name: str
-    css: str
-    us: float
-    width: float = 0.0
-
-    @property
-    def time(self) -> str:
-        return microseconds(self.us)
-
-
-@dataclass(frozen=True)
-class Split:
-    """Where the time of a step goes, in one precision."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def us(self) -> float:
-        return sum(part.us for part in self.parts)
-
-    @property
-    def time(self) -> str:
-        return microseconds(self.us)
-
-
 # -- grouping --
 
 
@@ -217,13 +184,10 @@ def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
     groups: dict[tuple[Any, ...], list[MatmulRecord]] = {}
     for r in matmuls:
         sizes = () if r.gemm == "matmul" else tuple(sorted((r.m, r.n, r.k)))
-        groups.setdefault(
-            (r.fqn, r.parameter, r.gemm == "matmul", sizes, r.batch if sizes else 0), []
-        ).append(r)
-    return [
-        Layer(key[0], tuple(sorted(group, key=lambda r: GEMMS.index(r.gemm))))
-        for key, group in groups.items()
-    ]
+        key = (r.fqn, r.parameter, r.gemm == "matmul", sizes, r.batch if sizes else 0)
+        groups.setdefault(key, []).append(r)
+    ordered = {key: sorted(group, key=lambda r: GEMMS.index(r.gemm)) for key, group in groups.items()}
+    return [Layer(key[0], tuple(group)) for key, group in ordered.items()]
 
 
 def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
@@ -306,16 +270,9 @@ def sizes_of(record: MatmulRecord) -> tuple[str, str, str, str]:
     """m, n and k of the forward matmul, and the batch ("" if there is none); with * those that are
     dynamic."""
     names = FORWARD.get(record.gemm, "mnk")
-    m, n, k = (
-        f"{size}{'*' * (name in record.symbolic)}"
-        for name, size in zip(names, forward_sizes(record), strict=True)
-    )
-    batch = (
-        f"{record.batch}{'*' * ('b' in record.symbolic)}"
-        if record.batch > 1 or "b" in record.symbolic
-        else ""
-    )
-    return m, n, k, batch
+    sizes = dict(zip((*names, "b"), (*forward_sizes(record), record.batch), strict=True))
+    m, n, k, batch = (f"{size}{'*' * (name in record.symbolic)}" for name, size in sizes.items())
+    return m, n, k, batch if record.batch > 1 or "b" in record.symbolic else ""
 
 
 def size_of(record: MatmulRecord) -> str:
@@ -327,9 +284,8 @@ def size_of(record: MatmulRecord) -> str:
 
 def gemms(records: Iterable[MatmulRecord]) -> str:
     """ "fprop (x2), wgrad"."""
-    return ", ".join(
-        gemm + repeated(count) for gemm, count in Counter(record.gemm for record in records).items()
-    )
+    counts = Counter(record.gemm for record in records)
+    return ", ".join(gemm + repeated(count) for gemm, count in counts.items())
 
 
 def repeated(count: int) -> str:
@@ -362,33 +318,7 @@ def share(matmuls: Sequence[MatmulRecord]) -> str:
     return f"{count} of {len(matmuls)} matmuls, {percent(fraction(matmuls))} of matmul FLOPs"
 
 
-# -- times --
-
-
-def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:
-    """The time of the matmuls in high precision, and their time as decided; () if no layer has estimated
-    times."""
-    timed = [layer for row in rows if row.times for layer in row.layers]
-    if not timed:
-        return ()
-    before, after, casts = map(sum, zip(*(layer.times or () for layer in timed), strict=True))
-    high = sum(record.bf16_us or 0.0 for layer in timed for record in layer.records if record.decision != FP8)
-    after_parts = (
-        Part("FP8 matmuls", "fp8", after - high),
-        Part("casts", "casts", casts),
-        Part("other matmuls", "high", high),
-    )
-    return scaled([Split("high precision", (Part("matmuls", "high", before),)), Split("FP8", after_parts)])
-
-
-def scaled(splits: Sequence[Split], longest: float = 0.0) -> tuple[Split, ...]:
-    """The splits with the widths of their parts, relative to `longest` (microseconds; 0: the longest of the
-    splits). Parts without time are left out."""
-    longest = longest or max((split.us for split in splits), default=0.0) or 1.0
-    return tuple(
-        Split(s.name, tuple(Part(p.name, p.css, p.us, 100 * p.us / longest) for p in s.parts if p.us > 0))
-        for s in splits
-    )
+# -- units --
 
 
 def microseconds(us: float) -> str:
@@ -410,10 +340,4 @@ def _with_unit(value: float, *units: str) -> str:
 
 
 def _digits(value: float) -> str:
-    return (
-        f"{value:.0f}"
-        if value >= 99.95 or value == 0
-        else f"{value:.1f}"
-        if value >= 9.995
-        else f"{value:.2f}"
-    )
+    return f"{value:.{0 if value >= 99.95 or value == 0 else 1 if value >= 9.995 else 2}f}"

@@ -20,7 +20,7 @@ from torch import Tensor
 import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.ir.records import FP8, MatmulRecord
-from fp8compile.passes import profitability
+from fp8compile.passes import gemm_costs, profitability
 from fp8compile.passes.tensor_traffic import source
 from tests.support import hooks
 from tests.support.gpu_steps import unallocated
@@ -293,7 +293,7 @@ def test_no_choice_within_a_component_is_better(name: str, recipe: str, size: in
     matmuls = [matmul for matmul, _ in weighed.values()]
     for matmul, decision in weighed.values():
         matmul.decision = decision
-    components = profitability._components(profitability._model([m for m in matmuls if m.fp8]))
+    components = profitability._components(gemm_costs.gemms_of([m for m in matmuls if m.fp8]))
     parts = [profitability._Component(H200, part, {}) for part in components]
     assert sum(len(part.gemms) for part in parts) == sum(m.fp8 for m in matmuls) >= 6
     for part in parts:
@@ -365,9 +365,9 @@ def test_a_float32_residual_is_written_beside_the_copy_for_bf16() -> None:
     dy = of(made("mlp", 512, 1024, autocast=True), "down", "dgrad", "gradient")
     base = replace(dy, fused=True, shared=True, itemsize=4)
     gemm = mock.Mock(dtype=torch.bfloat16)
-    cost = profitability.Base(base, weight=False, outside=False)
+    cost = gemm_costs.Base(base, weight=False, outside=False)
     cost.casts.append(
-        profitability.CastCost(cost, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))])
+        gemm_costs.CastCost(cost, "delayed", False, readers=[(gemm, ("", False)), (gemm, ("", True))])
     )
     high, fp8 = (1e6 * cost.seconds(H200, chosen) for chosen in (set(), {gemm}))
     byte = 1e6 * base.elements / H200.bandwidth

@@ -60,15 +60,13 @@ _NAME_OF_RECIPE = line("the name of a recipe")
 
 
 def _span(name: str, given: Any) -> str:
-    if not isinstance(given, str) or not match.SPAN.fullmatch(given):
-        meant = (
-            re.match(r"\s*(first|last)\s*([1-9]\d{0,4})?", given.lower()) if isinstance(given, str) else None
-        )
+    text = given if isinstance(given, str) else ""
+    if not match.SPAN.fullmatch(text):
+        meant = re.match(r"\s*(first|last)\s*([1-9]\d{0,4})?", text.lower())
         hint = [f"{meant[1]} {meant[2] or 1}"] if meant else []
-        raise PolicyError.of(
-            name, given, "'first N' or 'last N' with N from 1 to 99999, or a list of them", hint
-        )
-    return given
+        allowed = "'first N' or 'last N' with N from 1 to 99999, or a list of them"
+        raise PolicyError.of(name, given, allowed, hint)
+    return text
 
 
 def _switch(name: str, given: Any) -> str:
@@ -77,27 +75,18 @@ def _switch(name: str, given: Any) -> str:
 
 def _brief(table: Any) -> str:
     """A repr with the fields that differ from their defaults."""
-    plain = type(table)()
-    shown = [
-        f for f in dataclasses.fields(table) if f.compare and getattr(table, f.name) != getattr(plain, f.name)
-    ]
-    return f"{type(table).__name__}({', '.join(f'{f.name}={getattr(table, f.name)!r}' for f in shown)})"
+    plain, names = type(table)(), [f.name for f in dataclasses.fields(table) if f.compare]
+    shown = [name for name in names if getattr(table, name) != getattr(plain, name)]
+    return f"{type(table).__name__}({', '.join(f'{name}={getattr(table, name)!r}' for name in shown)})"
 
 
 _GLOBS = several(patterns.check)
 _HINTS = get_type_hints(Recipe)
+_FIELDS = [(name, _HINTS[name] | None, key(x.meaning, x.check)) for name, x in SETTINGS.items()]
+_GIVEN = cached_property(lambda self: {k: v for k, v in given(self).items() if k in SETTINGS})
 # the settings of a recipe, None where not given
 Settings: Any = dataclasses.make_dataclass(
-    "Settings",
-    [
-        (name, _HINTS[name] | None, key(described.meaning, described.check))
-        for name, described in SETTINGS.items()
-    ],
-    namespace={
-        "settings": cached_property(lambda self: {k: v for k, v in given(self).items() if k in SETTINGS})
-    },
-    frozen=True,
-    kw_only=True,
+    "Settings", _FIELDS, namespace={"settings": _GIVEN}, frozen=True, kw_only=True
 )
 
 
@@ -153,10 +142,8 @@ class Rule(Settings):
         f"What the graph shows it to be: {', '.join(map(repr, get_args(Kind)))}.", several(choice(Kind))
     )
     fp8: bool | Fp8 = key(
-        (
-            "on (or true): FP8. off (or false): high precision. auto: FP8 if it is estimated to "
-            "be faster on this device."
-        ),
+        "on (or true): FP8. off (or false): high precision. auto: FP8 if it is estimated to be faster "
+        "on this device.",
         _switch,
         "auto",
     )
@@ -245,9 +232,8 @@ class PolicyFile(_Tables):
             conditions = repr(rule.conditions)
             for known, has in ((repr({}), nothing), (conditions, "the same conditions")):
                 if known in seen:
-                    text = (
-                        f"this rule is never reached: {label(self.rules, seen[known])}, before it, has {has}."
-                    )
+                    before = label(self.rules, seen[known])
+                    text = f"this rule is never reached: {before}, before it, has {has}."
                     raise PolicyError(text).under("rules", i)
             seen[conditions] = i
 
@@ -354,19 +340,16 @@ class Policy(_Tables):
         """The recipe of each rule, and last the default one."""
         default = self._resolve(None, {}, ("defaults",))
         rules = enumerate(self.rules)
-        return (
-            *(self._resolve(rule.recipe, self._settings_of(rule, i), ("rules", i)) for i, rule in rules),
-            default,
-        )
+        own = [self._resolve(rule.recipe, self._settings_of(rule, i), ("rules", i)) for i, rule in rules]
+        return (*own, default)
 
     def _settings_of(self, rule: Rule, i: int) -> dict[str, Any]:
         """A rule's settings. `current_scaling` in a rule of an extended policy adds to that of `[defaults]`;
         in a rule of the user's own it replaces that."""
         settings, asked = dict(rule.settings), self.defaults.settings.get("current_scaling")
         if asked is not None and "current_scaling" in settings and not self.owns(i):
-            settings["current_scaling"] = tuple(
-                a or b for a, b in zip(asked, settings["current_scaling"], strict=True)
-            )
+            both = zip(asked, settings["current_scaling"], strict=True)
+            settings["current_scaling"] = tuple(a or b for a, b in both)
         return settings
 
     def _resolve(self, name: str | None, settings: Mapping[str, Any], path: tuple[str | int, ...]) -> Recipe:
@@ -393,10 +376,8 @@ class Policy(_Tables):
                 where = path if len(seen) == 1 else ("recipes", list(seen)[-2], "base")
                 shown = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "")
                 allowed = peers.recipe(name) or f"one of {shown}"
-                error = PolicyError.of(
-                    "recipe" if len(seen) == 1 else "base", name, allowed, near(name, known)
-                )
-                raise error.under(*where)
+                setting = "recipe" if len(seen) == 1 else "base"
+                raise PolicyError.of(setting, name, allowed, near(name, known)).under(*where)
             settings = {**self.recipes[name].settings, **settings}
             name = self.recipes[name].base or Recipe().name
         return name, settings
@@ -409,8 +390,5 @@ def label(rules: Sequence[Rule], i: int) -> str:
 
 def given(table: Any) -> dict[str, Any]:
     """The keys of a table that are not None, with their values."""
-    return {
-        f.name: getattr(table, f.name)
-        for f in dataclasses.fields(table)
-        if getattr(table, f.name) is not None
-    }
+    found = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+    return {name: value for name, value in found.items() if value is not None}
