@@ -102,7 +102,8 @@ def _line(root: Path, page: str) -> str:
     first = re.search(r"^[A-Za-z`\[](?:.|\n(?!\n))*", text[title.end() :] if title else text, re.M)
     plain = re.sub(r"\[(.*?)\]\([^)]*\)", r"\1", " ".join(first[0].split())) if first else ""
     sentence = re.split(r"(?<=[.?!:]) (?=[A-Z`])", plain)[0].rstrip(":")
-    return f"- [{title[1] if title else page}]({page.removesuffix('.md')}.html){': ' + sentence if sentence else ''}"
+    name, says = title[1] if title else page, f": {sentence}" if sentence else ""
+    return f"- [{name}]({page.removesuffix('.md')}.html){says}"
 
 
 def _outside_code(markdown: str, change: Any) -> str:

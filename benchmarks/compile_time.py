@@ -1,8 +1,10 @@
 """How long compiling takes, as ratios to Inductor without us: `python -m benchmarks.compile_time`.
 
-    described   tracing and code generation of a training step of `--layers` layers for a described H200, and the Triton kernels
-                that a compilation would hand to Triton: distinct sources, each of which is compiled once
-    cpu         the first training step on this machine, cold (empty caches) and warm (a new process, the same caches)
+    described   tracing and code generation of a training step of `--layers` layers for a described H200, and
+                the Triton kernels that a compilation would hand to Triton: distinct sources, each of which is
+                compiled once
+    cpu         the first training step on this machine, cold (empty caches) and warm (a new process, the same
+                caches)
 
 Times are CPU seconds of the process and of its children (the C++ compiler), because a machine may be shared.
 Each figure has a process of its own. Kernels are compiled by one process. In both cases a small graph is

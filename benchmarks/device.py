@@ -1,11 +1,11 @@
-"""What `benchmarks/device.sh` runs: parts, each in a process of its own with a limit, and an archive of all
-results.
+"""What `benchmarks/device.sh` runs: parts, each in a process with a limit, and an archive of all results.
 
-    probe      packages, the device, one generated kernel, a matrix of FP8 matmuls          benchmarks.probe
-    tests      the tests that need a GPU                                                    benchmarks.gpu_tests
-    matmuls    the matmuls that the cost model knows, attention, the device's rates         benchmarks.matmuls, calibrate
-    kernels    casts with their producers                                                   benchmarks.kernels
-    layers     Llama-3-8B layers, by class of kernel                                        benchmarks.train
+    probe      packages, the device, one generated kernel, many FP8 matmuls             benchmarks.probe
+    tests      the tests that need a GPU                                                benchmarks.gpu_tests
+    matmuls    the matmuls that the cost model knows, attention, the device's rates     benchmarks.matmuls,
+                                                                                        calibrate
+    kernels    casts with their producers                                               benchmarks.kernels
+    layers     Llama-3-8B layers, by class of kernel                                    benchmarks.train
     gpt2       GPT-2 124M
     memory     peak memory of step 1 and of warm steps, in bf16 and in FP8
     first      probe, tests, matmuls, kernels, layers
@@ -174,8 +174,14 @@ class Run:
         log = self.results / f"{part}.log"
         with log.open("ab") as file:
             shown = file.tell()
-            process = subprocess.Popen([sys.executable, "-m", *command], env=env, start_new_session=True,
-                                       stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)  # fmt: skip
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env=env,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
         asked = False
         try:
             while process.poll() is None and time.monotonic() < began + limit:

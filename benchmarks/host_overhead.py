@@ -4,7 +4,8 @@ Tiny matrices on a CPU with one thread, so that the host's work is most of a cal
 backward, apart, of the same model compiled with `backend="inductor"`, and by us, with each recipe:
 
     1, 2, 4, 32    a graph of so many linears
-    32 blocks      of two linears each, compiled one by one: one graph, called 32 times a step with other weights
+    32 blocks      of two linears each, compiled one by one: one graph, called 32 times a step, each time with
+                   other weights
 
 All arms of a case are in one process and take turns. A figure of a turn is a median of its steps; a row has
 the median over turns of the difference to Inductor's own in the same turn, and its quartiles. `code` is the

@@ -1,5 +1,4 @@
-"""How much headroom should delayed scaling leave, and what does headroom cost? Casts, small models, and
-models of timm.
+"""How much headroom should delayed scaling leave, and what does it cost? Casts, small models, models of timm.
 
     python -m benchmarks.margins                              # all parts, about 15 minutes of one core
     python -m benchmarks.margins --part casts
@@ -9,15 +8,17 @@ A margin m makes scale = FP8 maximum / (amax * 2^m): a tensor may grow 2^m times
 saturates, and loses m of the binades of its format. `casts` measures the cost of this headroom, `models` its
 cost and its benefit, `timm` its effect on gradients.
 
-casts    1,024 tokens of 512 normal features. Each token has its own size, log-uniform over 0 to 32 binades. Measures the signal
-         to quantization noise ratio in dB of the whole tensor, and of the median token, where small elements count, too
-models   small models train in float32 without FP8: GPT and Llama on text, a vision transformer on synthetic classes, the same
-         after a LayerScale of 1e-6 or with a head of 2e-5, a GPT of which every eighth batch is one sequence, not sixteen.
-         Inputs, weights and gradients of their linears, in steps 1 to 16 and in the last 8 of 300, are cast as delayed scaling
-         would do with each margin, with the package's own code for scales
-timm     five tiny vision transformers of timm, in their first 8 steps: the cosine between gradients in FP8 and in float32 on
-         the same weights, for gradients whose cosine in eager bf16 is at least 0.99. `tensorwise` is FP8 without a history.
-         Needs timm
+casts    1,024 tokens of 512 normal features. Each token has its own size, log-uniform over 0 to 32 binades.
+         Measures the signal to quantization noise ratio in dB of the whole tensor, and of the median token,
+         where small elements count, too
+models   small models train in float32 without FP8: GPT and Llama on text, a vision transformer on synthetic
+         classes, the same after a LayerScale of 1e-6 or with a head of 2e-5, a GPT of which every eighth
+         batch is one sequence, not sixteen. Inputs, weights and gradients of their linears, in steps 1 to 16
+         and in the last 8 of 300, are cast as delayed scaling would do with each margin, with the package's
+         own code for scales
+timm     five tiny vision transformers of timm, in their first 8 steps: the cosine between gradients in FP8
+         and in float32 on the same weights, for gradients whose cosine in eager bf16 is at least 0.99.
+         `tensorwise` is FP8 without a history. Needs timm
 
 Everything is emulated on a CPU. Each result is one line of JSON in `--out`.
 """

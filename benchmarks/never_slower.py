@@ -1,5 +1,4 @@
-"""Is a model ever slower in FP8 than in bf16? Compiles random models for a described GPU and compares their
-rooflines.
+"""Is a model ever slower in FP8 than in bf16? Compares the rooflines of random models for a described GPU.
 
     python -m benchmarks.never_slower [--count 200] [--seed 0] [--device h200] [--json PATH]
 

@@ -4,9 +4,10 @@ Each arm updates the same bf16 parameters: the matrices and norms of `--blocks` 
 need another library are left out if it cannot be imported.
 
     state      bytes of state for a parameter, masters included; from the optimizer's own tensors
-    moved      bytes that a step moves for a parameter, on the schedule that Inductor makes for a described H200. The gradient,
-               the weight and the states have to be read, and all but the gradient written. For torch's and bitsandbytes'
-               fused kernels, which are not Inductor's, that least number. torch's foreach makes several passes: not counted
+    moved      bytes that a step moves for a parameter, on the schedule that Inductor makes for a described
+               H200. The gradient, the weight and the states have to be read, and all but the gradient
+               written. For torch's and bitsandbytes' fused kernels, which are not Inductor's, that least
+               number. torch's foreach makes several passes: not counted
     launches   kernels for the matrices, each
     ms         with `--device cuda`: the median of `--steps` steps by events, all arms by turns in one process
 """

@@ -2,8 +2,8 @@
 
     facts      packages, and the device as torch, nvidia-smi and our catalog describe it
     kernel     one generated kernel, compiled and run: its outputs are those of the eager operators, bitwise
-    matmuls    kinds of scaling x fprop, dgrad and wgrad of a linear x sizes x output dtypes x bias, each in a `try`, beside the
-               product of the same values in float32
+    matmuls    kinds of scaling x fprop, dgrad and wgrad of a linear x sizes x output dtypes x bias, each in a
+               `try`, beside the product of the same values in float32
 
 The matmuls are ATen's, called as our lowerings call them (`codegen.scaled_mm`, `codegen.scaled_grouped`).
 With one scale for an operand, its values are small whole numbers: each sum is exact, on tensor cores too, and

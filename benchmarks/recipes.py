@@ -1,12 +1,14 @@
-"""Does a model learn as well in FP8 as in bf16? Every recipe, several seeds, real text, on a CPU.
+r"""Does a model learn as well in FP8 as in bf16? Every recipe, several seeds, real text, on a CPU.
 
-    python -m benchmarks.recipes                       # the missing runs of 5 seeds, then the table; about an hour of one core
+    python -m benchmarks.recipes      # the missing runs of 5 seeds, then the table; about an hour of one core
     python -m benchmarks.recipes --arms bf16,rowwise --seeds 10 --jobs 4
     python -m benchmarks.recipes --show --update docs/accuracy.md --plot docs/recipes.png
     python -m benchmarks.recipes --experts 8 --steps 600 --seeds 3 --arms bf16,delayed,rowwise
-    python -m benchmarks.recipes --seeds 3 --arms bf16,bf16-noise-0.03,bf16-noise-0.1,bf16-noise-0.3,bf16-noise-1.0
+    python -m benchmarks.recipes --seeds 3 \
+        --arms bf16,bf16-noise-0.03,bf16-noise-0.1,bf16-noise-0.3,bf16-noise-1.0
     python -m benchmarks.recipes --seeds 3 --arms bf16,delayed,tuned-0.1%,tuned-0.2%
-    python -m benchmarks.recipes --steps 600 --seeds 3 --arms delayed,delayed-optim,delayed-wire --baseline delayed
+    python -m benchmarks.recipes --steps 600 --seeds 3 \
+        --arms delayed,delayed-optim,delayed-wire --baseline delayed
 
 The model is the GPT of examples/train_gpt.py: 2 layers, 128 wide, context 64, with a tied output head that
 stays in high precision, except in the arm `fast`. Every matmul of its blocks is FP8; the script checks this
@@ -21,7 +23,8 @@ which add noise of R times the gradient's power to bf16's gradients, and `tuned-
 policies that `fp8compile.tune` chose for this much noise in gradients (0.2% of their power is a relative
 error of 0.045) when it searched a frontier:
 
-    fp8compile tune benchmarks.recipes:build --like examples/train_gpt.py:build --device h100 --max-error 0.045
+    fp8compile tune benchmarks.recipes:build --like examples/train_gpt.py:build --device h100 \
+        --max-error 0.045
 
 and `tuned-demo-0.2%` that of examples/train_gpt.py:build_small, for `--demo`.
 

@@ -1,7 +1,7 @@
 """The JSON of a run: its format, its ratios, and functions that read and write it.
 
-    {schema, case, name, size, static, date, command, commit, changed, device, versions, clocks, settings, goal,
-     rows: [{arm, kind, point, error, ...}]}
+    {schema, case, name, size, static, date, command, commit, changed, device, versions, clocks, settings,
+     goal, rows: [{arm, kind, point, error, ...}]}
 
 A row of a failed arm has `error` and no measured values. A row of a measurement has tokens_per_s, step_ms,
 busy_ms, ratio, memory, compile_s, kernels, fp8, losses, validation. A row of an estimate has `static` and

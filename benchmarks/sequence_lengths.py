@@ -1,8 +1,8 @@
 """Do gains shrink as sequences get longer? Estimates (nothing is run), next to published measurements.
 
-    python -m benchmarks.sequence_lengths                  # all points, 1 to 2 minutes each; results/sequence-lengths.jsonl
+    python -m benchmarks.sequence_lengths           # all points, 1 to 2 minutes each
     python -m benchmarks.sequence_lengths --model mpt-3b --length 512 --length 8192
-    python -m benchmarks.sequence_lengths --show           # only the table of the points in that file
+    python -m benchmarks.sequence_lengths --show    # only the table: of results/sequence-lengths.jsonl
 
 A step has 32,768 tokens at every length, in one forward and backward. Attention stays in high precision, and
 its share of the step grows with the length. Each point is estimated with the rate of FlashAttention-2, as it

@@ -1,5 +1,4 @@
-"""Does training survive what goes wrong in a long run? FSDP2 x TP on 4 processes, with faults planted, beside
-a clean run.
+"""Does training survive faults in a long run? FSDP2 x TP on 4 processes, with planted faults and without.
 
     python -m benchmarks.soak                                 # both arms, 300 steps, 4 processes on a CPU
     python -m benchmarks.soak --show --update notes/soak.md --plot notes/soak.png
@@ -9,11 +8,14 @@ A small Llama trains on 2 x 2 ranks: the MLPs are tensor parallel ("tp"), everyt
 does what a trainer does: it clips gradients, skips a step whose loss or gradient norm over all ranks is not
 finite, and saves a checkpoint every few steps, with `ScalingState`. The faults:
 
-nan        the batch of one dp rank is NaN: the step is skipped, and no slot's history moves on the ranks that had it
+nan        the batch of one dp rank is NaN: the step is skipped, and no slot's history moves on the ranks that
+           had it
 loss       the loss of one dp rank is 1e6 times too large in one step: all gradients of its two ranks overflow
-kill       one process gets SIGKILL; the launcher ends the others and starts all of them again from the last checkpoint
-weight     one rank's shard of a norm's weight is 4096 times too large in one step: what the norm gives overflows on that rank
-           and on the one that shares the shard, but not on their tensor-parallel neighbours
+kill       one process gets SIGKILL; the launcher ends the others and starts all of them again from the last
+           checkpoint
+weight     one rank's shard of a norm's weight is 4096 times too large in one step: what the norm gives
+           overflows on that rank and on the one that shares the shard, but not on their tensor-parallel
+           neighbours
 
 Results: one line of JSON a run. A step that ran twice, before the kill and after it, has to have the same
 loss bitwise. `apart`: how far the copies that tensor-parallel neighbours have of one parameter are apart at

@@ -1,5 +1,4 @@
-"""How much precision do FP8 matmuls lose? Signal to quantization noise of every recipe and role, on three
-kinds of data.
+"""How much precision do FP8 matmuls lose? Signal to quantization noise by recipe, role and kind of data.
 
     python -m benchmarks.sqnr                              # all recipes, 3 seeds, about 2 minutes of one core
     python -m benchmarks.sqnr --recipe rowwise --seeds 1
@@ -13,9 +12,9 @@ of the first two. Every step has different data.
 
 normal           x and dy are standard normal
 outliers         as normal, but 1% of the elements of x and dy, at random places, are 50 times larger
-outlier tokens   as normal, but 1% of the tokens (all of their x) are 10,000 times larger. The ratio is that of the other
-                 tokens: it shows how outliers hurt the rest of a tensor. Weights' gradients are left out, because they consist
-                 almost only of the outlier tokens
+outlier tokens   as normal, but 1% of the tokens (all of their x) are 10,000 times larger. The ratio is that
+                 of the other tokens: it shows how outliers hurt the rest of a tensor. Weights' gradients are
+                 left out, because they consist almost only of the outlier tokens
 
 Graphs are interpreted on a CPU: FP8 values are exact, products are exact, sums are float32.
 """

@@ -2,8 +2,9 @@
 
 A cell is what is known of a GPU and a recipe. Nobody writes it by hand:
 
-    ran         a result in benchmarks/results (a file of `benchmarks.train`, or an archive of `benchmarks/device.sh` as it is)
-                has steps with this recipe on this GPU, in which the profiler saw FP8 matmuls
+    ran         a result in benchmarks/results (a file of `benchmarks.train`, or an archive of
+                `benchmarks/device.sh` as it is) has steps with this recipe on this GPU, in which the profiler
+                saw FP8 matmuls
     compiled    a test compiles its kernels to machine code for this architecture
     emulated    the GPU has no such matmul (`config.recipe.BUILT_IN`): bf16 matmuls of the FP8 values
     refused     the GPU has no FP8 matmuls (`devices.architectures`)
@@ -35,22 +36,29 @@ RAN, COMPILED, EMULATED, REFUSED, UNKNOWN = "*ran*", "compiled", "emulated", "re
 Ran = Mapping[tuple[str, str], set[str]]  # versions of torch, by the GPU's name and the recipe
 TEXT = """# What runs where
 
-What is known of each GPU and [recipe](recipes.md). A cell holds for torch {versions}, unless it names versions:
-CI runs the tests below with each of them, once a week. `python -m benchmarks.support` writes this page, from the [descriptions
+What is known of each GPU and [recipe](recipes.md). \
+A cell holds for torch {versions}, unless it names versions:
+CI runs the tests below with each of them, once a week. \
+`python -m benchmarks.support` writes this page, from the [descriptions
 of GPUs](cli.md#plot-devices-calibrate), the tests that make machine code, and results of devices.
 
 | a cell says | which means |
 |---|---|
-| *ran* | steps with this recipe ran on this GPU, and the profiler saw FP8 matmuls: a file in `benchmarks/results/` shows it |
-| compiled | the recipe's kernels were compiled to machine code for this architecture. No step with it has run there |
-| emulated | the GPU has no such matmul. FP8 values are multiplied in bf16, with the numerics of FP8 and no gain |
-| refused | the GPU has no FP8 matmuls. The model is compiled in high precision, with a warning; with `strict`, an error |
+| *ran* | steps with this recipe ran on this GPU, and the profiler saw FP8 matmuls: \
+a file in `benchmarks/results/` shows it |
+| compiled | the recipe's kernels were compiled to machine code for this architecture. \
+No step with it has run there |
+| emulated | the GPU has no such matmul. \
+FP8 values are multiplied in bf16, with the numerics of FP8 and no gain |
+| refused | the GPU has no FP8 matmuls. \
+The model is compiled in high precision, with a warning; with `strict`, an error |
 
 {table}
 **{summary}**
 
 Names are those that `--device` takes.{others} What compiles may still be
-refused by a library, or be slow. Generated kernels also run in Triton's interpreter, and Inductor's plans for GPUs are executed
+refused by a library, or be slow. Generated kernels also run in Triton's interpreter, \
+and Inductor's plans for GPUs are executed
 on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
 
 ## What compiled rests on
@@ -58,11 +66,14 @@ on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
 | recipe | tests | for |
 |---|---|---|
 {tests}
-The files are in `tests/codegen/`. Kernels are casts with their producers, the scaling state, and the matmul of 128-blocks.
+The files are in `tests/codegen/`. \
+Kernels are casts with their producers, the scaling state, and the matmul of 128-blocks.
 Other FP8 matmuls are calls of cuBLASLt, CUTLASS or hipBLASLt, which others have compiled.
 
-**How a cell becomes *ran***: run [device.sh](../benchmarks/README.md#on-a-rented-gpu) on the GPU, put the archive into
-`benchmarks/results/`, and run the script. Its parts `layers` and `gpt2` train with `delayed` and `tensorwise`; `-- --arms
+**How a cell becomes *ran***: run [device.sh](../benchmarks/README.md#on-a-rented-gpu) on the GPU, \
+put the archive into
+`benchmarks/results/`, and run the script. \
+Its parts `layers` and `gpt2` train with `delayed` and `tensorwise`; `-- --arms
 bf16,fp8-rowwise` adds others.
 """
 

@@ -4,8 +4,9 @@ TransformerEngine's autocast.
 TransformerEngine has no graph: its modules call kernels of its own. So `torch.compile` breaks the graph at
 each of them and compiles what is between them. The names were read in TransformerEngine 1.x and 2.x:
 
-    transformer_engine.pytorch            Linear, LayerNormLinear, autocast (recipe=; from 2.8) or fp8_autocast (fp8_recipe=)
-    transformer_engine.common.recipe      Format, DelayedScaling, Float8CurrentScaling (from 2.2)
+    transformer_engine.pytorch          Linear, LayerNormLinear, and
+                                        autocast (recipe=; from 2.8) or fp8_autocast (fp8_recipe=)
+    transformer_engine.common.recipe    Format, DelayedScaling, Float8CurrentScaling (from 2.2)
 """
 
 from __future__ import annotations

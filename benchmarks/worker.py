@@ -1,8 +1,11 @@
 """The process of one arm. It reads commands from stdin, one JSON line each, and answers on a separate pipe.
 
-    load     make the point, compile it for the arm, run the warm-up       turn     timed steps
-    profile  kernels by class, and the compiler's decisions                unload   free everything but the process
-    static   estimate a point without a device                             probe    describe the device
+    load      make the point, compile it for the arm, run the warm-up
+    turn      timed steps
+    profile   kernels by class, and the compiler's decisions
+    unload    free everything but the process
+    static    estimate a point without a device
+    probe     describe the device
 
 stdout and stderr go to the arm's log, because compilers print to them. A failure is an answer {"error": ...}.
 """

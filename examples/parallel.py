@@ -1,8 +1,8 @@
 """The parallel part of train_gpt.py: one training run on several processes, which torchrun starts.
 
-    ddp     a replica of the model in each process; DDP averages the gradients
-    fsdp    each process keeps a part of every parameter and gathers a block when it is needed (FSDP2)
-    tp      each process computes a part of every linear of the blocks; embeddings, norms and the head are whole
+    ddp    a replica of the model in each process; DDP averages the gradients
+    fsdp   each process keeps a part of every parameter and gathers a block when it is needed (FSDP2)
+    tp     each process computes a part of every linear of the blocks; embeddings, norms and head are whole
 
 With ddp and fsdp, each process takes an equal part of every batch. So the processes together see the data of
 one process, and the mean of their losses is the loss of one process. With tp, every process sees the whole

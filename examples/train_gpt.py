@@ -339,8 +339,10 @@ def train(
     eval_steps = {steps * (i + 1) // evaluations for i in range(evaluations)}
     compile_seconds = train_seconds = 0.0
     started = time.perf_counter()
-    bar = tqdm(total=steps, desc=f"{name}: compiling" if backend else name, disable=not (progress and processes.first),
-               unit="step", mininterval=0.2 if sys.stderr.isatty() else 10.0)  # fmt: skip
+    label = f"{name}: compiling" if backend else name
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    hidden = not (progress and processes.first)
+    bar = tqdm(total=steps, desc=label, disable=hidden, unit="step", mininterval=interval)
     source = batches(train_text, config, batch_size, seed, device)
     step_started = started
     for step in range(steps):

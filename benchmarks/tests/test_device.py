@@ -26,10 +26,11 @@ from fp8compile.ir.grouped import grouped_mm
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "device.sh")
 # What an image with torch 2.11 for CUDA has, by the names that are imported.
-IMAGE = """torch torchgen functorch triton numpy sympy mpmath networkx jinja2 markupsafe tabulate click tqdm matplotlib PIL
-kiwisolver contourpy cycler pyparsing dateutil six fontTools packaging pytest py pluggy iniconfig pygments hypothesis
-sortedcontainers attr attrs typing_extensions filelock fsspec setuptools pkg_resources transformers tokenizers safetensors
-huggingface_hub httpx anyio yaml regex requests nvidia cuda""".split()
+IMAGE = """torch torchgen functorch triton numpy sympy mpmath networkx jinja2 markupsafe tabulate click tqdm
+matplotlib PIL kiwisolver contourpy cycler pyparsing dateutil six fontTools packaging pytest py pluggy
+iniconfig pygments hypothesis sortedcontainers attr attrs typing_extensions filelock fsspec setuptools
+pkg_resources transformers tokenizers safetensors huggingface_hub httpx anyio yaml regex requests nvidia
+cuda""".split()
 HIDES = """
 import sys
 from importlib.machinery import PathFinder
@@ -38,7 +39,8 @@ class Image(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         spec = super().find_spec(name, path, target)
-        if spec is None or path is not None or name.startswith("_") or name in sys.stdlib_module_names or name in {image!r}:
+        known = name.startswith("_") or name in sys.stdlib_module_names or name in {image!r}
+        if spec is None or path is not None or known:
             return spec
         where = [spec.origin or "", *(spec.submodule_search_locations or ())]
         return None if any("site-packages" in place for place in where) else spec

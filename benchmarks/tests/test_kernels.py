@@ -22,8 +22,8 @@ NAMES = {
         "sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64_stage3_warpsize2x2x1_tensor16x8x32_kernel",
         "sm90_xmma_gemm_e5m2bf16_e4m3f32_f32_tn_n_tilesize64x128x128_execute_kernel__5x_cublas",
         "Cijk_Alik_Bljk_F8B8BS_BH_Bias_HA_S_SAB_SAV_UserArgs_MT256x256x128_MI16x16x1",
-        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<"
-        "cute::tuple<int, int, int>, cutlass::float_e4m3_t>>>",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<"
+        "cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>, cutlass::float_e4m3_t>>>",
         "triton_tem_fused__scaled_mm_3",
         "fp8_gemm_0",  # fp8compile's own
     ],
@@ -72,11 +72,13 @@ def test_kernel_class(kind):
 def test_casts_are_known_by_their_signature(tmp_path):
     source = """
 triton_poi_fused_mul_0 = async_compile.triton('triton_poi_fused_mul_0', '''
-@triton_heuristics.pointwise(triton_meta={'signature': {'in_ptr0': '*bf16', 'out_ptr0': '*fp8e4nv', 'xnumel': 'i32'}})
+@triton_heuristics.pointwise(triton_meta=\
+{'signature': {'in_ptr0': '*bf16', 'out_ptr0': '*fp8e4nv', 'xnumel': 'i32'}})
 def triton_poi_fused_mul_0(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
 ''', device_str='cuda')
 triton_poi_fused_mul_1 = async_compile.triton('triton_poi_fused_mul_1', '''
-@triton_heuristics.pointwise(triton_meta={'signature': {'in_ptr0': '*bf16', 'out_ptr0': '*bf16', 'xnumel': 'i32'}})
+@triton_heuristics.pointwise(triton_meta=\
+{'signature': {'in_ptr0': '*bf16', 'out_ptr0': '*bf16', 'xnumel': 'i32'}})
 def triton_poi_fused_mul_1(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
 ''', device_str='cuda')
 """

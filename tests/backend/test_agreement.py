@@ -55,8 +55,11 @@ def train(pair: Pair, loop: str) -> None:
     """Steps on inputs, and with output gradients, whose magnitude moves by a factor of 40. What a step does,
     by its letter:
 
-    s   a step    a   one whose gradients are added to those of the step before    o   one backward over two forwards
-    2   two forwards before two backwards    r   the same, and the backwards run in reverse
+    s   a step
+    a   one whose gradients are added to those of the step before
+    o   one backward over two forwards
+    2   two forwards before two backwards
+    r   the same, and the backwards run in reverse
     """
     shape, dtype = shape_for(pair.model), next(pair.model.parameters()).dtype
     for step, (event, factor) in enumerate(zip(loop, itertools.cycle(MOVING), strict=False)):

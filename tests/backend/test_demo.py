@@ -81,8 +81,9 @@ def test_the_demo_runs_from_end_to_end(
     printed = capsys.readouterr().out
     last = 0
     for expected in (
-        "tokens/s", ("gap of the validation losses"), "blocks.0-1.attn.qkv (x2) ", "strict=True", "FP8 on a CPU is an emulation",
-        "small, 512 tokens: 1.00x on NVIDIA H200", "0 of 27 matmuls", "gpt2-124m, 512 tokens: 1.00x",
+        "tokens/s", "gap of the validation losses", "blocks.0-1.attn.qkv (x2) ", "strict=True",
+        "FP8 on a CPU is an emulation", "small, 512 tokens: 1.00x on NVIDIA H200", "0 of 27 matmuls",
+        "gpt2-124m, 512 tokens: 1.00x",
     ):  # fmt: skip
         assert expected in printed[last:]
         last += printed[last:].index(expected)

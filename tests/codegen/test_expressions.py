@@ -43,13 +43,12 @@ ULPS: dict[Any, int] = {
 GROWING = {aten.exp.default, aten.sigmoid.default}
 # operators for which torch keeps the sign of a zero on a CPU, but does not specify it on a GPU
 ANY_ZERO = {aten.relu.default}
-UNARY = """neg abs exp exp2 log log2 sin cos erf tanh sigmoid sqrt rsqrt reciprocal relu square sign logical_not isnan isinf"""
+UNARY = """neg abs exp exp2 log log2 sin cos erf tanh sigmoid sqrt rsqrt reciprocal relu square sign
+logical_not isnan isinf"""
 BINARY = ["maximum.default", "minimum.default", "logical_and.default", "logical_or.default"]
 BINARY += [f"{name}.Tensor" for name in "mul div add sub eq ne lt le gt ge".split()]
-SCALAR = [f"{name}.Scalar" for name in "mul div add sub eq ne lt le gt ge".split()] + [
-    "clamp_min.default",
-    "clamp_max.default",
-]
+SCALAR = [f"{name}.Scalar" for name in "mul div add sub eq ne lt le gt ge".split()]
+SCALAR += ["clamp_min.default", "clamp_max.default"]
 MASKS = ["bitwise_and.Tensor", "bitwise_or.Tensor", "logical_and.default", "logical_or.default"]
 NUMBERS = (0.1, -3)  # a number that no dtype represents exactly, and an integer, as in graphs
 

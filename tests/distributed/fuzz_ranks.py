@@ -43,8 +43,9 @@ SMALL_BUCKET = 2**16  # bytes; DDP's smallest one has 2**20, which few of these 
 
 # events of their own: m is an optimizer's step; g is a forward and a backward whose gradients are not reduced
 PROTOCOLS = {name: fuzz_protocols.PROTOCOLS[name] for name in (
-    "plain", "no input gradient", "accumulated", "evaluated", "forsaken", "dry", "hooked output", "checkpointed", "offloaded",
-    "moved", "rescale", "one output", "two forwards", "two forwards in reverse", "together", "frozen",
+    "plain", "no input gradient", "accumulated", "evaluated", "forsaken", "dry", "hooked output",
+    "checkpointed", "offloaded", "moved", "rescale", "one output", "two forwards", "two forwards in reverse",
+    "together", "frozen",
 )} | {"not reduced": "gfb", "moved again": "mfb"}  # fmt: skip
 # DDP reduces one backward for each forward, and knows at its beginning which parameters are trained
 REFUSED = {

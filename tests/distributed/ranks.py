@@ -348,8 +348,8 @@ class OnRanks(Run):
 
     def events(self, protocol: str) -> None:
         own: dict[str, Callable[[], None]] = {
-            "a": self.accumulate, "w": self.write, "B": self.bad_on_one, "x": self.open.clear, "A": self.assign,
-            "M": self.move, "G": self.write_and_tell, "N": self.without_optimizer,
+            "a": self.accumulate, "w": self.write, "B": self.bad_on_one, "x": self.open.clear,
+            "A": self.assign, "M": self.move, "G": self.write_and_tell, "N": self.without_optimizer,
         }  # fmt: skip
         for word in protocol.split():
             self.alive = self.held = 0

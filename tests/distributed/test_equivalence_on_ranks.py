@@ -111,35 +111,47 @@ REPLICAS = {
     ),
     "blocks, delayed": with_replicas(Way(options=recipe("delayed")), "fbs fbs fbs", check=outside(False)),
     "kept": with_replicas(Way(options=recipe("tensorwise"), reshard=False), "afbs fbs", check=outside(True)),
-    "wrapped, cast again": with_replicas(Way(options=recipe("rowwise", recast_weights=True), compiled="wrapped"), "fbs fbs"),
-    "whole": with_replicas(Way(options=recipe("blockwise"), compiled="whole"), "fbs fbs", check=outside(False, BROKEN)),
+    "wrapped, cast again": with_replicas(
+        Way(options=recipe("rowwise", recast_weights=True), compiled="wrapped"), "fbs fbs"
+    ),
+    "whole": with_replicas(
+        Way(options=recipe("blockwise"), compiled="whole"), "fbs fbs", check=outside(False, BROKEN)
+    ),
     "mxfp8": with_replicas(
         Way(options=recipe("mxfp8"), compiled="after", reshard=True, checkpoint="outside"), "fbs afbs"
     ),
     "checkpoint inside": with_replicas(Way(options=recipe("delayed"), checkpoint="inside"), "fbs afbs"),
-    "cached weights": with_replicas(Way(options=recipe("tensorwise", cache_weights=True), compiled="after"), "fbs afbs"),
+    "cached weights": with_replicas(
+        Way(options=recipe("tensorwise", cache_weights=True), compiled="after"), "fbs afbs"
+    ),
     "over 2 x 2": with_replicas(Way(options=recipe("delayed"), mesh=(2, 2)), "afbs fbs", ranks=4),
     "to fewer ranks": with_replicas(
         Way(options=recipe("rowwise_with_gw_hp"), mesh=(4,), reshard=2), "fbs fbs", ranks=4, promise=100.0
     ),
-    "fsdp1": with_replicas(Way("fsdp1", recipe("tensorwise"), "around"), "fbs afbs e l fbs", check=packed(why=BROKEN)),
+    "fsdp1": with_replicas(
+        Way("fsdp1", recipe("tensorwise"), "around"), "fbs afbs e l fbs", check=packed(why=BROKEN)
+    ),
     "fsdp1, blocks": with_replicas(Way("fsdp1", recipe("delayed")), "fbs afbs mfbs fbs", check=packed()),
-    "fsdp1, kept": with_replicas(Way("fsdp1", recipe("delayed"), reshard=False), "afbs fbs", check=packed(True)),
+    "fsdp1, kept": with_replicas(
+        Way("fsdp1", recipe("delayed"), reshard=False), "afbs fbs", check=packed(True)
+    ),
     "fsdp1, bf16": Case(
         Way("fsdp1", recipe("delayed"), dtype=BF16), Way("fsdp", recipe("delayed"), dtype=BF16), "fbs fbs",
         check=same_decisions,
     ),
     "fsdp1 over 2 x 2": with_replicas(Way("fsdp1", recipe("blockwise"), mesh=(2, 2)), "afbs fbs", ranks=4),
     "ddp": Case(
-        Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs afbs", check=same_decisions
+        Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs afbs",
+        check=same_decisions,
     ),
     "ddp cuts": Case(
-        Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs fbs", "over buckets",
-        check=cut,
+        Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs fbs",
+        "over buckets", check=cut,
     ),
     # of the graphs that DDP has cut, each keeps its own copies
     "ddp, cached weights": Case(
-        Way("ddp", recipe("tensorwise", cache_weights=True)), Way("ddp", recipe("tensorwise")), "afbs afbs", "over buckets",
+        Way("ddp", recipe("tensorwise", cache_weights=True)), Way("ddp", recipe("tensorwise")), "afbs afbs",
+        "over buckets",
     ),
 }  # fmt: skip
 # -- fp8_all_gather, and none --
@@ -246,7 +258,8 @@ ALL_GATHERS = {
     # shards
     "gathered": gathered("fbs fbsw fbs l fxl e fbs A efeb fbs M efeb Gfb Gefb fbs", reported, adam=FOREACH),
     "gathered, kept": gathered(
-        "fbs fbs fx efeb fbs", partly(""), options=CURRENT_WEIGHTS, dtype=torch.float32, reshard=False, adam=FUSED
+        "fbs fbs fx efeb fbs", partly(""), options=CURRENT_WEIGHTS, dtype=torch.float32, reshard=False,
+        adam=FUSED,
     ),
     "gathered, accumulated": gathered("afbs afbs", spares(0, 4), options=CURRENT_WEIGHTS, adam=FOREACH),
     "gathered, checkpoint": gathered(
@@ -254,16 +267,17 @@ ALL_GATHERS = {
         options=recipe("tensorwise", power_of_2_scale=True, margin=(0, 1, 0)),
     ),
     "gathered in blocks": gathered(
-        "fbs fbs e l fbs", spares(0, 2, 0, 0, 2, elements=ELEMENTS["square"] // 2, blocks=8, kept=False), "square",
-        options=recipe("blockwise"), adam=FOREACH,
+        "fbs fbs e l fbs", spares(0, 2, 0, 0, 2, elements=ELEMENTS["square"] // 2, blocks=8, kept=False),
+        "square", options=recipe("blockwise"), adam=FOREACH,
     ),
     "gathered in blocks, checkpoint": gathered(
-        "fbs fbs fbs", spares(0, 2, 2, elements=ELEMENTS["square"] // 2, width=3, blocks=8), "square", dtype=torch.float32,
-        checkpoint="around", options=recipe("blockwise", power_of_2_scale=False, margin=(0, 1, 0)),
+        "fbs fbs fbs", spares(0, 2, 2, elements=ELEMENTS["square"] // 2, width=3, blocks=8), "square",
+        dtype=torch.float32, checkpoint="around",
+        options=recipe("blockwise", power_of_2_scale=False, margin=(0, 1, 0)),
     ),
     "gathered in tiles": gathered(
-        "afbs afbs", spares(0, 2, elements=ELEMENTS["square"] // 2, blocks=4 * 64 // 2), "square", reshard=False,
-        options=recipe("mxfp8", weight_tiles=True),
+        "afbs afbs", spares(0, 2, elements=ELEMENTS["square"] // 2, blocks=4 * 64 // 2), "square",
+        reshard=False, options=recipe("mxfp8", weight_tiles=True),
     ),
     "gathered by the whole": gathered(
         "afbs afbs", spares(0, 2, elements=ELEMENTS["square"] // 2), "square", reshard=False,
@@ -273,14 +287,17 @@ ALL_GATHERS = {
     # 128 rows are 43, 43 and 42: the last one is padded
     "gathered by three": gathered("fbs fbs fbs", partly(""), ranks=3),
     "no whole blocks on two": gathered(
-        "fbs fbs fbs", partly("blockwise: shards of 64 rows are no multiple of 128"), options=recipe("blockwise")
+        "fbs fbs fbs", partly("blockwise: shards of 64 rows are no multiple of 128"),
+        options=recipe("blockwise"),
     ),
     "no whole blocks on three": gathered(
-        "fbs fbs fbs", partly("blockwise: shards are of different sizes, or by columns"), "wide", 3, options=recipe("blockwise")
+        "fbs fbs fbs", partly("blockwise: shards are of different sizes, or by columns"), "wide", 3,
+        options=recipe("blockwise"),
     ),
     "tensor parallel": gathered("fbs fbs fbs", tensor_parallel, ranks=4, kind="fsdp x tp", mesh=(2, 2)),
     "faults over 2 x 2": gathered(
-        "fbs fbsB fbs jbs fbs k fbs fbs", partly(""), ranks=4, mesh=(2, 2), options=CURRENT_WEIGHTS, dtype=torch.float32
+        "fbs fbsB fbs jbs fbs k fbs fbs", partly(""), ranks=4, mesh=(2, 2), options=CURRENT_WEIGHTS,
+        dtype=torch.float32,
     ),
     "schedule": gathered(
         "fbs fbs fbs fbs fbs fbs fbs fbs fbs fbs", said_in((6, 7, 8), "a phase of high precision"),
@@ -288,8 +305,8 @@ ALL_GATHERS = {
     ),
     # where weights have arrived in FP8, a phase of high precision that is set by hand begins a step later
     "phases by hand": gathered(
-        "fbs fbs fbs fbs Hfbs fbs Sfbs fbs", said_in((1, 2, 3, 4, 7)), options=scheduled({}) | recipe("tensorwise"),
-        other="fbs fbs fbs fbs fbs Hfbs Sfbs fbs",
+        "fbs fbs fbs fbs Hfbs fbs Sfbs fbs", said_in((1, 2, 3, 4, 7)),
+        options=scheduled({}) | recipe("tensorwise"), other="fbs fbs fbs fbs fbs Hfbs Sfbs fbs",
     ),
     "overlapping": gathered("Nf fbz fbz fbz fbz bz fbz fbz fbz", overlapping),
 }  # fmt: skip

@@ -405,11 +405,14 @@ def one_line(error: BaseException) -> bool:
 @pytest.mark.parametrize(
     ("build", "arguments", "error", "message"),
     [
-        (models.Mlp, {"args": (noise(16, 100),)}, Fp8CompileError, ("Mlp refuses this batch: RuntimeError: .*models.py")),
+        (models.Mlp, {"args": (noise(16, 100),)}, Fp8CompileError,
+         "Mlp refuses this batch: RuntimeError: .*models.py"),
         (models.Mlp, {"args": ()}, Fp8CompileError, "Mlp refuses this batch: TypeError"),
         (models.Mlp, {"options": {"recipe": "tensor"}}, OptionError, "recipe"),
-        (lambda: nn.Linear(WIDTH, 8), {}, Fp8CompileError, ("no matmul of Linear becomes FP8 .*explain says why")),
-        (lambda: models.Mlp().requires_grad_(False), {}, OptionError, ("no parameter of Mlp requires gradients")),
+        (lambda: nn.Linear(WIDTH, 8), {}, Fp8CompileError,
+         "no matmul of Linear becomes FP8 .*explain says why"),
+        (lambda: models.Mlp().requires_grad_(False), {}, OptionError,
+         "no parameter of Mlp requires gradients"),
         (lambda: models.Mlp().to("meta"), {}, OptionError, "up.weight is on the meta device"),
     ],
 )  # fmt: skip

@@ -295,8 +295,8 @@ def test_layers_are_joined_by_their_first_number():
     ]
     made = list(_layers({name: Cost(kernels=1) for name in names}, {"h.1.mlp.up": Cost(kernels=1)}))
     assert [(layer.name, layer.bf16.kernels, layer.fp8.kernels) for layer in made] == [
-        ("0-1.0", 2, 0), ("0-1.2", 2, 0), ("h.0-2.mlp", 3, 1), ("h.0.norm", 1, 0), ("head", 1, 0), ("norm.3", 1, 0),
-        ("(elsewhere)", 1, 0),
+        ("0-1.0", 2, 0), ("0-1.2", 2, 0), ("h.0-2.mlp", 3, 1), ("h.0.norm", 1, 0), ("head", 1, 0),
+        ("norm.3", 1, 0), ("(elsewhere)", 1, 0),
     ]  # fmt: skip
     sequential = _layers({"0": Cost(kernels=1), "1": Cost(kernels=1)}, {})
     assert [layer.name for layer in sequential] == ["0", "1"]  # separate layers, not blocks

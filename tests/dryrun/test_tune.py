@@ -80,8 +80,9 @@ def record(fqn: str, reason: str = "", rule: str = "") -> MatmulRecord:
 
 def test_groups_and_their_rules() -> None:
     policy = load({"rules": [{"name": "mine", "module": "x", "fp8": "off"}]})
-    records = [record("b.0.up"), record("b.1.up"), record("b.0.x.up"), record("head", "output head", "output head"),
-               record("b.0.gate", "why"), record("b.1.gate"), record("b.0.down", rule="down projection")]  # fmt: skip
+    records = [record("b.0.up"), record("b.1.up"), record("b.0.x.up"),
+               record("head", "output head", "output head"), record("b.0.gate", "why"), record("b.1.gate"),
+               record("b.0.down", rule="down projection")]  # fmt: skip
     groups = groups_of(records, policy)
     assert [g.name for g in groups] == ["b.*.up", "b.*.x.up", "b.*.gate", "b.*.down"]
     assert groups[0].where == {"module": r"re:b\.\d+\.up"}, "the glob fits b.0.x.up, too"

@@ -1,7 +1,7 @@
 """Faults that the tests must find: a list of mutants, each one changed place of the package.
 
-    python -m tests.mutants check          is each place there, exactly once? (a fast test does the same)
-    python -m tests.mutants run [ID ...]   plant each in a copy of the tree, and say which tier finds it, and by which test
+    python -m tests.mutants check         is each place there, exactly once? (a fast test does the same)
+    python -m tests.mutants run [ID ...]  plant each in a copy of the tree: which tier and which test find it?
 
 The mutants are in `compiler.toml` (what happens to a graph) and `training.toml` (what happens in calls, and
 around them):

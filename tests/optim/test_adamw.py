@@ -305,7 +305,8 @@ def _of(make=lambda weights: AdamW(weights, compiled=False), **given):
         (lambda: _of(lambda p: torch.optim.Adamax(p)), "no exp_avg_sq"),
         (
             lambda: _of(shapes=((64, 96), (77, 100), (33,))),
-            r"parameter 1 of its group: exp_avg is \[77, 100\] in the checkpoint, the parameter is \[100, 77\]",
+            r"parameter 1 of its group: exp_avg is \[77, 100\] in the checkpoint, "
+            r"the parameter is \[100, 77\]",
         ),
         (lambda: _of(shapes=((64, 96), (100, 77))), r"other parameter groups: \[2\] and \[3\]"),
     ],

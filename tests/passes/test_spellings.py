@@ -235,14 +235,18 @@ MODULES: list[tuple[nn.Module, dict[str, Any]]] = [
      {"a.up": "fp8", "a.down": "fp8", "b.up": "fp8", "b.down": "fp8"}),
     (Heads(heads=2), {"q": "fp8", "k": "fp8", "v": "fp8", "o": "fp8", "": PRODUCTS}),
     (patches(), {f"attention.{name}": "fp8" for name in "qkvo"}),
-    (moe(), {f"experts.{i}.{name}": "fp8" for i in range(3) for name in ("up", "down")} | {"gate": "router gate"}),
+    (moe(),
+     {f"experts.{i}.{name}": "fp8" for i in range(3) for name in ("up", "down")} | {"gate": "router gate"}),
     # a router is recognised by the operators that read its output, not by its size
-    (Model(lambda m, x: m.choose(x).softmax(-1) * m.values(x), choose=linear(128, 256), values=linear(128, 256)),
+    (Model(lambda m, x: m.choose(x).softmax(-1) * m.values(x),
+           choose=linear(128, 256), values=linear(128, 256)),
      {"choose": "router gate", "values": "fp8"}),
     (root(lambda m, x: torch.bmm(x, m.w), 8, 128, 256), {"w": "batched"}),
-    (views(), {"parts.it's": "fp8", "fused": TWICE, "stack": "fp8", "": (["matmul"] * 3, ("not a weight: computed from"))}),
+    (views(), {"parts.it's": "fp8", "fused": TWICE, "stack": "fp8",
+               "": (["matmul"] * 3, "not a weight: computed from")}),
     (Model(lambda m, x: m.linear(torch.tanh(m.linear(x))), linear=linear()), {"linear": TWICE}),
-    (Model(loss, body=linear(), to_words=linear(128, 512)), {"body": "fp8", "to_words": ("output head: its output is the loss")}),
+    (Model(loss, body=linear(), to_words=linear(128, 512)),
+     {"body": "fp8", "to_words": "output head: its output is the loss"}),
 ]  # fmt: skip
 
 
@@ -302,7 +306,8 @@ ROOT = {"fprop": 1, "wgrad": 1}
 PRODUCT = "not a weight"
 # a computed weight is beside a linear that reads the same input
 SQUARES: list[tuple[nn.Module, dict[str, Any]]] = [
-    (Model(gram, up=square(), out=square()), {"up": (ROOT, "fp8"), "out": "fp8", "": ({"matmul": 3}, PRODUCT)}),
+    (Model(gram, up=square(), out=square()),
+     {"up": (ROOT, "fp8"), "out": "fp8", "": ({"matmul": 3}, PRODUCT)}),
     (Model(dense_attention, up=square(), q=square(), k=square()),
      {"up": (ROOT, "fp8"), "q": "fp8", "k": "fp8", "": ({"matmul": 6}, PRODUCT)}),
     (Model(lambda m, x: m.q(x) * m.k(x), q=nn.utils.parametrizations.weight_norm(square()), k=square()),

@@ -38,8 +38,8 @@ PARTS = 64  # of the operators
 MODULES = 24  # parts of the modules
 
 FAMILY = (
-    "addmm", "addmm.decomposed", "baddbmm", "bmm", "einsum", "inner", "linalg.multi_dot", "matmul", "__rmatmul__", "mm",
-    "nn.functional.linear", "tensordot",
+    "addmm", "addmm.decomposed", "baddbmm", "bmm", "einsum", "inner", "linalg.multi_dot", "matmul",
+    "__rmatmul__", "mm", "nn.functional.linear", "tensordot",
 )  # fmt: skip
 IN_FP8 = {"addmm", "addmm.decomposed", "einsum", "linalg.multi_dot", "matmul", "mm", "nn.functional.linear"}
 

@@ -1,5 +1,4 @@
-"""Writes docs/reference/settings.md from the descriptions of `Recipe`'s settings: `python -m
-tests.project.settings_page`"""
+"""`python -m tests.project.settings_page` writes docs/reference/settings.md from `Recipe`'s settings."""
 
 from __future__ import annotations
 
@@ -12,9 +11,12 @@ from fp8compile.config.recipe import RECIPES, SETTINGS
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 HEAD = """# Settings of a recipe
 
-How tensors are scaled, and how matmuls run. Each setting is an option, `torch.compile(..., options={"margin": 1})`, a key of
-rules, `[defaults]` and `[recipes.NAME]` in a [policy](../policy.md), and a field of `fp8compile.Recipe`. A setting that has
-no effect with its recipe gives a warning; one that is impossible gives an error. [Options](../options.md#notes-on-settings)
+How tensors are scaled, and how matmuls run. \
+Each setting is an option, `torch.compile(..., options={"margin": 1})`, a key of
+rules, `[defaults]` and `[recipes.NAME]` in a [policy](../policy.md), and a field of `fp8compile.Recipe`. \
+A setting that has
+no effect with its recipe gives a warning; one that is impossible gives an error. \
+[Options](../options.md#notes-on-settings)
 says more about some of them.
 
 | setting | values | meaning |

@@ -434,15 +434,11 @@ def test_what_is_in_no_graph_and_what_a_feature_says():
 
 # -- in a browser --
 
-BROWSER = next(
-    filter(
-        None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))
-    ),
-    None,
-)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 DRIVER = shutil.which("chromedriver")
-FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
- --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
+FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run
+ --disable-background-networking --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
 
 
 @pytest.fixture(scope="module")
@@ -536,7 +532,8 @@ def test_nothing_overflows(browser, width):
     assert browser(outside, room) == []
     # every box of the graph is within the drawing, and every text within its box
     beyond = """(() => { const svg = document.querySelector('#graph-0 svg').getBoundingClientRect();
-        const within = (a, b) => a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom;
+        const within = (a, b) =>
+            a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom;
         return Array.from(document.querySelectorAll('#graph-0 svg .node')).filter(n => {
             const box = n.querySelector('rect').getBoundingClientRect();
             const texts = Array.from(n.querySelectorAll('text')).map(t => t.getBoundingClientRect());

@@ -18,21 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 UNIT = 2.0**-6  # gradients are integers times this
 
-STORED = ("plain", "plain", "plain", "turned", "strided", "half", "stack", "scaled", "masked", "by row", "by column", "cat",
-          "norm", "merged", "times", "copied", "frozen", "detached", "wide")  # fmt: skip
-SPELLED = (
-    "linear",
-    "linear",
-    "at",
-    "einsum",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "tensordot",
-    "left",
-    "matmul",
-    "own",
-)
+STORED = ("plain", "plain", "plain", "turned", "strided", "half", "stack", "scaled", "masked", "by row",
+          "by column", "cat", "norm", "merged", "times", "copied", "frozen", "detached", "wide")  # fmt: skip
+SPELLED = tuple("linear linear at einsum addmm bmm baddbmm tensordot left matmul own".split())
 CHECKPOINTS = ("", "", "", "", "non-reentrant", "reentrant", "selective")
 
 

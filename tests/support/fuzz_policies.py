@@ -65,14 +65,16 @@ recipe = "tensorwise"
 SITES = [site(m=0), site(gemm="dgrad", kind="output head: by its name"), site(gemm="wgrad", m=17)]
 
 ODD = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**70), 10**5000, 0.5, float("nan"), float("inf"), "", " ", "x", "on", "3",
-    "\ud800", "a" * 600, "a\0b", "re:(", "re:" + "(" * 300, "re:(?i)x", "re:[[a]", "a..b", "[", "[z-a]", "*", "first 0",
-    "first 999999999", "last 2", "fprop", "none", "default", "nowhere", "./nowhere.toml", "/", "/dev/zero/x.toml", "~nobody/x",
-    "\0.toml", "tensorwise", "delayed", "careful", [], [[]], [True] * 3, [True] * 4, ["x", 3], {}, {"x": 1}, {1: 2}, (1, 2),
-    [["x"] * 3] * 3, b"x", {1, 2}, object(), datetime.date(2020, 1, 1), 1j,
+    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**70), 10**5000, 0.5, float("nan"), float("inf"), "", " ",
+    "x", "on", "3", "\ud800", "a" * 600, "a\0b", "re:(", "re:" + "(" * 300, "re:(?i)x", "re:[[a]", "a..b",
+    "[", "[z-a]", "*", "first 0", "first 999999999", "last 2", "fprop", "none", "default", "nowhere",
+    "./nowhere.toml", "/", "/dev/zero/x.toml", "~nobody/x", "\0.toml", "tensorwise", "delayed", "careful", [],
+    [[]], [True] * 3, [True] * 4, ["x", 3], {}, {"x": 1}, {1: 2}, (1, 2), [["x"] * 3] * 3, b"x", {1, 2},
+    object(), datetime.date(2020, 1, 1), 1j,
 ]  # fmt: skip
 WORDS = """
-n m k n m k 128 0 0.5 1e30 2**64 + - * / // % ** < <= > >= == != and or not ( ) ( ) min( max( , ; ~ & lambda: n.x [0]
+n m k n m k 128 0 0.5 1e30 2**64 + - * / // % ** < <= > >= == != and or not ( ) ( ) min( max( , ; ~ &
+lambda: n.x [0]
 """.split()
 
 

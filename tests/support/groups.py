@@ -4,7 +4,8 @@ a CPU.
 A `Case` is a function of plain torch and `fp8compile::` operators, with its inputs for a matrix [rows,
 columns] and the *role* of each of its results:
 
-    copy, transposed, amax, value, row, sum     as in `codegen.group`; a `transposed` belongs to the `copy` before it
+    copy, transposed, amax, value, row, sum     as in `codegen.group`; a `transposed` belongs to the `copy`
+                                                before it
     alone                                       a transposed copy without a row-major one
     other                                       not written by a kernel, but computed from a kernel's results
 

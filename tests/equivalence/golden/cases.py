@@ -76,8 +76,9 @@ CHUNKED = {
     "auto_chunker.output_size_threshold": 1024,
 }
 SETTINGS = {
-    "margin": (0, 1, 2), "amax_history_len": 3, "amax_compute_algo": "most_recent", "fp8_format": "e4m3", "interval": 2,
-    "on_overflow": "saturate", ("override_linear_precision"): (False, False, True), "current_scaling": (True, False, False),
+    "margin": (0, 1, 2), "amax_history_len": 3, "amax_compute_algo": "most_recent", "fp8_format": "e4m3",
+    "interval": 2, "on_overflow": "saturate", "override_linear_precision": (False, False, True),
+    "current_scaling": (True, False, False),
 }  # fmt: skip
 RULES = [
     {"module": "*gate", "recipe": "blockwise"},

@@ -6,7 +6,8 @@ imported before it is used, so that tests of options and reports need no compile
 
 Three ways to run a graph without Inductor's code generation, which takes seconds a graph:
 
-interpreted    as our joint passes leave it, on the reference implementations of our operators: decisions, state, numerics
+interpreted    as our joint passes leave it, on the reference implementations of our operators: decisions,
+               state, numerics
 lowered        after our passes over each half, too: as Inductor would get it, eagerly
 traced         no half is run: what the passes decide and report
 """
