@@ -116,10 +116,8 @@ def main() -> None:
     ):
         a, b = (sum(losses[start:stop]) / (stop - start) for losses in (plain, scheduled))
         print(
-            
-                f"steps {start + 1}-{stop} in {name}: mean loss {b:.4f}, all in bf16 {a:.4f} "
-                f"({100 * (b - a) / a:+.2f}%)"
-            
+            f"steps {start + 1}-{stop} in {name}: mean loss {b:.4f}, all in bf16 {a:.4f} "
+            f"({100 * (b - a) / a:+.2f}%)"
         )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     plot(plain, scheduled, args.warmup_steps, args.cooldown_at, args.out)

@@ -228,7 +228,7 @@ def split_text(text: Tensor, context: int) -> tuple[Tensor, Tensor]:
     if len(text) - boundary <= context:
         raise ValueError(
             f"{len(text)} bytes of text are too few: a context of {context} needs at least "
-f"{10 * (context + 1)}"
+            f"{10 * (context + 1)}"
         )
     return text[:boundary], text[boundary:]
 
@@ -581,7 +581,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} "
             f"tokens on {args.device}\n"
             f"both runs: float32 weights, bf16 autocast, seed {args.seed}{processes.note}; the FP8 run: "
-f"{args.recipe} scaling",
+            f"{args.recipe} scaling",
             flush=True,
         )
     settings = dict(

@@ -31,6 +31,7 @@ E5M2, E8M0 = torch.float8_e5m2, torch.float8_e8m0fnu
 FNUZ, E5M2_FNUZ = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 GPUS = {"sm_89": RTX4090, "sm_90": H100, "sm_100": B200, "sm_120": RTX5090, "gfx942": MI300X}
 
+
 @contextlib.contextmanager
 def planned(gpu: Any, gaps: bool = False, kernels: bool = False) -> Iterator[Plan]:
     """Inside, steps are compiled for this GPU. `kernels`: they run, too."""

@@ -21,6 +21,7 @@ H100, H200, B300, NVL = (catalog.find(key) for key in ("h100", "h200", "b300", "
 TORCHAO_H100 = dataclasses.replace(H100, sustained=dataclasses.replace(H100.sustained, bandwidth=2.2e12))
 CELLS = Path(__file__).parent / "data" / "torchao_h100.csv"
 
+
 def cells(recipe: str) -> dict[tuple[int, int, int], float]:
     with open(CELLS, encoding="utf-8") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
@@ -173,6 +174,7 @@ def test_fp8_is_not_credited_with_more_than_it_can_save(m, n, k):
 
 
 # -- casts: bytes by hand, on a device that moves a byte a second and launches for nothing --
+
 
 def casts(device, elements, recipe="delayed", layouts=2, again=False, **tensor) -> float:
     return cost.casts(device, CastInput(elements, **tensor), COSTS[recipe], layouts, again)

@@ -55,6 +55,7 @@ def to_one(y: Tensor) -> Tensor:
 def mlp() -> Case:
     return Case(models.make(models.Mlp), (noise(ROWS, WIDTH),), to_one)
 
+
 PAGE = (
     next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
     / "docs/compare.md"
@@ -183,6 +184,7 @@ def test_table_dict_and_picture(tmp_path) -> None:
 
 
 # -- healthy models, and faults --
+
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", HEALTHY)

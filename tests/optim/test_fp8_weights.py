@@ -28,6 +28,8 @@ from tests.support.models import Mlp, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 Run = Callable[[Any, AdamW], list[dict[str, Tensor]]]
+
+
 def ours(model: nn.Module, early: bool, **more: Any) -> AdamW:
     return AdamW(model.parameters(), lr=1e-2, fp8_weights=early, **{"compiled": False, **more})
 

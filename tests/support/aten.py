@@ -88,10 +88,8 @@ class Refused(AssertionError):
         told = "; ".join(f"{name}: {(RULES | GAPS)[name]}" for name in broken)
         given = ", ".join(f"{key}={_told(value)}" for key, value in zip(call._fields, call, strict=True))
         super().__init__(
-            
-                f"{library.gpu.target}, torch {library.torch}, CUDA {library.cuda}: "
-                f"{operator}({given}) breaks {told}"
-            
+            f"{library.gpu.target}, torch {library.torch}, CUDA {library.cuda}: "
+            f"{operator}({given}) breaks {told}"
         )
 
 

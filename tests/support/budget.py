@@ -82,10 +82,8 @@ class Budget:
         if self.slowness > 1.05:
             of += f", on a machine that is {self.slowness:.1f} times as slow as that of the budget"
         write(
-            
-                f"{total:7.1f} s  in all tests, by the processes that ran them; "
-                f"{self.took:.0f} s on the clock{of}"
-            
+            f"{total:7.1f} s  in all tests, by the processes that ran them; "
+            f"{self.took:.0f} s on the clock{of}"
         )
         if self.late:
             write(f"error: more than {ALLOWED:g} times the budget", red=True)

@@ -28,10 +28,8 @@ def assert_bits(expected: Tensor, got: Tensor, where: str) -> None:
     if len(wrong):
         at = tuple(wrong[0].tolist())
         pytest.fail(
-            
-                f"{where}: {len(wrong)} of {got.numel()} differ; at {at} {expected[at].item()} became "
-                f"{got[at].item()}"
-            
+            f"{where}: {len(wrong)} of {got.numel()} differ; at {at} {expected[at].item()} became "
+            f"{got[at].item()}"
         )
 
 

@@ -47,10 +47,8 @@ def of_run(run: Run) -> list[str]:
         elif kind == "state":
             *history, scale = x.tolist()
             lines.append(
-                
-                    f"state {name}: {digest(x)} scale {scale:.6g}, amaxes "
-                    f"{' '.join(f'{x:.6g}' for x in history[:3])}"
-                
+                f"state {name}: {digest(x)} scale {scale:.6g}, amaxes "
+                f"{' '.join(f'{x:.6g}' for x in history[:3])}"
             )
         else:
             lines.append(

@@ -65,8 +65,6 @@ def step(model: torch.nn.Module, call: Any, seed: int = 0) -> float:
     return float(loss)
 
 
-
-
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", MODELS)
 def test_each_layer_has_six_matmuls_in_fp8_and_learns(name: str) -> None:

@@ -32,6 +32,8 @@ BATCHES = 5
 # wrong scale gives under 30 dB in every batch.
 MEDIAN_DB, WORST_DB = 60.0, 14.0
 E4M3 = OCP[0]
+
+
 class Logits(nn.Module):
     """A causal language model whose output is the logits."""
 

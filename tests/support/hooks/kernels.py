@@ -193,8 +193,6 @@ def matmuls_unread() -> Patched:
     return mock.patch.object(_Reader, "matmul", lambda *_: None)
 
 
-
-
 def losing_updates() -> Patched:
     """Inside, graphs lose the writes of their scaling state before the check for them."""
     from fp8compile.runtime import halves

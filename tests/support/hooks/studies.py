@@ -105,6 +105,7 @@ def weighed() -> Iterator[dict[tuple[str, str], tuple[Any, str]]]:
     from fp8compile.passes import pipeline
 
     found: dict[tuple[str, str], tuple[Any, str]] = {}
+
     def noted(step: Any) -> Any:
         def run(joint: Any) -> int:
             before = {matmul: matmul.decision for matmul in joint.matmuls}
