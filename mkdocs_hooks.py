@@ -44,8 +44,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links to what lies outside of docs/, and write pipes in the code of tables as this Markdown wants
-    them."""
+    """Turn links to what is outside of docs/, and write pipes in tables' code as this Markdown wants."""
     uri = page.file.src_uri
 
     def turned(match: re.Match[str]) -> str:

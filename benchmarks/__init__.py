@@ -1,2 +1,1 @@
-"""Benchmarks of `backend="fp8"` against bf16 and torchao: `python -m benchmarks.train --case NAME`; see
-docs/benchmarks.md."""
+"""`backend="fp8"` against bf16 and torchao: `python -m benchmarks.train --case NAME`; docs/benchmarks.md."""

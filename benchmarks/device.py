@@ -43,8 +43,7 @@ FEW = "--arms fp8-delayed --steps 1 --warmup 1"
 
 
 class Step(NamedTuple):
-    """One command of a part. `seconds`: its share of the time. `cpu`: flags on a CPU; None: it needs a
-    GPU."""
+    """One command of a part. `seconds`: its share of the time. `cpu`: its flags on a CPU; None: GPU only."""
 
     seconds: int
     command: str

@@ -160,6 +160,5 @@ def size_of(tensor: Tensor) -> int:
 
 
 def must_move(family: Family, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> int:
-    """Bytes that any implementation moves: each input read once (the first `again` ones twice), each output
-    written once."""
+    """Bytes that any implementation moves: each input once (the first `again` twice), each output once."""
     return sum(map(size_of, [*inputs, *inputs[: family.again], *outputs]))

@@ -53,8 +53,7 @@ SCHEDULERS, WARP, SPECIAL_LANES = 4, 32, 16  # of an SM, threads, of an SM
 
 @dataclass(frozen=True)
 class Call:
-    """How the generated code launches a Triton kernel: its source, and its arguments as far as they are
-    numbers."""
+    """How generated code launches a Triton kernel: its source, and the arguments that are numbers."""
 
     name: str
     source: str
@@ -95,8 +94,7 @@ def _path(tool: str) -> str:
 
 
 def seconds(call: Call, device: Device) -> float | None:
-    """The least time to issue a launch's instructions, without the launch itself. None if they are not
-    known."""
+    """The least time to issue a launch's instructions, without the launch itself; None if unknown."""
     found = work(call, device.capability)
     return None if found is None else time_of(found, device)
 

@@ -10,6 +10,5 @@ from fp8compile.runtime.inner import INTERPRETER
 
 
 def interpreted() -> contextlib.AbstractContextManager[None]:
-    """Inside the context, backend="fp8" rewrites and lowers graphs as usual, and an FX interpreter runs
-    them."""
+    """Inside, backend="fp8" rewrites and lowers graphs as usual, and an FX interpreter runs them."""
     return mock.patch.dict(fp8.__kwdefaults__, inner=INTERPRETER)

@@ -120,8 +120,7 @@ def interpreter() -> Iterator[None]:
 
 
 def compare(wanted: Sequence[Tensor], got: Sequence[Tensor | None]) -> None:
-    """Raises `Wrong` if an output of `got` differs too much from `wanted`. None: a peer does not compute this
-    output."""
+    """Raises `Wrong` if an output of `got` differs too much from `wanted`. None: not computed by a peer."""
     for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
         if b is None:
             continue

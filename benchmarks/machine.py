@@ -63,8 +63,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit(tree: Path = ROOT) -> dict[str, Any]:
-    """The commit of a checkout, and whether the package, the benchmarks or the examples differ from it; None
-    without git."""
+    """The commit of a checkout, and whether package, benchmarks or examples differ; None without git."""
     name = output_of("git", "rev-parse", "HEAD", folder=tree)
     changed = output_of(
         "git", "status", "--porcelain", "--", "fp8compile", "benchmarks", "examples", folder=tree
@@ -73,8 +72,7 @@ def commit(tree: Path = ROOT) -> dict[str, Any]:
 
 
 def describe_device(device: str) -> dict[str, Any]:
-    """Name, memory in bytes and capability of the device that torch would use. It initialises CUDA, so call
-    it in a worker."""
+    """Name, memory in bytes and capability of torch's device. It initialises CUDA: for workers only."""
     if device == "cpu":
         return {"name": "cpu", "memory": 0, "capability": None}
     properties = torch.cuda.get_device_properties(0)

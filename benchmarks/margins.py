@@ -152,8 +152,7 @@ def _text(sequences: Callable[[int], int]) -> Loss:
 
 
 def _classes(model: nn.Module, step: int) -> Tensor:
-    """The loss on synthetic data. Each class is a random picture; an example is the picture of its class plus
-    noise."""
+    """The loss on synthetic data. A class is a random picture; an example is this picture plus noise."""
     pictures = torch.randn(160, 16, 128, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(step)
     y = torch.randint(160, (16,), generator=generator)

@@ -87,8 +87,7 @@ def row(
 
 
 def attention(device: torch.device, size: str) -> dict[str, Any]:
-    """Which backend SDPA takes for a Llama layer, forward and backward, by the names of the kernels that
-    ran."""
+    """Which backend SDPA takes for a Llama layer, forward and backward, by the kernels that ran."""
     from torch.profiler import ProfilerActivity, profile
 
     heads, tokens = (32, 8192) if size == "full" else (2, 64)

@@ -40,8 +40,7 @@ def materialise(build: Callable[[], nn.Module], device: str, dtype: torch.dtype,
 
 
 def unallocated(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """`build()` on the CPU with unwritten parameters, which use no memory: the system allocates a page at its
-    first write."""
+    """`build()` on the CPU with unwritten parameters, which use no memory: pages appear when written."""
     with torch.device("meta"):
         model = build().to(dtype)
     return _with_tables(model.to_empty(device="cpu"))
@@ -92,8 +91,7 @@ LLAMA_TINY = LlamaShape(layers=2, width=128, heads=2, kv_heads=1, hidden=256, vo
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding of [B, H, T, D] queries and keys. The angles are float32 whatever the model's
-    dtype."""
+    """Rotary position embedding of [B, H, T, D] queries and keys. Angles are float32, whatever x is."""
 
     def __init__(self, length: int, head_dim: int, theta: float):
         super().__init__()
@@ -119,8 +117,7 @@ class Rotary(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """A decoder layer, [B, T, C] -> [B, T, C]: RMSNorm, grouped-query attention with RoPE, RMSNorm,
-    SwiGLU."""
+    """A decoder layer of [B, T, C]: RMSNorm, grouped-query attention with RoPE, RMSNorm, SwiGLU."""
 
     def __init__(self, shape: LlamaShape, length: int):
         super().__init__()
@@ -160,8 +157,7 @@ class Head(nn.Module):
 
 
 class Llama(nn.Module):
-    """A whole model with tied embeddings (as Llama-3.2-1B and -3B have): tokens, targets [B, T] -> mean loss
-    in nats."""
+    """A model with tied embeddings, as Llama-3.2-1B and -3B: tokens, targets [B, T] -> mean loss in nats."""
 
     def __init__(self, shape: LlamaShape, length: int, checkpointing: bool = False):
         super().__init__()

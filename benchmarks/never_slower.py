@@ -64,8 +64,7 @@ class Shape:
 
 
 def draw(seed: int) -> Shape:
-    """A random shape: the same for the same seed on any machine. The logarithms of sizes are uniformly
-    distributed."""
+    """A random shape: the same for a seed on any machine. The logarithms of sizes are uniform."""
     rng = random.Random(seed)
 
     def log_uniform(least: int, most: int, step: int) -> int:

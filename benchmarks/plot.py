@@ -55,8 +55,7 @@ def label(result: Result) -> str:
 
 
 def speed(row: dict[str, Any]) -> float | None:
-    """A row's speed over compiled bf16. For a single linear, it compares the time that the device was
-    busy."""
+    """A row's speed over compiled bf16. For a single linear, of the device's busy time."""
     return (get(row, "ratio", "busy") if row["point"] else None) or get(row, "ratio", "compiled_bf16")
 
 
@@ -176,8 +175,7 @@ def smooth(values: Sequence[float], weight: float = 0.05) -> list[float]:
 
 
 def curves(result: Result, title: str, path: Path) -> None:
-    """Above: smoothed training losses with the validation losses. Below: the gap of each arm to bf16, in
-    percent."""
+    """Above: smoothed training losses, and validation losses. Below: each arm's gap to bf16, in percent."""
     plt = pyplot()
     rows = [row for row in result["rows"] if not row["error"] and row["losses"]]
     base = next((row for row in rows if row["kind"] in ("bf16", "eager")), None)

@@ -1,5 +1,4 @@
-"""Starts workers and talks to them. A worker that dies or takes too long raises `WorkerFailed` with a
-one-line reason."""
+"""Starts workers and talks to them. One that dies or takes too long raises `WorkerFailed` with a reason."""
 
 from __future__ import annotations
 

@@ -104,8 +104,7 @@ KINDS = (
 
 
 class Matmul(NamedTuple):
-    """One gemm of a linear: a [m, k] and b [n, k]. `ends`: of the rows of experts; in a wgrad, of their
-    columns."""
+    """One gemm of a linear: a [m, k] and b [n, k]. `ends`: of experts' rows; in a wgrad, columns."""
 
     kind: Kind
     gemm: str
@@ -155,8 +154,7 @@ def matmuls(size: str, gpu: Gpu | None) -> Iterator[Matmul]:
 def operand(
     shape: Sequence[int], block: Block, wide: bool, device: str, groups: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """An FP8 copy and the inverses of its scales, powers of two. `groups`: each row has a scale for each of
-    them."""
+    """An FP8 copy and the inverses of its scales, powers of two. `groups`: each row has one for each."""
     dtype = formats.pick(wide, formats.fnuz()).dtype
     if block == WHOLE:
         copy = torch.randint(-2, 3, tuple(shape), device=device, dtype=torch.int8)
@@ -202,8 +200,7 @@ def call(matmul: Matmul, given: tuple[Tensor, ...], dtype: torch.dtype, bias: Te
 
 
 def judged(matmul: Matmul, wanted: Tensor, terms: Tensor, got: Tensor) -> tuple[bool, str]:
-    """(whether the result is right, "exact" or its distance from the noise). `terms`: the magnitudes that
-    each element sums."""
+    """(whether it is right, "exact" or its distance from the noise). `terms`: the summed magnitudes."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False, f"{got.dtype} {list(got.shape)} instead of {wanted.dtype} {list(wanted.shape)}"
     if torch.equal(wanted, got):

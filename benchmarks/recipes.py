@@ -114,8 +114,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """The settings that all runs share. `steps` are optimizer steps; `windows` is the number of validation
-    windows."""
+    """The settings that all runs share. `steps` are the optimizer's; `windows` are for validation."""
 
     steps: int = 1500
     layers: int = 2
@@ -217,8 +216,7 @@ def train(arm: str, seed: int, study: Study, text: Tensor) -> Row:
 
 @torch.no_grad()
 def add_noise(model: nn.Module, ratio: float, seed: int) -> None:
-    """Add normal noise to each gradient: `ratio` times the power of each row of a matrix, or of a whole
-    vector."""
+    """Add normal noise to each gradient: `ratio` times the power of each row, or of a vector."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         if p.grad is not None:
@@ -281,8 +279,7 @@ def read(path: Path, study: Study) -> list[Row]:
 
 
 def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: Study) -> bool:
-    """Train the runs that the file lacks, one process per arm. Returns whether all succeeded; prints failures
-    on stderr."""
+    """Train the missing runs, a process per arm. Whether all succeeded; failures are printed on stderr."""
     there = {(row["arm"], row["seed"]) for row in read(path, study)}
     missing = {arm: [seed for seed in range(seeds) if (arm, seed) not in there] for arm in arms}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -354,8 +351,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> float:
-    """The p value of Welch's two-sided test that two samples have the same mean; nan if a sample is a single
-    value."""
+    """The p value of Welch's two-sided test that two samples have the same mean; nan for a single value."""
     from scipy import stats
 
     return math.nan if min(len(a), len(b)) < 2 else float(stats.ttest_ind(a, b, equal_var=False).pvalue)
@@ -377,8 +373,7 @@ class Summary:
 
 
 def summarise(rows: Sequence[Row], baseline: str = BASELINE) -> list[Summary]:
-    """A summary for each arm that has runs, in the order of `ARMS`. ValueError without a run of the
-    baseline."""
+    """A summary for each arm with runs, in the order of `ARMS`. ValueError without a baseline's run."""
     found: dict[str, dict[int, Row]] = {}
     for row in rows:
         found.setdefault(row["arm"], {})[row["seed"]] = row
@@ -439,8 +434,7 @@ def overview(summaries: Sequence[Summary], markdown: bool = False, baseline: str
 
 
 def plot(rows: Sequence[Row], path: Path, baseline: str = BASELINE) -> None:
-    """Left: each arm's mean validation loss. Right: gaps to the baseline, one dot per seed, with the interval
-    of the mean."""
+    """Left: each arm's mean validation loss. Right: gaps to the baseline by seed, and the mean's interval."""
     from .plot import pyplot
 
     plt = pyplot()

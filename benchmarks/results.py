@@ -116,8 +116,7 @@ def store(result: Mapping[str, Any], path: Path) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """All results in files and folders, oldest first. ValueError, which names the file, if a file is not a
-    result."""
+    """All results in files and folders, oldest first. ValueError, which names a file that is no result."""
     found = []
     for path in paths:
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
@@ -137,8 +136,7 @@ def counted(result: Mapping[str, Any]) -> bool:
 
 
 def latest(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last result of each case, size and device, in the order of the cases; estimates with instructions
-    are apart."""
+    """The last result of each case, size and device, by case; estimates with instructions are apart."""
     newest = {(r["device"]["name"], r["static"], r["size"], r["name"], counted(r)): r for r in results}
     order = list(CASES)
     return sorted(

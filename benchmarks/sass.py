@@ -123,8 +123,7 @@ def _parse(text: str) -> list[_Instruction]:
 
 @dataclass
 class _Thread:
-    """What is known of the registers of a thread: 32-bit numbers and predicates. What is not there is
-    unknown."""
+    """What is known of a thread's registers: 32-bit numbers and predicates. All others are unknown."""
 
     registers: dict[str, int] = field(default_factory=dict)
     predicates: dict[str, bool] = field(default_factory=dict)

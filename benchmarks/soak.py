@@ -266,8 +266,7 @@ def _process(rank: int, arm: str, study: Study, attempt: int, folder: str) -> No
 
 
 def run(arm: str, study: Study) -> Row:
-    """Train once, and again from the last checkpoint if a process is killed. RuntimeError if it hangs or one
-    dies by itself."""
+    """Train, again from the last checkpoint if a process is killed. RuntimeError if one hangs or dies."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         for attempt in range(2 if study.kill is not None else 1):
@@ -312,8 +311,7 @@ def _attempt(arm: str, study: Study, attempt: int, folder: str, deadline: float)
 
 
 def summary(steps: Sequence[Row], study: Study) -> Row:
-    """What is kept of the steps. `replayed`: steps that ran before the kill and again after it, `alike` of
-    them bitwise."""
+    """What is kept of the steps. `replayed`: steps before the kill that ran again, `alike` bitwise."""
     last = {row["step"]: row for row in steps}
     first = {row["step"]: row for row in steps if row["attempt"] == 0}
     replayed = [row for row in steps if row["attempt"] and row["step"] in first]

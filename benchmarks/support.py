@@ -165,8 +165,7 @@ def ran(folder: Path) -> tuple[Ran, dict[str, Gpu]]:
 
 
 def target_of(gpu: Gpu, known: set[str]) -> str:
-    """The architecture that kernels were compiled for instead of a GPU: its own, or another one of its
-    family."""
+    """The architecture that kernels were compiled for: the GPU's own, or another one of its family."""
     if gpu.target in known:
         return gpu.target
     family = {

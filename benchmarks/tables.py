@@ -345,8 +345,7 @@ def markdown(found: list[dict[str, Any]]) -> str:
 
 
 def update(pages: Path | Sequence[Path], name: str, body: str) -> None:
-    """Replace the text between the two marks for `name` in the pages that have them. ValueError if none
-    has."""
+    """Replace the text between the two marks for `name` in the pages that have them; one must."""
     pages = [pages] if isinstance(pages, Path) else pages
     marks = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     found = [page for page in pages if marks.search(page.read_text())]

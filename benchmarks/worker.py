@@ -86,8 +86,7 @@ class Worker:
 
 
 def cast_kernels(cache: Path) -> set[str]:
-    """Names of the Triton kernels in an Inductor cache folder that have an FP8 pointer among their
-    arguments."""
+    """Names of the Triton kernels in an Inductor cache folder that have an FP8 pointer."""
     names = set()
     for path in cache.rglob("*.py"):
         for name, source in _TRITON_SOURCE.findall(path.read_text(errors="ignore")):

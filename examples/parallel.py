@@ -126,8 +126,7 @@ class Processes:
 
 
 def alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The parameters that are split among processes, and the others: one operator cannot take both. No list
-    is empty."""
+    """The parameters that are split, and the others: one operator cannot take both. No list is empty."""
     groups: dict[bool, list[Tensor]] = {}
     for parameter in parameters:
         groups.setdefault(hasattr(parameter, "full_tensor"), []).append(parameter)
@@ -174,8 +173,7 @@ def start(
 
 
 def leave_it_to_the_first(status: int) -> None:
-    """Before an error that all processes meet: the first one returns and says it, the others wait and
-    exit."""
+    """Before an error that all processes meet: the first returns and says it, the others wait and exit."""
     if int(os.environ.get("RANK", 0)) != 0:
         # torchrun ends all processes as soon as one has failed, which has to be the one that says why
         time.sleep(10)

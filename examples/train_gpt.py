@@ -222,8 +222,7 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def split_text(text: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """(training, validation) parts, nine tenths and one tenth. ValueError if the smaller cannot fill one
-    context."""
+    """(training, validation) parts, nine tenths and one tenth. ValueError if one is under a context."""
     boundary = len(text) * 9 // 10
     if len(text) - boundary <= context:
         raise ValueError(
@@ -392,8 +391,7 @@ def train(
 
 
 def reload(checkpoint: Path, config: Config, device: str) -> GPT:
-    """A vanilla, uncompiled GPT with the checkpoint's weights; RuntimeError if a key, shape or number of keys
-    differs."""
+    """A vanilla, uncompiled GPT with the checkpoint's weights; RuntimeError if keys or shapes differ."""
     model = build_model(config)
     model.load_state_dict(torch.load(checkpoint, map_location="cpu", weights_only=True), strict=True)
     return model.to(device)

@@ -42,8 +42,7 @@ def delete(folder: Path, names: Collection[str]) -> None:
 
 
 def run(names: Collection[str], jobs: str, tests: Collection[str] = CORE) -> tuple[int, str]:
-    """The exit code of pytest in a copy without these features, and the end of what it says. `tests`: inside
-    of tests/."""
+    """pytest's exit code in a copy without these features, and its last words. `tests`: inside of tests/."""
     with tempfile.TemporaryDirectory(prefix="without-features-") as temporary:
         folder = Path(temporary) / "project"
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))

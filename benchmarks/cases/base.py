@@ -21,8 +21,7 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """One training step to measure. `build` makes the model on the current device; `batches` yields inputs
-    without end."""
+    """One training step to measure. `build` makes the model on the current device; `batches` never ends."""
 
     label: str
     build: Callable[[], nn.Module]

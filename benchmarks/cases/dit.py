@@ -1,5 +1,4 @@
-"""The 28 adaLN-Zero blocks of DiT-XL/2 on 256 x 256 images: 32 x 32 latents in 2 x 2 patches are 256 tokens
-per image."""
+"""The 28 adaLN-Zero blocks of DiT-XL/2 on 256 x 256 images: 256 tokens of 2 x 2 latents an image."""
 
 from __future__ import annotations
 

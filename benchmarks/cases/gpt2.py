@@ -1,5 +1,4 @@
-"""GPT-2 124M in nanoGPT's configuration (12 layers, 768 wide, vocabulary 50304), batch 64 x 1024, on real
-text.
+"""GPT-2 124M in nanoGPT's configuration (12 layers, 768 wide, vocabulary 50304): batch 64 x 1024, real text.
 
 The model and the text are those of examples/train_gpt.py: float32 weights under bf16 autocast, LayerNorm and
 linears with bias, output head tied to the embedding; bytes of the Python standard library's sources.
@@ -26,8 +25,7 @@ BATCH = 64
 
 @functools.cache
 def example():
-    """The module examples/train_gpt.py. Imported late, because the other cases need not have the packages
-    that it imports."""
+    """The module examples/train_gpt.py. Imported late: other cases need not have its packages."""
     import train_gpt
 
     return train_gpt

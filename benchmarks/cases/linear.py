@@ -42,8 +42,7 @@ def point(label: str, m: int, n: int, k: int) -> Point:
 
 
 def grid(count: int) -> list[Point]:
-    """`count`**3 cells in a fixed random order, so that a run that is cut short has cells from all of the
-    map."""
+    """`count`**3 cells in a fixed random order, so that a part of a run has cells from all of the map."""
     step = len(GRID_M) // count
     sizes = [(m, n, k) for m in GRID_M[::step] for n in GRID_NK[::step] for k in GRID_NK[::step]]
     random.Random(0).shuffle(sizes)

@@ -1,5 +1,4 @@
-"""Llama-3-8B decoder layers, as many as fit, one sequence per forward: the work of one device when many train
-an 8B model."""
+"""Llama-3-8B decoder layers, as many as fit, one sequence per forward: one device's work when many train."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`benchmarks/device.sh`: its parts on a CPU, with the packages of a bare GPU image; limits, failures, and
-what it leaves."""
+"""`benchmarks/device.sh`: parts on a CPU, with packages of a GPU image; limits, failures, what it leaves."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def statuses(files: dict[str, Path]) -> dict[str, Any]:
 @pytest.mark.skipif(not torch.__version__.startswith("2.11."), reason="a rented image has torch 2.11")
 @pytest.mark.slow
 def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
-    """Every part ends within the limit, and has results. `--out` is the folder that the variable OUT
-    names."""
+    """Every part ends within the limit, and has results. OUT names the folder `--out`."""
     out = tmp_path / "out"
     out.mkdir()
     env = environment(tmp_path / "image", OUT=str(out))
@@ -121,8 +119,7 @@ def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
 
 @pytest.mark.weekly
 def test_layers_that_are_stopped(tmp_path: Path) -> None:
-    """Rounds without end, and no deadline that the command itself knows of: what was measured stays, and
-    nothing else."""
+    """Endless rounds, and no deadline that the command knows of: what was measured stays, nothing else."""
     more = "--arms eager-bf16 --rounds 100000 --budget 100000".split()
     command = ["bash", SCRIPT, "layers", "--limit", "500", "--out", str(tmp_path / "out"), "--", *more]
     with subprocess.Popen(

@@ -1,5 +1,4 @@
-"""`python -m benchmarks.kernels`: which kernel is what, each family against eager operators, and what is
-measured of it."""
+"""`python -m benchmarks.kernels`: which kernel is what, families against eager operators, measurements."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ def test_with_outliers_gradients_gain_by_finer_recipes(arm: str) -> None:
 @slow
 @pytest.mark.parametrize("arm", FINER)
 def test_tokens_that_have_grown_do_not_take_the_others_with_them(arm: str) -> None:
-    """1% of tokens are 10,000 times larger: with one scale for all, the product in a SwiGLU block loses the
-    other tokens."""
+    """1% of tokens are 10,000 times larger: with one scale, the product in a SwiGLU loses the others."""
     base, db = measured("swiglu", "outlier tokens", "tensorwise"), measured("swiglu", "outlier tokens", arm)
     assert base["y"] < 3.0 and db["y"] > 23.0
     assert db["dx"] > base["dx"] + 3.0
@@ -89,8 +88,7 @@ def test_tokens_that_have_grown_do_not_take_the_others_with_them(arm: str) -> No
 def test_casts_are_measured_continued_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E5M2 has spare binades where E4M3 has none left; without a spread of magnitudes, tokens have the
-    tensor's SQNR."""
+    """E5M2 has spare binades where E4M3 has none left; without a spread, tokens have the tensor's SQNR."""
     monkeypatch.setattr(margins, "SPANS", (0, 24))
     path, page = tmp_path / "found.jsonl", tmp_path / "page.md"
     page.write_text("<!-- table: margins -->\n<!-- end -->\n")
@@ -116,8 +114,7 @@ def test_casts_are_measured_continued_and_shown(
 
 
 def test_a_gradient_that_doubles_beyond_its_margin() -> None:
-    """A gradient grows 32 times: it saturates with every margin below 5, but only in the call in which it
-    grows."""
+    """A gradient grows 32 times: it saturates with every margin below 5, but only in that call."""
     model = nn.Sequential(nn.Linear(128, 128, bias=False))
     recorder = margins.Recorder(model)
     saturated = {}

@@ -1,5 +1,4 @@
-"""Results of benchmarks: files, ratios, tables and pictures; estimates, and the matmuls that the cost model
-knows."""
+"""Results of benchmarks: files, ratios, tables, pictures, estimates, and matmuls of the cost model."""
 
 from __future__ import annotations
 

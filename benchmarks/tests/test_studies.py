@@ -187,8 +187,7 @@ def step(
 
 
 def test_summary_table_and_plot_of_a_soak(tmp_path: Path) -> None:
-    """Overflows are seen a step later; a step that ran twice counts once, with the loss of the second
-    time."""
+    """Overflows are seen a step later; a step that ran twice counts once, with its second loss."""
     steps = [
         step(0, 3.0),
         step(1, float("nan")),

@@ -1,5 +1,4 @@
-"""`python -m benchmarks.train`: its cases, tiny, on a CPU; its arms, its errors, and what it writes while it
-runs."""
+"""`python -m benchmarks.train`: its cases, tiny, on a CPU; its arms, errors, and what it writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The arms of TransformerEngine, with a stub of its modules: names, arguments, and which modules are
-replaced."""
+"""TransformerEngine's arms, with a stub of its modules: names, arguments, and what is replaced."""
 
 from __future__ import annotations
 

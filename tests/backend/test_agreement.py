@@ -239,8 +239,7 @@ def test_inputs_that_are_not_contiguous(recipe: str, lies: str, dynamic: bool | 
     ids=str,
 )
 def test_blocks_that_do_not_fit(shape: tuple[int, int, int], recipe: str) -> None:
-    """Several blocks in every dimension, with smaller blocks at the ends; rows and columns of very different
-    magnitudes."""
+    """Several blocks in every dimension, smaller ones at the ends; rows and columns of all magnitudes."""
     tokens, width, out = shape
     model = make(lambda: nn.Linear(width, out))
     with torch.no_grad():

@@ -161,8 +161,7 @@ def fp8(rows: int, k: int, dtype: torch.dtype = E4M3, leading: int = 0, offset: 
 def product(
     kind: str, m: int = 64, n: int = 256, k: int = 512, dtype: torch.dtype = E4M3, **changes: Any
 ) -> Product:
-    """A legal call, but for these arguments. `kind`: "square line" has 128 x 128 blocks of a and 1 x 128 ones
-    of b."""
+    """A legal call, but for these arguments. `kind`: "square line": 128 x 128 blocks of a, 1 x 128 of b."""
     a_kind, b_kind = (kind.split() * 2)[:2]
     call = Product(
         fp8(m, k, dtype), fp8(n, k, dtype).t(), scales(a_kind, m, k), scales(b_kind, n, k, mirrored=True)

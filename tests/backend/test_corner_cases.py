@@ -1,5 +1,4 @@
-"""Plausible user code that once gave wrong results silently. Each test compares with high precision or checks
-the state."""
+"""User code that once gave wrong results silently. Tests compare with high precision or check the state."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 def test_saved_tensor_hooks_that_copy() -> None:
-    """Activation offloading returns copies of saved tensors. The state still moves, and cold calls are still
-    recognised."""
+    """Activation offloading returns copies of saved tensors. State moves, cold calls are still recognised."""
     model, plain = make(Mlp), make(Mlp)
     run, x, w = torch.compile(model, backend="fp8"), noise(32, 128), noise(32, 128, seed=1)
     for step in range(18):
@@ -45,8 +43,7 @@ def test_saved_tensor_hooks_that_copy() -> None:
     "options", [{"fp8_format": "e4m3"}, {"margin": 3}, {"fp8_format": "e4m3", "margin": 0}]
 )
 def test_compiled_again_with_another_range(options) -> None:
-    """The second compilation has another FP8 maximum or margin, so it converts the scales of the first: 57344
-    is not 448."""
+    """The second compilation has another FP8 maximum or margin, so it converts the first one's scales."""
     model, plain, x, w = make(Mlp), make(Mlp), noise(32, 128), noise(32, 128, seed=1)
     for step, given in enumerate([{}] * 3 + [options] * 2):
         run = torch.compile(model, backend="fp8", options=given)
@@ -180,8 +177,7 @@ def test_strict_takes_an_expert_without_tokens() -> None:
 
 
 def test_a_range_that_eager_torch_does_not_have() -> None:
-    """An identity of more than 256 rows (as in DoRA) is decomposed into an arange of uint16, and a cold call
-    must run it."""
+    """An identity of more than 256 rows (as in DoRA) becomes an arange of uint16; a cold call must run it."""
 
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -198,8 +194,7 @@ def test_a_range_that_eager_torch_does_not_have() -> None:
 
 
 def test_forward_is_replaced_after_compiling_in_place() -> None:
-    """accelerate replaces `forward` for mixed precision: a call still runs compiled code, with the new
-    forward."""
+    """accelerate replaces `forward` for mixed precision: calls still run compiled code, with the new one."""
     model, plain = make(Mlp), make(Mlp)
     model.compile(backend="fp8")
     model.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(Mlp.forward), model)

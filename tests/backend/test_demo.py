@@ -204,8 +204,7 @@ def test_wrong_use_gets_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    """`count`: of the processes that torchrun has started. One says it, the others wait until torchrun ends
-    them."""
+    """`count`: of torchrun's processes. One says it, the others wait until torchrun ends them."""
     monkeypatch.setattr(train_gpt, "train", lambda *args, **kwargs: pytest.fail(f"{flags} were taken"))
     waits: list[float] = []
     monkeypatch.setattr(parallel.time, "sleep", waits.append)

@@ -26,8 +26,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class PostNorm(nn.Module):
-    """Two consecutive norms, as at the end of OLMo 2: in their gradient, sums over rows depend on other sums
-    over rows."""
+    """Two consecutive norms, as at the end of OLMo 2: in their gradient, sums over rows depend on others."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -38,8 +37,7 @@ class PostNorm(nn.Module):
 
 
 class Turned(nn.Module):
-    """Mixes tokens: the operand is a transposed view, and Inductor would choose its memory order for the
-    copy, too."""
+    """Mixes tokens: the operand is a transposed view, whose order Inductor would choose for the copy."""
 
     def __init__(self, tokens: int = 128) -> None:
         super().__init__()
@@ -194,8 +192,7 @@ def test_float32_weights_under_autocast() -> None:
 
 @pytest.mark.slow
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that is not run is seen, and a pointer that was declared a multiple of 16 bytes, but is not,
-    is an error."""
+    """A kernel that is not run is seen; a pointer that is declared a multiple of 16 bytes must be one."""
     ran: list[str] = []
     run = Launched.run
 

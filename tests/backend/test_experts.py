@@ -1,5 +1,4 @@
-"""Grouped matmuls: experts against the oracle, and against high precision where the oracle does not
-follow."""
+"""Grouped matmuls: experts against the oracle, or against high precision where it does not follow."""
 
 from __future__ import annotations
 
@@ -252,8 +251,7 @@ def test_the_plan_where_the_library_refuses() -> None:
     ],
 )
 def test_the_plan_for_rows_that_are_data(recipe: str, gpu: str) -> None:
-    """As in one graph with an all-to-all (torchtitan): Inductor keeps no strides there, so all casts are our
-    kernels."""
+    """As in one graph with an all-to-all (torchtitan): Inductor keeps no strides, so all casts are ours."""
     given = (B200,) if gpu == "b200" else ()
     with mock.patch.object(torch._dynamo.config, "capture_scalar_outputs", True), executed(0, *given) as plan:
         planned(recipe, Counted())

@@ -32,8 +32,7 @@ def sizes(matmuls: list[MatmulLaunch]) -> Counter[tuple[int, int, int]]:
 
 
 def check_matmuls(step: Step) -> None:
-    """Every matmul is FP8, with the layout and padding that Hopper's tensor cores need; none of our operators
-    is left."""
+    """Every matmul is FP8, with the layout and padding that Hopper needs; none of our operators is left."""
     assert step.matmuls and {m.op for m in step.matmuls} == {"_scaled_mm"}
     for m in step.matmuls:
         assert m.a.stride[-1] == m.b.stride[-2] == 1, m
@@ -102,8 +101,7 @@ def test_bytes_outside_matmuls_of_a_llama_layer(recipe):
 @pytest.mark.slow
 @RECIPES
 def test_bytes_kept_for_backward(recipe):
-    """FP8 copies replace the bf16 activations. If both were kept, the bytes would be 1.29 times those of
-    bf16."""
+    """FP8 copies replace the bf16 activations. With both, the bytes would be 1.29 times as many."""
     assert llama(recipe).kept_for_backward <= 0.75 * llama().kept_for_backward
 
 

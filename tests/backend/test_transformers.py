@@ -1,5 +1,4 @@
-"""Small random models from transformers: they train, the report lists every matmul, and their checkpoints are
-unchanged."""
+"""Small random models from transformers: they train, reports list all matmuls, checkpoints are unchanged."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def linears(model: nn.Module, *skip: str) -> list[str]:
 
 
 def key(batch: int, *sizes: int) -> tuple[int, ...]:
-    """The key of a matmul in counts: its sizes in ascending order, since m, n and k depend on how it is
-    written."""
+    """The key of a matmul in counts: its sizes in ascending order: m, n and k depend on the spelling."""
     return batch, *sorted(sizes)
 
 

@@ -1,5 +1,4 @@
-"""The command line: targets and their errors, exit statuses, the output on stdout and on stderr, and each
-command."""
+"""The command line: targets and their errors, exit statuses, stdout and stderr, and each command."""
 
 from __future__ import annotations
 

@@ -210,8 +210,7 @@ def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_launch(blocks: tuple, dynamic: bool) -> None:
-    """Traced for one size and run with others, also a K of one block; scales are a permuted view, the bias is
-    strided."""
+    """Traced for one size and run with others, also a K of one block; permuted scales, a strided bias."""
     if dynamic and OLD_INTERPRETER:
         pytest.skip("Triton's interpreter takes no argument as the end of a range before 3.7")
 
@@ -247,8 +246,7 @@ def gpu(target: str) -> Gpu:
 
 @functools.cache
 def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
-    """The kernel with a bias and a bf16 result, compiled as by Inductor: pointers are declared multiples of
-    16."""
+    """With a bias and a bf16 result, compiled as by Inductor: pointers are declared multiples of 16."""
     dtype = FNUZ if target == "gfx942" else E4M3
     fp8 = "*fp8e4b8" if dtype == FNUZ else "*fp8e4nv"
     types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "bias": "*bf16", "y": "*bf16"}
@@ -272,8 +270,7 @@ CASES = [
 
 
 def assert_machine_code(made: Any, target: str, where: object, mx: bool = False) -> None:
-    """FP8 tensor cores (for MX those that there are), 16-byte loads, shared memory that fits, and no
-    spills."""
+    """FP8 tensor cores (MX: those that there are), 16-byte loads, shared memory that fits, no spills."""
     took, amd = resources(made), target.startswith("gfx")
     assert took.shared <= SHARED[target] and took.spills == 0, (target, where, took)
     text = made.asm["amdgcn" if amd else "ptx"]

@@ -200,8 +200,7 @@ PRODUCERS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Source],
 
 
 def apart(recipe: str, name: str) -> bool:
-    """Whether the sums over rows are in their own kernel: a program cannot hold as many whole rows as a block
-    has."""
+    """Whether the sums over rows are in their own kernel: a program cannot hold a block's whole rows."""
     return BLOCKS[recipe][1] == 128 and name.endswith("norm")
 
 
@@ -270,8 +269,7 @@ def scales_alone(recipe: str) -> Callable[[Tensor], tuple]:
 
 
 def of_rows_and_whole(w: Tensor) -> tuple:
-    """rowwise_with_gw_hp: fprop reads a copy with one scale a row, dgrad the transposed copy with one scale
-    for all."""
+    """rowwise_with_gw_hp: fprop's copy has a scale a row, dgrad's transposed one has one for all."""
     scale, inverse = scales(w, False, [1, 0])
     whole = ops.current_scale(ops.amax(w), 448.0, 0)
     plain, turned = ops.quantize(w, scale, *E4M3, False, [1, 0]), ops.quantize(w, whole, *E4M3, True)
@@ -285,8 +283,7 @@ def two_recipes(x: Tensor) -> tuple:
 
 
 def both_gradients(x: Tensor) -> tuple:
-    """Of a gated activation: two matrices in one walk, and a bias gradient of each. Sums of small numbers are
-    exact."""
+    """Of a gated activation: two matrices in one walk, each with a bias gradient. Small sums are exact."""
     dy = x.float().nan_to_num(0, 0, 0).clamp(-2, 2).round().to(x.dtype)
     return *both(dy * 2, "mxfp8"), *both(dy * dy, "mxfp8"), (dy * 2).sum(0), (dy * dy).sum(0)
 

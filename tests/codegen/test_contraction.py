@@ -76,8 +76,7 @@ def operations(ptx: str) -> Counter[str]:
     ("name", "more"), [("swiglu_backward", True), ("gelu", False), ("weight_both_layouts", False)]
 )
 def test_it_acts(name: str, more: bool) -> None:
-    """An element has the contractions of the source, and no other; by Triton's default (up to 3.9) it has
-    more."""
+    """An element has the contractions of the source, and no other; Triton's default (to 3.9) has more."""
     source = (EXPECTED / f"{name}.py").read_text()
     ptx, contracted = (
         compile_source(source, (32, 128, 4), TARGETS["sm_90"], **x).asm["ptx"] for x in ({}, BY_DEFAULT)

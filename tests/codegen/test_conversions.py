@@ -49,8 +49,7 @@ def ptx(name: str, target: str, by_ptx: bool) -> str:
 
 
 def stored(text: str) -> list[str]:
-    """What a thread stores, byte by byte: the numbers that it has loaded, in their order, and how each was
-    converted."""
+    """What a thread stores, byte by byte: the loaded numbers in their order, and how each was converted."""
     made: dict[str, Any] = {}
     loaded: list[str] = []
     found: list[str] = []
@@ -142,7 +141,6 @@ def test_none_is_stored(name: str, shape: tuple[int, int], block: Block) -> None
 
 @pytest.mark.parametrize("name", ["casts", "gradient_of_a_sum"])
 def test_those_of_the_conversion_of_triton_are_found(name: str) -> None:
-    """Where they are: kernels convert by themselves where, and only where, Triton's conversion stores such
-    bytes."""
+    """Where they are: kernels convert by themselves just where Triton's conversion stores such bytes."""
     stored = bool(undefined(source_of(name, 1000, 272, wrongly=False), BLOCKS[0]))
     assert stored == ("inline_asm_elementwise" in source_of(name, 1000, 272))

@@ -1,5 +1,4 @@
-"""The generated source of representative groups equals the files of `expected/`: a changed generator shows as
-a diff."""
+"""The generated source of representative groups equals the files of `expected/`: a change shows as a diff."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ def test_expected_files_are_of_groups_that_there_are():
 
 @pytest.mark.slow
 def test_a_source_does_not_depend_on_the_run():
-    """Names of values, kernels and symbols depend only on the group: here the groups come in the opposite
-    order."""
+    """Names of values, kernels and symbols depend only on the group: here groups come in reverse."""
     for function in reversed(GROUPS):
         assert generate(function) == (EXPECTED / f"{function.__name__}.py").read_text()

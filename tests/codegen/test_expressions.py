@@ -55,8 +55,7 @@ NUMBERS = (0.1, -3)  # a number that no dtype represents exactly, and an integer
 
 @dataclass(frozen=True)
 class Case:
-    """One operator, `call`, on four matrices: two of floating-point numbers, one of booleans, one of
-    integers."""
+    """One operator, `call`, on four matrices: two of floating point, one of booleans, one of integers."""
 
     name: str
     op: Any  # its key in the table

@@ -31,8 +31,7 @@ KERNELS = {
 
 
 def copies(x: Tensor, offs: Tensor, scale: Tensor, recipe: str) -> tuple[Tensor, ...]:
-    """Both copies of a tensor with groups of rows, its amaxes or the inverses of its scales, as in the joint
-    graph."""
+    """Both copies of a tensor with groups of rows, its amaxes or inverse scales, as in the joint graph."""
     rows, _, groups = grouped.group_order(offs, x.shape[0], ALIGN[recipe])
     if recipe == "delayed":
         return *ops.quantize_both(x, scale, *E4M3, None, [0, 0], rows), ops.amax(x, rows)

@@ -35,8 +35,7 @@ REGISTERS = {"cuda": 255, "hip": 512}
 
 @functools.cache
 def kernels(key: str, amd: bool = False) -> tuple[Generated, ...]:
-    """The kernels of all models under both recipes, one of each `key`, an attribute. For AMD, those of one
-    model."""
+    """The kernels of all models and both recipes, one of each `key`, an attribute. For AMD, of one model."""
     found: dict[str, Generated] = {}
     for name in ("llama",) if amd else MODELS:
         for recipe in RECIPES:

@@ -533,8 +533,7 @@ def explore(numbers: range, scaled: bool = False) -> Counter:
 
 
 def shortest(case: Case, error: Exception) -> str:
-    """The shortest program that fails, as far as leaving out one instruction after the other finds it, and
-    its error."""
+    """The shortest program that fails, by leaving out one instruction after the other, and its error."""
     for i in range(len(case.code)):
         other = dataclasses.replace(case, code=case.code[:i] + case.code[i + 1 :])
         try:

@@ -73,8 +73,7 @@ def test_swizzle_of_tiles(shape: tuple[int, int], flipped: bool) -> None:
 
 @pytest.mark.parametrize("k", [64, 48])
 def test_emulation_is_exact(k: int) -> None:
-    """Every E4M3 number times any power of two is exact in bf16, so bf16 matmuls give the results of the
-    reference."""
+    """Every E4M3 number times any power of two is exact in bf16, so bf16 matmuls give exact results."""
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3).to(F32).nan_to_num(0.0).repeat(k // 16)
     a = codes.view(16 * k // 16, -1)[:, :16].repeat(1, k // 16).to(E4M3)
     inverse = 2.0 ** torch.arange(-100, 100).to(F32)[: a.shape[0] * ops.blocks(k, 32)].view(a.shape[0], -1)
@@ -124,8 +123,7 @@ def graph_of(
 
 
 def test_other_threads_may_call_compiled_functions_meanwhile() -> None:
-    """A lowering is traced by fx. Up to torch 2.13, one flag of the process says so, and compiled functions
-    ask it."""
+    """A lowering is traced by fx. Up to torch 2.13, compiled functions ask one flag of the process."""
     compiled = torch.compile(torch.sin, backend="eager")
     x, found = torch.ones(3), []
     compiled(x)
@@ -152,8 +150,7 @@ def layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
-    """`as_strided` counts from the beginning of the storage, so a view of one of many scales is copied
-    first."""
+    """`as_strided` counts from the storage's beginning, so a view of one of many scales is copied."""
     inverses = torch.tensor([8.0, 0.5, 2.0])
     with hooks.scales_of_products() as scales:
         zeros = torch.zeros(1, 32)
@@ -240,8 +237,7 @@ FORMS = {
     ],
 )
 def test_scales_of_sizes_that_are_symbols(form: str, flipped: bool) -> None:
-    """Traced with a K of one block, the graph is right for any number of blocks: tracing does not specialise
-    on one."""
+    """Traced with a K of one block, a graph is right for any number of blocks: it is not specialised."""
 
     def call(x: Tensor) -> Tensor:
         amax = ops.amax_blocks(x, False, list(LINE))

@@ -22,8 +22,7 @@ pytestmark = pytest.mark.compat
 def test_the_manager_of_cuda_graphs(
     is_backward: bool, device: int | None, recorded: bool, made: list[int]
 ) -> None:
-    """A backward that is not recorded asserts that there is one, which the forward's first warm call would
-    make."""
+    """An unrecorded backward asserts that there is one, which the forward's first warm call would make."""
     found: list[Any] = []
     gm = GraphModule(torch.nn.Module(), Graph())
     box = BoxedDeviceIndex(device)

@@ -1,5 +1,4 @@
-"""Policies: conditions and order of rules, resolution of recipes, sources of policies, and texts of
-errors."""
+"""Policies: conditions and order of rules, resolution of recipes, sources, and texts of errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Messages about policies that are invalid or have no effect: they name the place, the key, the value and the
-fix."""
+"""Messages about policies that are invalid or have no effect: they name place, key, value and fix."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ KINDS["down_proj"] = "down projection: gated in all models that call it so"
 
 
 def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
-    """Three gemms for each weight of `model` that a matmul reads: linears, GPT-2's Conv1D, stacked
-    experts."""
+    """Three gemms for each weight of `model` in a matmul: linears, GPT-2's Conv1D, stacked experts."""
     modules = dict(model.named_modules())
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     weights = []

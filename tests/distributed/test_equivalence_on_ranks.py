@@ -320,8 +320,7 @@ def in_graph(check: Any, protocol: str = "fbs fbs jbs fbs", **way: Any) -> Case:
 
 
 def sequence(ours: Facts, theirs: Facts, rank: int) -> None:
-    """The input of the column-parallel linears in forward, and the gradient of the row-parallel one in
-    backward."""
+    """The column-parallel linears' input in forward, and the row-parallel one's gradient in backward."""
     part, size = 2 * 12 * 128, ours["collectives"][0][2] // (2 * 12 * 128)
     assert {n for _, n in theirs["wire"]} == {part * size} and {n for _, n in ours["wire"]} == {part}
     assert len(ours["wire"]) == len(theirs["wire"]) >= 2 * 4

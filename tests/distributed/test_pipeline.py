@@ -1,5 +1,4 @@
-"""Pipelines, on two and four processes: bitwise, they are their stages run by hand. Shape inference leaves no
-trace."""
+"""Pipelines, on two and four processes: bitwise their stages run by hand. Shape inference leaves no trace."""
 
 from __future__ import annotations
 
@@ -212,8 +211,7 @@ def _pipeline(rank: int, case: Case) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any], case: Case) -> None:
-    """Gradients and state are those of the stages by hand. A history has one amax for each microbatch, and no
-    other."""
+    """Gradients and state are those of the stages by hand. A history has an amax for each microbatch."""
     every = sorted((kind, i) for kind in ("forward", "backward") for i in range(MICROBATCHES))
     assert all(sorted(order) == every for order in found["orders"])
     assert not found["wrong"], found["wrong"][:5]

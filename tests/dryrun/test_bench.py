@@ -1,5 +1,4 @@
-"""bench: turns, rows, verdict and table on times that are made up; sharing of weights; one run of everything
-on a CPU."""
+"""bench: turns, rows, verdict and table on made-up times; sharing of weights; one whole run on a CPU."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def row(
 
 
 def layer(name: str, bf16: float, fp8: float | None, cast: float = 1.0) -> list[MatmulRecord]:
-    """The gemms of a layer, with the estimated microseconds of each; in high precision, if it has none in
-    FP8."""
+    """The gemms of a layer, with estimated microseconds; in high precision, if it has none in FP8."""
     made = (
         {"decision": "high_precision", "reason": "output head"}
         if fp8 is None

@@ -189,8 +189,7 @@ def test_table_dict_and_picture(tmp_path) -> None:
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_flagged_on_healthy_models(name: str) -> None:
-    """At the first step, and with the scales of a training. (Quick tests ask the same of `an_mlp` and
-    `trained`.)"""
+    """At the first step, and with a training's scales. (Quick tests ask it of `an_mlp` and `trained`.)"""
     case = HEALTHY[name]()
     compare = hooks.comparing(case.model)
     for train_first in (False, True):
@@ -227,8 +226,7 @@ def test_a_scale_frozen_at_a_wrong_value(role: str, factor: float) -> None:
     ("build", "name", "is_trained"), [(an_mlp, "up.weight", 0), (trained, "layers.0.up.weight", 1)]
 )
 def test_outliers(build: Callable[[], tuple[Case, Compare]], name: str, is_trained: bool) -> None:
-    """1000 times as large: a scale of before saturates them; with a current scale E4M3 resolves the rest,
-    too."""
+    """1000 times as large: an old scale saturates them; with a current one E4M3 resolves the rest, too."""
     case, compare = build()
     weight = case.model.get_parameter(name).data
     before = weight.clone()

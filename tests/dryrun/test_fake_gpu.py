@@ -18,8 +18,7 @@ BF16 = torch.bfloat16
 
 @pytest.mark.slow
 def test_an_mlp_counted_by_hand():
-    """x [64, 256] -> [64, 512] -> GELU -> [64, 256]; the second linear has a bias; all in bf16, all with
-    gradients."""
+    """x [64, 256] -> [64, 512] -> GELU -> [64, 256]; the second linear has a bias; bf16, with gradients."""
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.GELU(), nn.Linear(512, 256)).to(BF16)
     given = torch.randn(64, 256, dtype=BF16, requires_grad=True)
     compiled = torch.compile(model)
@@ -206,8 +205,7 @@ ROWS, COLUMNS = 65536, 50304  # GPT-2's logits: 3.3e9
 
 @pytest.mark.slow
 def test_all_of_large_logits_counts():
-    """A fused kernel, matmuls of the library, and the gather of cross-entropy, which touches one element a
-    row."""
+    """A fused kernel, matmuls of the library, and the gather of cross-entropy: one element a row."""
 
     @torch.compile
     def f(x, w, targets):

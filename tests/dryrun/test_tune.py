@@ -1,5 +1,4 @@
-"""tune(): groups, measured errors, the choice, and the policy that it writes. Most times are those of a
-stand-in."""
+"""tune(): groups, measured errors, the choice, and the policy that it writes. Most times are made up."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ def test_bad_errors(given: Any) -> None:
 
 
 def relative_error(case: Case, policy: Any) -> float:
-    """Of the gradients of a training step with this policy: the root mean square over elements of trained
-    parameters."""
+    """Of a training step's gradients with this policy: the root mean square over trained elements."""
     grads = []
     for options in ({"policy": {"rules": [{"fp8": "off"}]}}, {"policy": policy}):
         case.model.zero_grad()
@@ -174,8 +172,7 @@ def test_the_chosen_policy_fits_and_no_fitting_recipe_is_faster(found: fp8compil
 
 @pytest.mark.slow
 def test_the_choice_is_the_best_of_all(found: fp8compile.Tuned) -> None:
-    """Of all choices, those of groups that are exact enough together, by the sum of squares: none is
-    faster."""
+    """No choice of groups that are exact enough together, by the sum of squares, is faster."""
     seconds = []
     for rows in itertools.product(*(row.values() for row in found.alone)):
         if sum(error**2 for _, error in rows) <= found.max_error**2:
@@ -289,8 +286,7 @@ def test_wrong_options() -> None:
 @pytest.mark.compiled
 @pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or "")
 def test_with_the_times_of_larger_sizes() -> None:
-    """With the times of a described GPU. A batch of 64 tokens for the errors; 16384 tokens, 2048 wide, for
-    the times."""
+    """With times of a described GPU. For errors, a batch of 64 tokens; for times, 16384, 2048 wide."""
 
     class Net(nn.Module):
         def __init__(self, width: int, blocks: int) -> None:

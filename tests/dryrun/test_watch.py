@@ -74,8 +74,7 @@ def test_it_changes_nothing_to_the_bit(in_place: bool) -> None:
 
 
 def test_rows_and_steps(tmp_path) -> None:
-    """A step of three runs; rows that `fp8compile plot` leaves out; the batch and the gradients are those of
-    the step."""
+    """A step of three runs; rows that `fp8compile plot` leaves out; the step's batch and gradients."""
     model = make(Mlp)
     run, file = compiled(model), io.StringIO()
     optimizer, calls = torch.optim.SGD(model.parameters(), 0.1), []

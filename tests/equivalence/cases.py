@@ -1,5 +1,4 @@
-"""Which features, models, protocols and recipes meet in a case: few cases, and each pair meets at least
-once."""
+"""Which features, models, protocols and recipes meet in a case: few cases; each pair meets once or more."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ TRIES = 30  # random cases, of which the one with the most new pairs is taken
 
 @dataclass(frozen=True)
 class Case:
-    """Some features on one model with one recipe, and the training loops that use what was compiled for
-    them."""
+    """Some features on one model with one recipe, and the training loops that use what is compiled."""
 
     features: tuple[Feature, ...]
     model: str

@@ -45,8 +45,7 @@ def as_on_gpus() -> None:
 
 
 def on_two_ranks(folder: Path, work: Callable[[int, str], Any]) -> tuple[Path, list[Any]]:
-    """`folder`, and what `work(rank, folder)` returns on each of two ranks. Hosts change their process for
-    good."""
+    """`folder`, and what `work(rank, folder)` returns on two ranks. Hosts change their process for good."""
     return folder, on_ranks(2, work, str(folder), once=True)
 
 

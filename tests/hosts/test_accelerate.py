@@ -39,8 +39,7 @@ def prepared(how: str) -> tuple[Any, Any, Any]:
 
 
 def _train(rank: int) -> dict[str, Any]:
-    """Two steps of each way, and of a replica whose blocks are compiled: losses, gradients, reports,
-    names."""
+    """Two steps of each way, and of a replica with compiled blocks: losses, gradients, reports, names."""
     launched(rank)
     as_on_gpus()
     found: dict[str, Any] = {"vanilla": sorted(llama(2).state_dict())}

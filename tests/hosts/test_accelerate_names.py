@@ -1,5 +1,4 @@
-"""Accelerate by names alone: its list of backends, its launcher with a config file, its names for FP8
-recipes."""
+"""Accelerate by names alone: its backends, its launcher with a config file, its names for FP8 recipes."""
 
 from __future__ import annotations
 

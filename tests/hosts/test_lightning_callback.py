@@ -1,5 +1,4 @@
-"""PyTorch Lightning with FP8Callback, and Fabric: two steps of two MLPs in one process, graphs
-interpreted."""
+"""Lightning with FP8Callback, and Fabric: two steps of two MLPs in one process, graphs interpreted."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def test_two_steps_report_log_and_checkpoint(tmp_path: Path, late: bool) -> None
 
 
 def test_a_run_that_resumes_goes_on_in_its_phase(tmp_path: Path) -> None:
-    """Warm-up ends after step 1. A second `fit` compiles nothing again. All batches are equal: Lightning
-    skips none."""
+    """Warm-up ends after step 1. A second `fit` compiles nothing. Batches are equal: Lightning skips none."""
     options = {"recipe": "tensorwise", "schedule": {"warmup_steps": 1}}
     whole = Lit()
     trainer(tmp_path, callback(**options)).fit(whole, batches(same=True))

@@ -1,5 +1,4 @@
-"""PyTorch Lightning on two processes, under DDP and under ModelParallelStrategy (FSDP2), against replicas
-without it."""
+"""Lightning on two processes, under DDP and ModelParallelStrategy (FSDP2), against replicas without it."""
 
 from __future__ import annotations
 

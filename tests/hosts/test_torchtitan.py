@@ -32,8 +32,7 @@ LINEARS = {
 
 
 def on_cpu() -> None:
-    """The device is the CPU. `torch.distributed.set_timeout`, which torchtitan calls, is new in torch
-    2.15."""
+    """The device is the CPU. `torch.distributed.set_timeout`, which torchtitan calls, is of torch 2.15."""
     import torchtitan.tools.utils as utils
 
     memory = types.SimpleNamespace(total_memory=1 << 30)
@@ -142,8 +141,7 @@ def trained(config: Any) -> tuple[list[float], torch.nn.Module]:
 
 
 def _train(rank: int, folder: str) -> dict[str, Any]:
-    """Losses in high precision and in FP8, with what a report says and the policy that FP8COMPILE_POLICY
-    names."""
+    """Losses in high precision and in FP8, with what a report says, and FP8COMPILE_POLICY's policy."""
     launched(rank)
     torch.set_num_threads(1)
     on_cpu()
@@ -169,8 +167,7 @@ def results(tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def test_training_follows_high_precision(results) -> None:
-    """The losses that its Trainer logs, of two steps, within 0.02 of about 8; and not those of high
-    precision."""
+    """The losses that its Trainer logs, of two steps, within 0.02 of about 8; high precision has others."""
     for found in results:
         assert len(found["losses"]) == 2 and found["losses"] != found["plain"]
         assert found["losses"] == pytest.approx(found["plain"], abs=0.02)

@@ -166,8 +166,7 @@ def test_bad_input_is_found_before_training() -> None:
 
 
 def test_peft(tmp_path: Path) -> None:
-    """The frozen layers have no wgrad. Adapters of rank 8 stay in high precision, and are all that is
-    saved."""
+    """The frozen layers have no wgrad. Adapters of rank 8 stay in high precision, and only they are saved."""
     peft = pytest.importorskip("peft")
     from safetensors.torch import load_file
 

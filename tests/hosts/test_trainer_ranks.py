@@ -1,5 +1,4 @@
-"""Trainer and TRL with FP8Callback on two processes (DDP and FSDP2, gloo, as torchrun starts them), against
-replicas."""
+"""Trainer and TRL with FP8Callback on two processes (DDP and FSDP2, gloo, as of torchrun), and replicas."""
 
 from __future__ import annotations
 
@@ -227,8 +226,7 @@ def test_fsdp2_report_log_and_checkpoint(fsdp2, how: str) -> None:
 
 
 def test_a_run_that_resumes_goes_on_in_its_phase(fsdp2) -> None:
-    """Warm-up ends after step 1. The resumed run is in FP8 at once, and has the losses of the unbroken
-    one."""
+    """Warm-up ends after step 1. The resumed run is in FP8 at once, with the unbroken one's losses."""
     for one in fsdp2[1]:
         whole, resumed = one["unbroken"], one["resumed"]
         assert whole["steps"] == [0, 1, 2] and resumed["steps"] == [1, 2]

@@ -96,8 +96,7 @@ def test_a_replaced_forward_is_no_part_of_a_name() -> None:
 
 
 def test_a_decorated_forward_is_no_part_of_a_name() -> None:
-    """As in transformers, where a report had "0.model.layers", and a rule for "model.layers.*" held for
-    nothing."""
+    """As in transformers, where a report had "0.model.layers", which no rule for "model.layers.*" met."""
 
     class Decorated(Net):
         forward = _decorated(Net.forward)

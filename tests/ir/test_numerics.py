@@ -62,8 +62,7 @@ def identity() -> nn.Linear:
 
 
 def edges(dtype: torch.dtype, fp8_max: float) -> Tensor:
-    """[16, 128] of float32, up to fp8_max: every value of the format, every tie, and both sides of every
-    tie."""
+    """[16, 128] of float32, up to fp8_max: every value, every tie, and both sides of every tie."""
     values = torch.arange(256).to(torch.uint8).view(dtype).double()
     values = values[values.isfinite()].unique()
     ties = (values[1:] + values[:-1]) / 2
@@ -105,8 +104,7 @@ def test_values_over_the_scale_saturate() -> None:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_infinity_and_nan_show(recipe: str) -> None:
-    """As in bf16: rows that contain one are not finite. All other rows are unchanged (delayed), or at least
-    finite."""
+    """As in bf16: rows with one are not finite. All others are unchanged (delayed), or at least finite."""
     for bad in (math.inf, -math.inf, math.nan):
         model = linear()
         run = compiled(model, recipe, dynamic=False)
@@ -122,8 +120,7 @@ def test_infinity_and_nan_show(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
-    """An amax of 0 gives scale 1, not 448 / 0; an amax of 1e-45 gives the largest scale, FLT_MAX, not
-    infinity."""
+    """An amax of 0 gives scale 1, not 448 / 0; 1e-45 gives the largest scale, FLT_MAX, not infinity."""
     model = linear()
     run = compiled(model, recipe, dynamic=False)
     for value in (0.0, 1e-45, 1e-38, 0.0):
@@ -140,8 +137,7 @@ def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "fp8_max"), FNUZ, ids=["e4m3", "e5m2"])
 def test_fnuz_cast(dtype: torch.dtype, fp8_max: float) -> None:
-    """Both layouts have torch's bytes of each value, of ties and both sides of them, saturated; and the edges
-    by hand."""
+    """Both layouts have torch's bytes of each value, of ties and their sides, saturated; edges by hand."""
     codes = torch.arange(256).to(torch.uint8)
     values = codes.view(dtype).float()
     assert values[0x7F] == fp8_max and values.isnan().tolist() == [code == 0x80 for code in range(256)]

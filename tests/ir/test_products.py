@@ -1,5 +1,4 @@
-"""The matmuls of the reference operators on a GPU, without one: what they call there, and that they give the
-same bits."""
+"""The reference operators' matmuls on a GPU, without one: what they call there, and the same bits."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ def test_what_a_matmul_calls_on_cuda(pair: tuple[Any, Any], bias: torch.dtype | 
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The GPU's branch, on the CPU, where torch has no `mm.dtype`: an exact one. Yields the operands of its
-    calls."""
+    """The GPU's branch, on the CPU, where torch has no `mm.dtype`: an exact one. Yields its operands."""
     calls: list[tuple[Tensor, Tensor]] = []
 
     def exact(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,8 +109,7 @@ def whole_numbers(rows: int, k: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def operators(dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    """Calls of the three operators that multiply: each with its arguments. All results are exact in
-    float32."""
+    """Calls of the three operators that multiply, with arguments. All results are exact in float32."""
     k = 144
     a, b, stack = (whole_numbers(rows, k, dtype, seed) for seed, rows in enumerate((48, 80, 3 * 80)))
     calls: list[tuple[Any, ...]] = [

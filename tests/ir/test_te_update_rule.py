@@ -38,8 +38,7 @@ def fmaxf(values: list[float]) -> float:
 
 
 def divided(a: float, b: float) -> float:
-    """a / b of float32 numbers as float32, without double rounding: float64 has more than twice the
-    digits."""
+    """a / b of float32 numbers as float32, rounded once: float64 has more than twice the digits."""
     return float32(a / b)
 
 
@@ -148,8 +147,7 @@ def test_equal_on_any_finite_amaxes(amaxes: list[float], length: int, algo: str,
 
 
 def test_the_first_amax_is_used_at_once() -> None:
-    """TransformerEngine's scale is 1 until an update after a non-zero amax; ours is used in the step of that
-    amax."""
+    """TransformerEngine's scale is 1 until an update after a non-zero amax; ours is used in that step."""
     theirs, mine = pair(4, "max")
     for amax in (0.0, 0.0):
         assert theirs.step(amax) == mine.step(amax) == 1.0
@@ -166,8 +164,7 @@ def unmarked(page: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_an_infinity_leaves_no_trace(algo: str) -> None:
-    """TransformerEngine keeps an infinity in its history, and "max" cannot change meanwhile; ours continues
-    at once."""
+    """TransformerEngine keeps an infinity in its history, so that "max" cannot change; ours continues."""
     theirs, mine = pair(4, algo)
     stuck = 0
     for amax, scale in ((1.0, 448.0), (INF, 448.0), *[(2.0, 224.0)] * 6):
@@ -195,8 +192,7 @@ def test_nan_leaves_no_trace(algo: str) -> None:
 
 
 def test_one_tensor_that_is_not_finite_stops_all() -> None:
-    """Slots of one direction of a graph move together: in a step with a bad tensor, the other amaxes are not
-    reliable."""
+    """Slots of one direction of a graph move together: in a step with a bad tensor, no amax is reliable."""
     slot = state_page.SlotSettings(E4M3, 4, 1)
     page = state_page.new_page(2, 4, torch.device("cpu"), [slot, slot])
     page = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor([1.0, 2.0]))

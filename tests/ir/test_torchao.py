@@ -81,8 +81,7 @@ def ours(
 
 
 def theirs(x: Tensor, dim: int | None, power_of_2: bool, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    """-> values and scales: one scale for the tensor (`dim` None), or one for each vector along this
-    dimension."""
+    """-> values and scales: one scale for the tensor (`dim` None), or for each vector along `dim`."""
     granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
     made: Any = hp_tensor_to_float8_dynamic(
         x,
@@ -128,8 +127,7 @@ def check_tensors_and_rows(x: Tensor) -> None:
 @every_dtype
 @every_case
 def test_casts_of_blocks(case: str, dtype: torch.dtype) -> None:
-    """1 x 128, 128 x 1 (along the tokens, for wgrad) and 128 x 128; scales are no powers of two, as in
-    torchao."""
+    """1 x 128, 128 x 1 (along tokens, for wgrad) and 128 x 128; no powers of two, as in torchao."""
     # has Triton kernels: needs triton
     kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
     x = CASES[case](384, 256).to(dtype)
@@ -219,8 +217,7 @@ def test_linear(recipe: str) -> None:
 
 
 def test_next_to_a_power_of_two() -> None:
-    """A scale just below a power of two: torchao's float32 logarithm rounds it up to that power, and the amax
-    saturates."""
+    """A scale just below a power of two: torchao's float32 logarithm rounds it up, and the amax saturates."""
     amax = torch.nextafter(torch.tensor(448.0 * 2.0**-30), torch.tensor(1.0))
     x = amax.reshape(1, 1)
     _, scale = theirs(x, -1, True)

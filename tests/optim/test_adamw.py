@@ -53,8 +53,7 @@ def spread(decades):
 
 
 def update_error(make, decades):
-    """The norm of the error of an update, by that of float32 Adam's update, over the last twenty of 200
-    steps."""
+    """The norm of an update's error, by that of float32 Adam's update, over the last 20 of 200 steps."""
     steps = spread(decades)
     mine, theirs = (torch.zeros(64, 128).requires_grad_() for _ in range(2))
     optimizer, reference = make([mine]), torch.optim.Adam([theirs], lr=1.0)
@@ -81,8 +80,7 @@ def test_the_update_is_right_for_any_spread_of_gradients(decades):
     "options", [{}, {"maximize": True}, {"weight_decay": 0.3}, {"betas": (0.8, 0.95), "eps": 1e-4}]
 )
 def test_parameters_are_updated_as_by_torch(options):
-    """Those that are too small for packed moments exactly, and large ones nearly: also one that is not
-    contiguous."""
+    """Those too small for packed moments exactly, and large ones nearly: also one that is not contiguous."""
     shapes = ((40, 90), (7,), (4095,), (4096,), (4097,), (3, 40, 50), (64, 96))
     mine, theirs, start = (parameters(shapes=shapes) for _ in range(3))
     mine[-1] = mine[-1].detach().t().contiguous().t().requires_grad_()

@@ -67,8 +67,7 @@ def mlp(dtype: torch.dtype = BF16) -> nn.Module:
 
 
 class Odd(nn.Module):
-    """One weight is small, so that it is updated with others; one lies transposed; one is read by slices,
-    too."""
+    """One weight is small, and updated with others; one lies transposed; one is read by slices, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -92,8 +92,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def train(build: Callable[[], nn.Module], *inputs: Tensor, steps: int = 3, **options: object) -> nn.Module:
-    """A few steps in FP8 and in high precision: the same outputs and gradients. Returns the compiled
-    model."""
+    """A few steps in FP8 and in high precision: the same outputs and gradients. Returns the compiled one."""
     model, plain = build(), build()
     run = torch.compile(model, backend="fp8", options=options)
     for step in range(steps):
@@ -265,8 +264,7 @@ def test_what_is_computed_from_a_learned_input_is_an_activation() -> None:
 
 
 def test_strict_says_that_plain_tensors_are_no_weights() -> None:
-    """The backend cannot know which argument of a function is a weight, but it knows that none is a
-    parameter."""
+    """The backend cannot know which argument of a function is a weight; it knows that none is a parameter."""
 
     def product(x: Tensor, w: Tensor) -> Tensor:
         return x @ w

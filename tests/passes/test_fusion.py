@@ -1,5 +1,4 @@
-"""Training steps with generated kernels, run in Triton's interpreter, against the same steps without
-kernels."""
+"""Training steps with generated kernels, in Triton's interpreter, against the same steps without."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def train(build: Callable[[], nn.Module], shapes: list[tuple], fused: bool = Tru
 
 
 def compared(build: Callable[[], nn.Module], shapes: list[tuple], **options: Any) -> Trained:
-    """Fused and unfused steps agree. Sums over rows have another order, so a few elements may round
-    differently."""
+    """Fused and unfused steps agree. Sums over rows have another order: a few elements may differ."""
     expected, found = (train(build, shapes, fused, **options) for fused in (False, True))
     assert not expected.arguments and found.made
     for number, (a, b) in enumerate(zip(expected.steps, found.steps, strict=True)):
@@ -141,8 +139,7 @@ def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast() -> None:
 
 
 def test_launches_with_one_source_share_one_function_whatever_their_slots() -> None:
-    """Inductor tunes each function separately, so equal launches of different layers must share a
-    function."""
+    """Inductor tunes each function apart, so equal launches of different layers must share one."""
     found = of("mlps", "delayed")
     assert found.arguments and not any(
         isinstance(x, int) for given in found.arguments for x in given.values()
@@ -161,8 +158,7 @@ def test_both_gradients_of_a_gated_activation_and_what_backward_needs_of_it_are_
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "saved"), [({}, 2), ({"recast_weights": True}, 0)])
 def test_a_weight_is_read_once_for_both_layouts(options: dict[str, Any], saved: int) -> None:
-    """Two weights, both with a dgrad: their transposed copies are kept from the forward, or made in the
-    backward."""
+    """Two weights, both with a dgrad: their transposed copies are kept from forward, or made in backward."""
     found = train(lambda: Mlp(bias=False), [(48, 128)], **options)
     sizes = ("x0: bfloat16 [256, 128]", "x0: bfloat16 [128, 256]")
     weights = [kernel for kernel in found.made if any(size in kernel.source for size in sizes)]

@@ -122,8 +122,7 @@ def trained(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_a_matmul_with_other_scales_casts_what_fp8_left(recipe: str) -> None:
-    """One scale for all cannot read bytes that have a scale a block, nor a scale a row bytes that have
-    one."""
+    """One scale for all cannot read bytes with a scale a block, nor a scale a row bytes with one."""
     weight = of_blocks(128, 256) if recipe == "tensorwise" else gathered()[0]
     results = [trained(given, recipe) for given in (weight, weight + 0)]
     for one, other in zip(*results, strict=True):
@@ -132,8 +131,7 @@ def test_a_matmul_with_other_scales_casts_what_fp8_left(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_a_weight_that_arrives_in_fp8_is_charged_no_cast(recipe: str) -> None:
-    """In the cost model: fprop reads it as it is, dgrad transposes it. A cast with other scales is charged as
-    any other."""
+    """In the cost model: fprop reads it as it is, dgrad transposes it. Other scales cost a cast."""
     found = []
     for weight in (gathered(1024, 512, torch.bfloat16)[0], of_blocks(1024, 512, torch.bfloat16)):
         torch._dynamo.reset()

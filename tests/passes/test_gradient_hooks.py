@@ -92,8 +92,7 @@ def test_hooks() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_hook_is_exact(recipe: str) -> None:
-    """The hook multiplies by a matrix and its inverse, with intermediate numbers that FP8 cannot
-    represent."""
+    """The hook multiplies by a matrix and its inverse, with numbers between that FP8 does not have."""
     corner = torch.zeros(128, 128)
     corner[:64, 64:] = ternary(64, 64, seed=6) * 3  # its square is zero
     there, back = torch.eye(128) + corner, torch.eye(128) - corner
@@ -151,8 +150,7 @@ class Norming(torch.autograd.Function):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_custom_functions(recipe: str) -> None:
-    """The weight is cast as a weight in the backward, too: its numbers from 8 to 15 are exact in E4M3, but
-    not in E5M2."""
+    """The weight is cast as a weight in the backward, too: 8 to 15 are exact in E4M3, but not in E5M2."""
     drawn = torch.randint(8, 16, (128, 128), generator=torch.Generator().manual_seed(0)).float() * signs(
         128, 128
     )
@@ -177,8 +175,7 @@ def test_custom_functions(recipe: str) -> None:
 
 
 def test_a_product_of_two_weights() -> None:
-    """Both gradients are gradients of weights: `rowwise_with_gw_hp` and a rule for wgrads keep both in high
-    precision."""
+    """Both are gradients of weights: `rowwise_with_gw_hp` and a rule for wgrads keep both unquantized."""
 
     def product(m: nn.Module, x: Tensor) -> Tensor:
         return F.linear(x, m.b @ m.a)
@@ -211,8 +208,7 @@ ADDED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_what_is_added_to_a_product(recipe: str) -> None:
-    """A matmul that adds another FP8 matmul's result, or whose operands are such results, which are not exact
-    in FP8."""
+    """A matmul that adds another FP8 matmul's result, or whose operands are such, not exact in FP8."""
 
     def models() -> nn.Module:
         return Several(Model(f, w=parameter(128, 128), v=parameter(128, 128, seed=2)) for f in ADDED.values())

@@ -1,5 +1,4 @@
-"""Operators of higher order: matmuls in their graphs stay in high precision, with a reason, and count in the
-share."""
+"""Operators of higher order: matmuls in their graphs stay in high precision, with a reason, and count."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def checkpointed(model: nn.Module) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("around", [itself, checkpointed])
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
 def test_regions(recipe: str, around: Any) -> None:
-    """A model with regions trains as the one without them, bitwise, and has the same report: its share, names
-    and rules."""
+    """A model with regions trains as one without, bitwise, and has the same report: share, names, rules."""
     found = []
     for region in (False, True):
         torch._dynamo.reset()
@@ -131,8 +129,7 @@ def test_a_region_with_options_of_its_own_stays() -> None:
 
 
 def test_branches() -> None:
-    """Of both branches, since nobody knows which one runs. (The backward of the sine computes its input
-    again.)"""
+    """Of both branches: nobody knows which one runs. (The backward of the sine computes its input again.)"""
     kept = [record for record in trained(branches).matmuls if record.decision != "fp8"]
     assert len(kept) >= 6 and {record.reason for record in kept} == {"in a nested graph: cond"}
 

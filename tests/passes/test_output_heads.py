@@ -199,8 +199,7 @@ def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
 
 @pytest.mark.slow
 def test_a_model_whose_graph_breaks() -> None:
-    """The last matmul of a graph is no head if other matrices of the model follow; the last one of the model
-    is a head."""
+    """A graph's last matmul is no head if other matrices of the model follow; the model's last one is."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         x = m.embed(x)
@@ -248,8 +247,7 @@ CHOICES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.cases(test=2, slow=2)
 @pytest.mark.parametrize("name", CHOICES)
 def test_what_chooses_entries_is_in_high_precision(name: str) -> None:
-    """With other rounding a codebook's entry, a key or an expert is another one. Matmuls before and after are
-    FP8."""
+    """Other rounding would choose another entry, key or expert. Matmuls before and after are FP8."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         h = x + CHOICES[name](m, m.first(x)).sum(-1, keepdim=True)

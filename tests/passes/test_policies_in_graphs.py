@@ -105,8 +105,7 @@ def test_conditions_see_the_model() -> None:
 
 @pytest.mark.slow
 def test_layers_by_position() -> None:
-    """Also in parts: graph breaks leave three graphs, the first layer is in one of them, and the last in
-    another."""
+    """Also in parts: breaks leave three graphs, with the first layer in one, and the last in another."""
     edge = [{"name": side, "layers": f"{side} 1", "fp8": "off"} for side in ("first", "last")]
     model = make(lambda: Broken(Mlp(), Mlp(), Mlp()))
     found = decisions(model, policy=rules(*edge, extends="none"))
@@ -249,8 +248,7 @@ def test_edges() -> None:
 
 @pytest.mark.slow
 def test_evaluation_in_fp8() -> None:
-    """Evaluation in FP8 uses current amaxes; histories neither move nor matter. By default, evaluation is
-    exact."""
+    """Evaluation in FP8 uses current amaxes; histories neither move nor matter. By default, it is exact."""
     model = make(Mlp)
     x = noise(32, 128)
     expected = model(x).detach()
@@ -273,8 +271,7 @@ def test_evaluation_in_fp8() -> None:
 
 
 def test_operands_of_two_dtypes_are_an_error_as_everywhere() -> None:
-    """bf16 weights and float32 activations without autocast: an error in eager mode, and quantizing must not
-    hide it."""
+    """bf16 weights, float32 activations, no autocast: an error in eager, which quantizing must not hide."""
     model = nn.Linear(128, 128).bfloat16()
     with pytest.raises(Exception, match="dtype"):
         compiled(nn.Sequential(model))(noise(32, 128)).sum().backward()

@@ -62,8 +62,7 @@ def test_many_tokens_cast_again_and_few_keep() -> None:
 
 
 def test_fp8_keeps_no_more_than_bf16() -> None:
-    """With few tokens a copy of a weight is larger than what FP8 saves on inputs, however dear it is to cast
-    it again."""
+    """With few tokens a weight's copy is larger than what FP8 saves on inputs, however dear a cast is."""
     few = 1536
     found = step(lambda: Deep(2048), few, 2048)
     # two inputs of 1536 x 2048 save more than one copy takes, and less than two

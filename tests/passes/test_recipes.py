@@ -68,8 +68,7 @@ def test_mxfp8_is_emulated_but_on_blackwell():
 
 @pytest.mark.slow
 def test_readers_share_what_is_scaled_alike():
-    """q, k and v read one tensor: one amax, one scale and one copy for each layout, shared by their three
-    wgrads, too."""
+    """q, k and v read one tensor: one amax, one scale and one copy for each layout, also for their wgrads."""
     forward, backward = graphs(make(Attention), noise(2, 64, 128).requires_grad_(), recipe="rowwise")
     # x: both layouts; y for o: one, since attention's backward has y itself; four weights: both layouts
     assert count(forward, ops.quantize_both) == 1 + 4 and count(forward, ops.quantize) == 1
@@ -98,8 +97,7 @@ def test_gw_hp_takes_one_scale_for_the_weight_in_dgrad():
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_nothing_more_is_kept_for_backward(recipe):
-    """Kept are FP8 copies, results of matmuls and scales, but no high-precision activation that can be
-    recomputed."""
+    """Kept are FP8 copies, matmuls' results and scales, but no activation that can be recomputed."""
     model, x = make(lambda: Mlp(256, 512), dtype=torch.bfloat16), noise(512, 256, dtype=torch.bfloat16)
     _, backward = graphs(model, x, recipe=recipe)
     kept = [
@@ -120,8 +118,7 @@ def test_nothing_more_is_kept_for_backward(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_recipes_of_single_gemms(recipe):
-    """Forward and backward scale a tensor in different ways; the tangent is an input of the backward
-    graph."""
+    """Forward and backward scale a tensor in different ways; the backward graph gets the tangent."""
     rules = [
         {"gemm": "fprop", "recipe": recipe},
         {"gemm": "dgrad", "recipe": "delayed"},

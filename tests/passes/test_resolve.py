@@ -1,5 +1,4 @@
-"""`resolve`: the settings that run are those that were chosen, but for the overrides, each of which is
-told."""
+"""`resolve`: the settings that run are the chosen ones, but for overrides, each of which is told."""
 
 from __future__ import annotations
 

@@ -164,8 +164,7 @@ def self_attention(weights: bool = False) -> nn.Module:
 
 
 def cross_attention() -> nn.Module:
-    """To a part of its input. q uses one part of in_proj_weight, k and v the other: two fprops of one
-    parameter."""
+    """To a part of its input. q uses one part of in_proj_weight, k and v the other: two fprops of one."""
     attention = nn.MultiheadAttention(128, 2, batch_first=True)
     return Model(lambda m, x: m.attn(x, y := x[:, 8:].tanh(), y, need_weights=False)[0], attn=attention)
 
@@ -362,8 +361,7 @@ def test_any_number_of_columns() -> None:
 
 
 def test_a_matmul_into_another_dtype_is_left_alone():
-    """`torch.mm(.., out_dtype=..)`, which exists only on CUDA, without gradients: its last argument is no
-    operand."""
+    """`torch.mm(.., out_dtype=..)`, only on CUDA, without gradients: its last argument is no operand."""
 
     class Wide(nn.Module):
         def __init__(self):

@@ -1,5 +1,4 @@
-"""`weight_tiles`: one scale for 32 x 32 elements of a weight with mxfp8. fprop and dgrad multiply the same
-FP8 values."""
+"""`weight_tiles`: a scale for 32 x 32 elements of a weight with mxfp8. fprop and dgrad share FP8 values."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def of_experts(**options: Any) -> tuple[dict[str, Tensor], tuple[torch.fx.Graph,
 
 @pytest.mark.slow
 def test_one_copy_of_an_experts_weight_on_blackwell():
-    """Tensor cores of sm_100 read it along either dimension. Elsewhere, and with 1 x 32 blocks, there are
-    two."""
+    """sm_100 reads it along either dimension. Elsewhere, and with 1 x 32 blocks, there are two."""
     expected, (forward, _) = of_experts(recast_weights=False)
     assert count(forward, ops.quantize_both) >= 2
     stacks = (4 * 256, 128), (4 * 128, 128)

@@ -38,8 +38,7 @@ Way = Callable[[nn.Module], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A sample: `call(*make())` are its outputs. `make` gives fresh tensors or modules, with the same numbers
-    each time."""
+    """A sample: `call(*make())` are its outputs. `make` gives fresh tensors or modules of equal numbers."""
 
     name: str
     make: Callable[[], Any]
@@ -169,8 +168,7 @@ class Found:
 
 
 def check(cases: Sequence[Case], floor: float, found: Found, theirs: Way = stock, mine: Way = ours) -> Found:
-    """Compare cases, all together. Where they fail, each half by itself; what is not as it should be, by
-    itself."""
+    """Compare cases, all together. Where they fail, each half by itself; a wrong one by itself."""
     expected, got = outcome(cases, theirs), outcome(cases, mine)
     if len(cases) == 1:
         return one(cases[0], expected, got, floor, found, theirs)

@@ -46,8 +46,7 @@ IN_FP8 = {"addmm", "addmm.decomposed", "einsum", "linalg.multi_dot", "matmul", "
 
 @pytest.fixture
 def as_eager() -> Iterator[None]:
-    """Random numbers are those of eager mode, and Dynamo compiles as many variants of a function as it
-    takes."""
+    """Random numbers are those of eager, and Dynamo compiles as many variants of a function as needed."""
     many = {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000}
     with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(many):
         yield
@@ -120,8 +119,7 @@ def test_matmuls_by_inductor(names: tuple[str, ...], number: int) -> None:
 
 @pytest.mark.slow
 def test_faults_are_seen_and_named() -> None:
-    """An error of ours alone, a wrong bit without FP8 and a low ratio with it: each with the name of its
-    sample."""
+    """An error of ours alone, a wrong bit without FP8, a low ratio with it: each with its sample's name."""
 
     def wrong(model: Any) -> Callable:
         run = ours(model)

@@ -29,8 +29,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 def step(
     model: nn.Module, call: Callable[..., Tensor], x: Tensor, dy: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The output and the gradients of a step; `dy` None: of the sum of the output, whose gradient has no
-    strides."""
+    """Output and gradients of a step; `dy` None: of the sum of the output, whose gradient has no strides."""
     x = x if x.requires_grad else leaf(x)
     y = call(x)
     y.sum().backward() if dy is None else y.backward(dy)

@@ -219,8 +219,7 @@ def run(page: Path, folder: Path) -> str:
 
 
 def shell(block: Block, folder: Path) -> str:
-    """What the block prints on stdout. `python`, `fp8compile` and `torchrun` are those of the environment of
-    the tests."""
+    """What the block prints on stdout. `python`, `fp8compile` and `torchrun` are those of the tests."""
     programs = {"python": [], "fp8compile": ["-m", "fp8compile"], "torchrun": ["-m", "torch.distributed.run"]}
     program, *arguments = block.code.split()
     command = [sys.executable, *programs[program], *arguments]

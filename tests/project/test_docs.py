@@ -144,8 +144,7 @@ def test_the_options_of_commands_have_their_table() -> None:
 
 
 def public_names() -> set[str]:
-    """The names that docs/reference/index.md calls public. Modules of other libraries are read, not
-    imported."""
+    """The names that docs/reference/index.md calls public. Other libraries' modules are only read."""
     # also of results, which `import *` does not bring
     names = {f"fp8compile.{name}" for name in fp8compile._PUBLIC}
     for module in ("distributed", "optim"):

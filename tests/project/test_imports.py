@@ -84,8 +84,7 @@ EXCEPTIONS: dict[str, str] = {
 
 
 def inside(path: Path) -> set[str]:
-    """The rooms of the package that a file imports, or patches by name: not public names, and not the modules
-    of PUBLIC."""
+    """The package's rooms that a file imports, or patches by name: no public names, nor modules of PUBLIC."""
     found = set()
     for name in names(ast.parse(path.read_text())):
         _, _, rest = name.partition(".")

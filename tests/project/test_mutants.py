@@ -1,5 +1,4 @@
-"""The list of mutants is true: each place is in the package, exactly once. `python -m tests.mutants run`
-plants them."""
+"""The list of mutants is true: each place is there, once. `python -m tests.mutants run` plants them."""
 
 from __future__ import annotations
 

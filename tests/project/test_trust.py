@@ -1,5 +1,4 @@
-"""The files by which somebody judges a project: they can be read, agree with each other, and pin what they
-run."""
+"""The files by which a project is judged: they can be read, agree with each other, and pin what they run."""
 
 from __future__ import annotations
 

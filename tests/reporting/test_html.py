@@ -1,5 +1,4 @@
-"""The HTML page: its numbers by reading the markup, its looks and behaviour in a real browser if there is
-one."""
+"""The HTML page: its numbers by the markup, its looks and behaviour in a browser if there is one."""
 
 from __future__ import annotations
 
@@ -229,8 +228,7 @@ def labels(picture: diagram.Diagram | None) -> list[str]:
 
 
 def ends(picture: diagram.Diagram) -> list[tuple[str, str, bool]]:
-    """The labels of the boxes that each arrow leaves and enters, found by position, and whether it is
-    implied."""
+    """The labels of the boxes that each arrow joins, found by position, and whether it is implied."""
     width, height = picture.box
     top = {(round(box.x + width / 2, 3), box.y): box.label for box in picture.boxes}
     return [
@@ -257,8 +255,7 @@ def test_one_block_of_equal_ones_is_drawn():
 
 
 def test_arrows_beside_residual_connections():
-    """Each matmul that adds to the stream has an arrow to its next readers, and one to the first readers
-    after these."""
+    """Each matmul that adds to the stream has an arrow to its next readers, and one to those after them."""
     names = [f"layer_{i}" for i in range(5)]
     picture = drawn(names, [(i, j) for i in range(5) for j in range(i + 1, 5)])
     assert sorted(ends(picture)) == sorted(
@@ -299,8 +296,7 @@ def test_blocks_around_a_shared_layer_are_drawn_as_they_are():
 
 
 def test_products_of_backward_are_not_drawn():
-    """The diagram contains the forward matmul, but no matmuls of attention's backward, and none after
-    them."""
+    """The diagram contains the forward matmul, but none of attention's backward, nor after them."""
     records = [
         *linear("a", 64, 64, 64),
         *(MatmulRecord("", "matmul", 64, 64, 64, "high_precision") for _ in range(3)),
@@ -402,8 +398,7 @@ class GatheredAs(TableRecord):
 
 
 def test_what_is_in_no_graph_and_what_a_feature_says():
-    """A percentage is of what was compiled. Equal layers share a row; a dot and the reason say what is in
-    FP8."""
+    """A percentage is of what was compiled. Equal layers share a row; a dot and reasons say what is FP8."""
     left = [OutsideRecord(f"h.{i}.fc", "Linear", f"h.{i}.fc.weight", 256, 128) for i in range(3)]
     left.append(OutsideRecord(HOSTILE, "Linear", f"{HOSTILE}.weight", 64, 32))
     gathered = [GatheredAs(f"h.{i}.up.weight", "e4m3") for i in range(3)]

@@ -104,8 +104,7 @@ def test_evaluation_and_frozen_parts() -> None:
 
 @pytest.mark.slow
 def test_tied_weights_are_one() -> None:
-    """Of a weight with two names nobody can tell which one is not read; where neither is, it is listed
-    once."""
+    """Of a weight with two names nobody can tell which is not read; where neither is, it is listed once."""
     model = Net(False, True)
     model.layers[1].down.weight = nn.Parameter(torch.zeros(128, 256))
     model.layers[1].extra = nn.Linear(256, 128)

@@ -329,8 +329,7 @@ log.debug("THE detail"), log.info("fp8: THE line"), log.warning("THE trouble")
 
 @pytest.mark.slow
 def test_lines_on_stderr():
-    """Information by default, the level that the user chose, and no line twice where logging is
-    configured."""
+    """Information by default, the user's level, and no line twice where logging is configured."""
     everything = ["fp8: THE line", "warning: THE trouble"]
     start = SAY.index("log.debug")
     chosen = SAY[:start] + "logging.getLogger('fp8compile').setLevel('ERROR'); " + SAY[start:]

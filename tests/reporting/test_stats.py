@@ -49,8 +49,7 @@ def none_measured(model: nn.Module) -> bool:
 
 
 def expected(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float) -> list[float]:
-    """Overflows, underflows, error and signal, computed element by element in float64. `scale`: one for each
-    element."""
+    """Overflows, underflows, error and signal, by element in float64. `scale`: one for each element."""
     a, s, c = (t.double() for t in (x, scale, copy))
     finite = a.isfinite()
     error = (a - c / s)[finite].square().sum()
@@ -61,8 +60,7 @@ def expected(x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float) -> list[flo
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 128), (128, 128), (1, 32)])
 def test_measured(block: tuple[int, int], transposed: bool) -> None:
-    """Random values with outliers, tiny values and an infinity; some scales are too large. In parts, and at
-    once."""
+    """Random, with outliers, tiny values and an infinity; some scales are too large. In parts and at once."""
     x = noise(300, 272, seed=3).bfloat16()
     x[::7, ::5] *= 1e-6
     x[5, 7], x[9, 11], x[17, 0] = 3000.0, 0.0, math.inf
@@ -307,8 +305,7 @@ def fresh(model: nn.Module, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "name"), [("delayed", "up"), ("tensorwise", "down")])
 def test_an_assigned_weight(recipe: str, name: str) -> None:
-    """A new parameter, for the first weight or another one, replaces the old one in statistics and reports,
-    each time."""
+    """A new parameter, for the first weight or another, replaces the old one in statistics and reports."""
     model = make(Mlp)
     run = compiled(model, recipe)
     train(run, noise(16, 128))

@@ -47,8 +47,7 @@ FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]]] = {
 
 
 def train(faults: Sequence[str]) -> tuple[nn.Module, list[float]]:
-    """Fits a teacher and noise; -> the model and its losses. After a fault ("": none), checks histories and
-    scales."""
+    """Fits a teacher and noise; -> model, losses. After a fault ("": none), checks histories and scales."""
     model, teacher = (make(lambda: Mlp(WIDTH, WIDTH), seed=seed) for seed in (1, 2))
     forward = compiled(model, policy=ALL_FP8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)

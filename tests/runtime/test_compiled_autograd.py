@@ -55,8 +55,7 @@ def test_backward_inside_of_the_compiled_step(recipe: str) -> None:
 
 @pytest.mark.slow
 def test_a_whole_train_step() -> None:
-    """Forward, backward and optimizer in one compiled function: the parameters are those of the eager
-    step."""
+    """Forward, backward and optimizer in one compiled function: parameters are as of eager."""
     expected = make(Mlp)
     model = copy.deepcopy(expected)
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in (expected, model)]
@@ -94,8 +93,7 @@ def test_the_backward_alone() -> None:
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("backend", ["fp8", "aot_eager"])
 def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:
-    """The backward compiled earlier expects state. With either backend, the error comes before any gradient
-    is computed."""
+    """The earlier backward expects state. With either backend, the error comes before any gradient."""
     model = make(Mlp)
     run = torch.compile(model, backend="fp8")
     run(torch.randn(16, 128)).sum().backward()

@@ -1,5 +1,4 @@
-"""What version 0.2.0 wrote and called still works: files with a scaling state, and old names, with a
-warning."""
+"""What version 0.2.0 wrote and called still works: files with a scaling state; old names, with a warning."""
 
 from __future__ import annotations
 

@@ -99,8 +99,7 @@ def test_with_other_tensors(name: str) -> None:
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("parameters", [True, False])
 def test_a_whole_step_in_a_function_says_so(parameters: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """No backward follows the graph, but it is no evaluation, and nobody finds out late that nothing ran in
-    FP8."""
+    """No backward follows, but it is no evaluation, and nobody finds out late that nothing ran in FP8."""
     model = Mlp()
     weights = {name: p if parameters else p.detach() for name, p in model.named_parameters()}
 

@@ -39,8 +39,7 @@ class Residual(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(("scale", "head"), [(1.0, 2e-5), (1e-6, 0.02)], ids=["small head", "LayerScale"])
 def test_gradients_that_grow_in_the_first_steps(scale: float, head: float) -> None:
-    """Adam changes every weight by its learning rate, however small the weight is, so gradients grow fast at
-    first."""
+    """Adam changes every weight by its learning rate, however small it is: gradients grow fast at first."""
     plain, model = (make(lambda: Residual(scale, head)) for _ in range(2))
     optimizer, run = torch.optim.AdamW(plain.parameters(), 1e-3), compiled(model)
     for step in range(6):
@@ -71,8 +70,7 @@ def overflows(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_line_about_an_overflow(
     options: dict[str, Any], fits: float, covered: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No line if a gradient grows within its headroom, or by less than a jump; one line if a gradient
-    saturates."""
+    """No line if a gradient grows within its headroom, or by less than a jump; one if it saturates."""
     model = make(lambda: nn.Linear(128, 128, bias=False))
     run = compiled(model, **options)
     x = noise(16, 128, seed=3)
@@ -95,8 +93,7 @@ def test_the_line_about_an_overflow(
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 def test_a_scale_of_its_own_amax_covers_a_tensor(form: Format, power_of_2: bool) -> None:
-    """With a margin of 0, amax times scale exceeds the FP8 maximum by a rounding at most, for tensors and
-    blocks."""
+    """With a margin of 0, amax times scale exceeds the FP8 maximum by a rounding at most; blocks, too."""
     for exponent in range(-120, 120, 7):
         x = noise(128, 128, seed=exponent + 120).double().mul(2.0**exponent).float()
         for block in (Block(0, 0), Block(1, 0), Block(1, 32), Block(1, 128), Block(128, 128)):

@@ -1,5 +1,4 @@
-"""Calls inside the user's checkpoints, dispatch modes and retained graphs, and calls that are not
-training."""
+"""Calls in the user's checkpoints, dispatch modes and retained graphs, and calls that are not training."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def save_matmuls(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
 
 @pytest.mark.parametrize("options", [{}, {"recipe": "rowwise"}])
 def test_selective_checkpoint_around_a_compiled_block(options: dict) -> None:
-    """The user's dispatch mode does not see the update of the state; gradients are those of a run without a
-    checkpoint."""
+    """The user's dispatch mode does not see the state's update; gradients are as without a checkpoint."""
     grads = []
     for selective in (False, True):
         torch.manual_seed(0)

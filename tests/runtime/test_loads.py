@@ -1,5 +1,4 @@
-"""`load_state_dict` is an event: the call after it scales by the current amax what the histories do not
-fit."""
+"""`load_state_dict` is an event: the next call scales by current amaxes what the histories do not fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The call after an overflow: each tensor that the scale of its slot would saturate is scaled by its current
-amax."""
+"""The call after an overflow: a tensor that its slot's scale would saturate is scaled by its amax."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 
 def seen(run, value: float, grad: float | None = 1.0) -> float:
-    """One training call on x = value with weights of 1. Returns x after the cast: less than value if x
-    saturated."""
+    """One training call on x = value with weights of 1. Returns x after the cast: less if it saturated."""
     x = torch.full((16, 128), value, requires_grad=True)
     y = run(x)
     if grad is not None:
@@ -32,8 +30,7 @@ def cold(model: nn.Module) -> dict[str, bool]:
 
 
 def test_the_step_after_a_jump() -> None:
-    """100 saturates with the scale of 1. The next step's 300 does not: its scale comes from its own amax, not
-    from 100."""
+    """100 saturates with the scale of 1. The next step's 300 does not: its scale comes from its own amax."""
     model = linear(1.0)
     run = compiled(model)
     for _ in range(20):
@@ -222,8 +219,7 @@ def test_what_a_spike_leaves(change: Any, options: dict[str, Any]) -> None:
 
 
 def test_one_odd_batch_changes_no_scale() -> None:
-    """Where the host does not know yet (on a GPU, it learns later), the batch after it is as exact as
-    ever."""
+    """Where the host does not know yet (on a GPU, it learns later), the next batch is as exact as ever."""
     model = linear(1.0)
     run = compiled(model)
     seen(run, 1.0)

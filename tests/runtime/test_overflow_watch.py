@@ -110,8 +110,7 @@ def test_a_forward_without_a_backward_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_what_was_found_is_forgotten_when_the_page_moves() -> None:
-    """Another graph's call has seen an overflow of a gradient. A second backward with a gradient that fits
-    follows."""
+    """Another graph's call has seen a gradient overflow. A second backward, whose gradient fits, follows."""
     one, other = ready(layers("a b"))
     x = noise(16, 128, seed=1).requires_grad_()
     first, second = one(x), one(x)
@@ -145,8 +144,7 @@ def test_the_first_tensor_that_is_not_finite_is_named_once(
 
 @pytest.mark.usefixtures("interpreted")
 def test_calls_of_one_model_on_two_threads() -> None:
-    """A thread sees what its graphs have left on another one, but not what other models may be writing
-    there."""
+    """A thread sees what its graphs have left on another, but not what other models may be writing there."""
     made, others = ready(layers()), ready(layers("d e"))
     with hooks.cold_calls() as cold, hooks.looks() as looks:
         step(others)

@@ -1,5 +1,4 @@
-"""Recomputations run as their forwards did: checkpoints change nothing, whatever forwards wait for their
-backwards."""
+"""Recomputations run as their forwards did: checkpoints change nothing, whatever forwards wait."""
 
 from __future__ import annotations
 

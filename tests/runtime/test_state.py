@@ -99,8 +99,7 @@ def test_interval() -> None:
 
 
 def test_a_longer_history_that_comes_back() -> None:
-    """A page with a shorter history drops the older amaxes; a longer one later must not bring back outdated
-    values."""
+    """A page with a shorter history drops older amaxes; a longer one must not bring back outdated values."""
     model = linear()
     long, short = compiled(model, amax_history_len=3), compiled(model, amax_history_len=1)
     for value in (4096.0, 512.0, 256.0):
@@ -191,8 +190,7 @@ def test_reentrant_checkpoint_around_a_compiled_block(options: dict, nested: boo
 
 
 def test_recomputations_read_one_place() -> None:
-    """A CUDA graph is recorded for the addresses of its inputs: a page at another address would need a new
-    recording."""
+    """A CUDA graph is recorded for its inputs' addresses: a page at another one would need another graph."""
     run = compiled(linear(), "delayed")
     with hooks.pages_of_forwards() as pages:
         for _ in range(4):
@@ -300,8 +298,7 @@ def test_a_recompile_keeps_the_history() -> None:
 
 
 def test_graphs_that_share_some_weights() -> None:
-    """The graphs take turns: each reads the state that the other wrote, also between a forward and its
-    backward."""
+    """Graphs take turns: each reads the state that the other wrote, also between forward and backward."""
     pair = Pair(make(Branches))
     for step, branches in enumerate(([0], [1], [0, 1], [1, 0], [1, 1], [0, 0, 1])):
         pair.zero_grad()
@@ -340,8 +337,7 @@ def test_two_layers_never_share() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 def test_more_instances_than_the_recompile_limit() -> None:
-    """Dynamo gives up after 8 versions of one function: instances must share code, each with its own
-    state."""
+    """Dynamo gives up after 8 versions of a function: instances share code, each with its own state."""
     model = make(lambda: Parallel(*(Mlp() for _ in range(9))))
     for block in model.inner:
         block.compile(backend="fp8")

@@ -1,5 +1,4 @@
-"""The scaling state as a file: a resumed run equals a run that was not stopped; a state that does not fit is
-refused."""
+"""The scaling state as a file: a resumed run equals an unbroken one; a state that does not fit is refused."""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ def test_a_read_is_found() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["delayed", "checkpointed"])
 def test_fixed_inputs_stay_where_they_are(case: str) -> None:
-    """Weights and pages of the state, in all calls. The recomputations of a checkpoint have a page of their
-    own."""
+    """Weights and pages of the state, in all calls. A checkpoint's recomputations have their own."""
     with hooks.on_a_gpu(), hooks.bodies() as halves, hooks.pages_of_forwards() as pages:
         training = Training(make(lambda: Stack(*relus())), **CASES[case])
         for number in range(5):

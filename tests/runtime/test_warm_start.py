@@ -60,8 +60,7 @@ COLD, WARM = {"hit": 0, "miss": 2, "saved": 2, "bypass": 0}, {"hit": 2, "miss": 
 @pytest.mark.compat
 @pytest.mark.compiled
 def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
-    """Losses, gradients, scaling state, measured casts, statistics, the report and what an export asks
-    for."""
+    """Losses, gradients, scaling state, measured casts, statistics, the report and an export's questions."""
     with caches(tmp_path):
         (cold, first), (found, second) = (again(warm.Small) for _ in range(2))
     assert (first, second) == (COLD, WARM)
@@ -150,8 +149,7 @@ def test_strict_raises_for_a_graph_that_was_compiled_without(tmp_path: Path) -> 
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Iterator[list[str]]:
-    """The keys that AOTAutograd's cache is asked for, in the order of compilations, which end there or at our
-    passes."""
+    """The keys that AOTAutograd's cache is asked for, in order; compilations end there or at our passes."""
     with caches(tmp_path), hooks.cache_keys() as keys:
         yield keys
 

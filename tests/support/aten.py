@@ -80,8 +80,7 @@ GROUPS = 1024
 
 
 class Refused(AssertionError):
-    """A call that the libraries of the GPU do not take, or compute wrongly. `broken`: names of rules and
-    gaps."""
+    """A call that the GPU's libraries do not take, or compute wrongly. `broken`: names of rules and gaps."""
 
     def __init__(self, operator: str, library: Library, broken: Sequence[str], call: NamedTuple):
         self.broken = tuple(broken)
@@ -120,8 +119,7 @@ class Grouped(NamedTuple):
 
 
 class Library(NamedTuple):
-    """What a process has: its GPU (a `Gpu`), the versions of torch and CUDA. `gaps`: known gaps are refused,
-    too."""
+    """What a process has: its GPU (a `Gpu`), the versions of torch and CUDA. `gaps`: refused, too."""
 
     gpu: Any
     torch: Version

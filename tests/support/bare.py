@@ -1,5 +1,4 @@
-"""An environment with PyTorch, what it needs, and nothing else, as in an image for GPUs: all other packages
-are hidden."""
+"""An environment with PyTorch and what it needs, as in an image for GPUs: other packages are hidden."""
 
 from __future__ import annotations
 

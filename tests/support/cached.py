@@ -22,8 +22,7 @@ BF16 = torch.bfloat16
 
 
 def options_of(recipe: str, **options: Any) -> dict[str, Any]:
-    """Weights are scaled by their current amax, with the cache and without: that is what `cache_weights`
-    does."""
+    """Weights are scaled by their current amax, with the cache and without: `cache_weights` does that."""
     own = {"current_scaling": (False, True, False)} if recipe == "delayed" else {}
     return {"policy": ALL_FP8, "recipe": recipe, **own, **options}
 

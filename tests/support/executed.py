@@ -343,8 +343,7 @@ class Plan:
 
 @contextlib.contextmanager
 def executed(choice: int = 0, gpu: Gpu = H200, gaps: bool = False) -> Iterator[Plan]:
-    """Inside, graphs are compiled for `gpu`, and run on the CPU. `gaps`: known gaps of its libraries are
-    errors, too."""
+    """Inside, graphs are compiled for `gpu`, and run on the CPU. `gaps`: its libraries', are errors, too."""
     plan = Plan(choice, Library.here(gpu, support.cuda_version(), gaps))
     copy = compat.dynamo.copy_graph
 

@@ -347,8 +347,7 @@ KINDS: dict[str, Wired] = {
 
 
 class Model(nn.Module):
-    """A sequence of blocks. `breaks`: a graph break after each block. `two`: returns the activation in the
-    middle, too."""
+    """A sequence of blocks. `breaks`: a graph break after each block. `two`: also returns the middle one."""
 
     def __init__(self, rng: random.Random, depth: int = 0, kinds: tuple[str, ...] = ()) -> None:
         super().__init__()

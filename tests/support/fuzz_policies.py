@@ -140,8 +140,7 @@ def check(source: object) -> str:
 
 
 def run(count: int, seed: int = 0, limit_s: float = 2.0) -> Counter[str]:
-    """Checks `count` mutants, none of which may take longer than limit_s. Returns the number of each
-    outcome."""
+    """Checks `count` mutants, each within limit_s. Returns the number of each outcome."""
     rng, texts, outcomes = random.Random(seed), seeds(), Counter[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -63,8 +63,7 @@ UNEVEN = set("lxcz")  # after these, some histories have moved more often than o
 
 @dataclass
 class Side:
-    """One of the two sides of a comparison: `fp8` or eager. Protocols draw the same random numbers for
-    both."""
+    """One of the two sides of a comparison: `fp8` or eager. Both get the same random numbers."""
 
     case: Case
     model: nn.Module

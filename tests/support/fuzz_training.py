@@ -151,8 +151,7 @@ def _cancels(name: str, expected: Tensor, got: Tensor) -> bool:
 
 
 def moved_once(side: Side, where: str) -> None:
-    """Each training forward moves the histories of its operands once, and each backward those of the
-    gradients."""
+    """Each training forward moves its operands' histories once, and each backward those of gradients."""
     for gradient, calls in ((False, side.forwards), (True, side.backwards)):
         found = {
             key: history

@@ -18,8 +18,7 @@ BF16 = torch.bfloat16
 
 
 def unallocated(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """A module whose parameters are never written: the OS allocates no memory for them, so 0.4 GB cost
-    nothing."""
+    """A module whose parameters are never written: the OS allocates no memory, so 0.4 GB cost nothing."""
     with torch.device("meta"):
         model = build().to(dtype)
     return model.to_empty(device="cpu")

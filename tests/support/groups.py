@@ -44,8 +44,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def specials(dtype: torch.dtype) -> list[float]:
-    """Zeros, denormals, the edges of a dtype and of both FP8 formats, ties between FP8 values, infinities and
-    NaN."""
+    """Zeros, denormals, edges of a dtype and of both FP8 formats, ties of FP8 values, infinities and NaN."""
     info = torch.finfo(dtype)
     tiny = info.smallest_normal * info.eps
     small = [
@@ -239,8 +238,7 @@ def _heads(s: Source) -> tuple:
 
 @case(_heads, "copy transposed amax")
 def attention(cast: Cast, x: Tensor, scale: Tensor) -> tuple:
-    """[B, H, T, D] with heads outside: the matrix is a permuted view, and the kernel reads it at its
-    strides."""
+    """[B, H, T, D] with heads outside: the matrix is a permuted view, read at its strides."""
     x = x.permute(0, 2, 1, 3).reshape(x.shape[0] * x.shape[2], x.shape[1] * x.shape[3])
     return *cast.both(x, scale), ops.amax(x)
 

@@ -1,5 +1,4 @@
-"""Comparing a compiled model with the oracle of reference.py, step by step: outputs, gradients, scaling
-state."""
+"""Compares a compiled model with the oracle of reference.py, step by step: outputs, gradients, state."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def sqnr(reference: Tensor, test: Tensor) -> float:
 def assert_close(
     reference: Mapping[str, Tensor], test: Mapping[str, Tensor], floor_db: float, where: str
 ) -> None:
-    """Same names, dtypes and shapes, and every tensor at floor_db or above; the error lists all tensors
-    below."""
+    """Same names, dtypes and shapes, and every tensor at floor_db or above; the error lists all others."""
     assert reference.keys() == test.keys(), (
         f"{where}: {sorted(reference.keys() ^ test.keys())} on one side only"
     )

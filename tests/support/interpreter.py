@@ -75,8 +75,7 @@ def _bf16_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
 
 
 def _compared(self: Any, *args: Any) -> Any:
-    """The interpreter loses the boolean dtype of a comparison of two scalars when the result is broadcast:
-    restores it."""
+    """Restores the boolean dtype of a broadcast comparison of two scalars, which the interpreter loses."""
     made = _binary(self, *args)
     return TensorHandle(made.data, tl.int1) if made.data.dtype == np.bool_ else made
 
@@ -260,8 +259,7 @@ def _caller():
 
 @contextlib.contextmanager
 def _restored():
-    """Restores Triton's language at the end: Triton before 3.7 leaves parts patched, and its compiler fails
-    afterwards."""
+    """Restores Triton's language at the end: before 3.7, parts stay patched, and the compiler fails."""
     modules, classes = (tl, tl.core, tl.math, standard), (tl.tensor, tl.core.tensor_descriptor_base)
     before = {owner: dict(vars(owner)) for owner in (*modules, *classes)}
     try:

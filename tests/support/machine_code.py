@@ -120,8 +120,7 @@ def _size(number: re.Match[str]) -> str:
 
 
 def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> list[Generated]:
-    """The kernels of one training step, each once, as they are launched on an H200. `amd`: with an AMD GPU's
-    conversions."""
+    """The kernels of a training step, each once, as launched on an H200. `amd`: with AMD's conversions."""
     build, shape = MODELS[name]
     model = unallocated(build, BF16)
     # weights are cast into both layouts

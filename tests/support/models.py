@@ -1,5 +1,4 @@
-"""Small vanilla models, 128 to 256 wide, with the structures of common training code. None of them knows of
-FP8."""
+"""Small vanilla models, 128 to 256 wide, with the structures of common training code. None knows of FP8."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class ResidualMlp(Mlp):
 
 
 class SwiGlu(nn.Module):
-    """silu(gate(x)) * up(x), then down, as in Llama: gate and up read one tensor; [..., width] -> [...,
-    width]."""
+    """silu(gate(x)) * up(x), then down, as in Llama: gate and up read one tensor [..., width]."""
 
     def __init__(self, width: int = 128, hidden: int = 256) -> None:
         super().__init__()
@@ -104,8 +102,7 @@ class Heads(Attention):
 
 
 class NormalHeads(nn.Module):
-    """Attention with norms of q and k. Backward of a norm can read FP8, attention's cannot: v is not merged
-    with them."""
+    """Attention with norms of q and k, whose backward can read FP8. Attention's cannot: v is not merged."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -121,8 +118,7 @@ class NormalHeads(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: attention and an MLP on a residual stream; [batch, time, width] -> the
-    same."""
+    """Pre-norm transformer block: attention and an MLP on a stream [batch, time, width]."""
 
     def __init__(self, width: int = 128, gated: bool = False) -> None:
         super().__init__()
@@ -186,8 +182,7 @@ class Rotary(nn.Module):
 
 
 class GptLayer(nn.Module):
-    """A pre-norm block with LayerNorm, one projection for q, k and v, and GELU: GPT-2 (causal, tanh) or ViT
-    (neither)."""
+    """A block with LayerNorm first, one projection to q, k, v, and GELU: GPT-2 (causal, tanh) or ViT."""
 
     def __init__(self, dim: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -239,16 +234,14 @@ class Checkpointed(Stack):
 
 
 class Parallel(Stack):
-    """Modules side by side, on inputs of different scales: FP8 roundings of one module do not affect the
-    others."""
+    """Modules side by side, on inputs of different scales: FP8 roundings of one do not affect the others."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([module(x * (i + 1)) for i, module in enumerate(self.inner)])
 
 
 class Broken(nn.Module):
-    """Three modules in a row with graph breaks between them. (Not in a loop: Dynamo leaves such a frame to
-    eager mode.)"""
+    """Three modules in a row with graph breaks between them. (Not in a loop: Dynamo leaves that to eager.)"""
 
     def __init__(self, first: nn.Module, second: nn.Module, third: nn.Module) -> None:
         super().__init__()
@@ -286,8 +279,7 @@ class Uses(nn.Module):
 
 
 class Positive(nn.Module):
-    """A linear with positive weights, and relu: in a row, values that are clipped make the next inputs too
-    small."""
+    """A linear with positive weights, and relu: in a row, clipped values make the next inputs too small."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -343,8 +335,7 @@ class Branches(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear whose forward is user code, because `nn.Linear().compile()` compiles nothing, with any
-    backend."""
+    """A linear whose forward is user code, since `nn.Linear().compile()` never compiles anything."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -360,8 +351,7 @@ def linear(weight: float = 0.5) -> nn.Linear:
 def make(
     build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
 ) -> nn.Module:
-    """build() with the same weights on every machine: made on the CPU from this seed, then moved to the
-    device."""
+    """build() with the same weights on every machine: from this seed on the CPU, then moved to the device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build()
@@ -369,8 +359,7 @@ def make(
 
 
 def relus(count: int = 2) -> list[nn.Module]:
-    """MLPs with relu, which rounds nothing, so that bf16 models have the same intermediates fused and not
-    fused."""
+    """MLPs with relu, which rounds nothing: bf16 models have the same intermediates fused and not fused."""
     return [Mlp(act=F.relu) for _ in range(count)]
 
 

@@ -378,8 +378,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """The three matmuls of one reader of a stack of weights: a loop over the groups of rows. Rows of no group
-    are zeros."""
+    """The three matmuls of a reader of a stack of weights: a loop over groups. Rows of no group are zeros."""
 
     @staticmethod
     def forward(ctx, x, w, offs, owner, name, transposed, dtype):  # noqa: PLR0913

@@ -63,8 +63,7 @@ def cast(x: Tensor, scale: float | Tensor, dtype: torch.dtype, fp8_max: float) -
 
 
 def block_amaxes(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """The amax of each block of x [R, C]. A block size of 0 is the whole dimension; the last blocks may be
-    smaller."""
+    """The amax of each block of x [R, C]. Size 0 is the whole dimension; the last blocks may be smaller."""
     size = [each or whole for each, whole in zip(block, x.shape, strict=True)]
     return torch.nn.functional.max_pool2d(x.detach().float().abs()[None], size, ceil_mode=True)[0]
 

@@ -63,8 +63,7 @@ class Served(nn.Module):
 
 
 def serve(model: nn.Module, directory: Path, rounded: bool = False) -> nn.Module:
-    """`model`, with the weights of a checkpoint: Linears in FP8 where the configuration says so, all else as
-    stored."""
+    """`model`, with the weights of a checkpoint: Linears in FP8 where the configuration says so."""
     config, tensors = config_of(directory), tensors_of(directory)
     ignored = config.get("ignore", config.get("modules_to_not_convert"))
     for name, module in list(model.named_modules()):

@@ -99,8 +99,7 @@ def test_linear_is_close_to_high_precision_and_not_equal(recipe: str) -> None:
     [(Mlp, torch.bfloat16), (Block, torch.float32), (Spelled, torch.float32), (Twice, torch.bfloat16)],
 )
 def test_gradients_without_quantization_are_autograds(build, dtype: torch.dtype) -> None:
-    """With all three matmuls overridden the reference is the model: its shapes, orientations and dtypes are
-    right."""
+    """With all three matmuls overridden the reference is the model: shapes, orientations and dtypes fit."""
     model = make(build, dtype)
     reference = Reference(model, override_linear_precision=(True, True, True))
     x = torch.randn(*((2, 32) if build is not Spelled else (64,)), 128, dtype=dtype)

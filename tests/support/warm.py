@@ -1,5 +1,4 @@
-"""The tests of warm starts: `scene` trains a small model, and gives all that a second compilation must
-repeat."""
+"""For warm starts: `scene` trains a small model, and gives all that a second compilation must repeat."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is trained and compiled for the golden files: a chosen list. `KINDS` makes the sections of the files,
-by case."""
+"""What is trained and compiled for the golden files: a chosen list. `KINDS` makes their sections."""
 
 from __future__ import annotations
 

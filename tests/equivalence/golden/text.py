@@ -116,8 +116,7 @@ def _type(x: Any) -> str:
 
 
 def of_step(step: Step) -> list[str]:
-    """What a described GPU would run: digests of our kernels, without what Inductor adds to them, and
-    matmuls."""
+    """What a described GPU would run: digests of our kernels, without Inductor's additions, and matmuls."""
     lines = []
     for graph in step.graphs:
         lines.append(f"{'backward' if graph.backward else 'forward'}: keeps {graph.kept_for_backward} bytes")

@@ -64,8 +64,7 @@ class Words(nn.Module):
 
 
 def trained(loss: str, policy: Any = HEAD_OFF, **options: Any) -> tuple[list[dict[str, Tensor]], int, int]:
-    """Losses and gradients of two steps, how many graphs were chunked, and how large a tensor is kept for
-    backward."""
+    """Losses and gradients of two steps, how many graphs were chunked, and the size of what is kept."""
     torch._dynamo.reset()
     metrics.num_auto_chunking = 0
     model = make(lambda: Words(loss), BF16 if loss in IN_BF16 else torch.float32)

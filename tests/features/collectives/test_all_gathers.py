@@ -1,5 +1,4 @@
-"""All-gathers of a graph that carry FP8: the graph itself, for a described GPU. (tests/distributed runs
-them.)"""
+"""All-gathers of a graph that carry FP8: the graph, for a described GPU. (tests/distributed runs them.)"""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def _scatter(x: Tensor, dim: int) -> Tensor:
 
 
 class SequenceParallel(nn.Module):
-    """A norm on a shard of the tokens, and an MLP on all of them, of whose hidden features a rank has a
-    half."""
+    """A norm on a shard of the tokens, and an MLP on all of them; a rank has half of its hidden features."""
 
     def __init__(
         self, dim: int = 1, also: Callable[[Tensor], Tensor] | None = None, bias: bool = False
@@ -222,8 +220,7 @@ def test_bytes_and_names() -> None:
     ids=["another reader", "rowwise", "wgrad in high precision"],
 )
 def test_why_not(how: dict[str, Any], options: dict[str, Any], reasons: list[str]) -> None:
-    """A gather whose result is read in high precision, too, would send more bytes if it were doubled in
-    FP8."""
+    """A gather whose result is also read in high precision would send more bytes with one in FP8."""
     model, x = small(**how)
     found = records(model, x, **options)
     for record, reason in zip(found, reasons, strict=True):

@@ -55,8 +55,7 @@ def train(layer: Any, rank: int = 0, **options: Any) -> list[dict[str, Tensor]]:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("cls", "recipe"), [(Moved, "delayed"), (Padded, "tensorwise")])
 def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process: str) -> None:
-    """There the scale of what is sent is that of what comes. One byte a feature travels, in both
-    directions."""
+    """There the scale of what is sent is that of what comes. A byte a feature travels, both ways."""
     found = []
     for on in (False, True):
         layer = cls().to(BF16)

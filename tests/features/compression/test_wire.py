@@ -20,8 +20,7 @@ ANY = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_s
 @settings(max_examples=100, deadline=None)
 @given(values=ANY)
 def test_the_error_of_any_block(values: list[float]) -> None:
-    """A sixteenth of a value, or half of E4M3's smallest step, as far as float32's own smallest numbers
-    reach."""
+    """A sixteenth of a value, or half of E4M3's smallest step, as far as float32's smallest numbers reach."""
     rows = to_rows(torch.tensor(values, dtype=torch.float32))
     sent = quantize(rows)
     assert sent.dtype == torch.uint8 and sent.shape == (*rows.shape[:-1], WIRE)

@@ -115,8 +115,7 @@ class Float32(torch.nn.Module):
     ],
 )
 def test_float32_experts_are_those_of_an_eager_loop(recipe: str) -> None:
-    """Steps of changing routes: outputs, all gradients and state. What stays in high precision stays that
-    loop."""
+    """Steps of changing routes: outputs, gradients, state. What stays in high precision stays that loop."""
     from transformers.integrations import moe  # noqa: F401  # registers the operator
 
     pair = Pair(Float32(), recipe, policy=ALL_FP8)

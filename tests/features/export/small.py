@@ -14,8 +14,7 @@ WORDS, WIDTH = 96, 128
 
 
 class Small(nn.Module):
-    """Layers of FP8, with a bias and without, and of high precision: an embedding, a norm, a head under 128
-    wide."""
+    """Layers of FP8, with a bias and without, and of high precision: an embedding, a norm, a small head."""
 
     def __init__(self, hidden: int = 256):
         super().__init__()

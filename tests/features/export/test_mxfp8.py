@@ -1,5 +1,4 @@
-"""Exports of `mxfp8`, with scales of 1 x 32 elements of a weight and of 32 x 32: the files, against other
-casts."""
+"""Exports of `mxfp8`, with scales of 1 x 32 and 32 x 32 elements of a weight: files, against other casts."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("block", "margin"), [(ROW_OF_32, 12), (TILE, 0)])
 def test_the_ends_of_the_range(block: tuple[int, int], margin: int, tmp_path: Path) -> None:
-    """Blocks of zeros, of the least and the largest numbers, and of 448 times a power of two, which becomes
-    exactly 448."""
+    """Blocks of zeros, the least and the largest numbers, and of 448 times a power of two, which is exact."""
     model, _, made = exported(tmp_path / "out", block, **({"margin": (0, margin, 0)} if margin else {}))
     numbers = [0.0, 1e-45, 2.0**-127, 2.0**-118, 1.75 * 2.0**-110, 1e-12, 0.875, 448.0, 449.0, 1e30, 3.4e38]
     with torch.no_grad():

@@ -105,8 +105,7 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
 @pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
-    """And by a server in eager. With `delayed`, training reads the same scales; evaluation has current
-    ones."""
+    """By a server in eager, too. With `delayed`, training reads the same scales; evaluation current ones."""
     pytest.importorskip("compressed_tensors")
     # compressed-tensors rounds no scales of inputs
     options = {"power_of_2_scale": False} if recipe == "blockwise" else {}
@@ -164,8 +163,7 @@ def test_loaded_with_fine_grained_fp8(tmp_path: Path) -> None:
 
 
 def test_which_layers_transformers_converts(tmp_path: Path) -> None:
-    """Under its rules for names, the exported layers and no others become FP8, also where one name is the end
-    of another."""
+    """By its rules for names, just the exported layers become FP8, even if a name is the end of another."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     from tests.features.export.small import Small

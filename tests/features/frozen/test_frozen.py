@@ -1,5 +1,4 @@
-"""`frozen="fp8"`: weights that do not train are kept in FP8 only. To the bit, the training is the one without
-it."""
+"""`frozen="fp8"`: weights that do not train are kept in FP8 only. Bitwise, it changes no training."""
 
 from __future__ import annotations
 
@@ -475,8 +474,7 @@ def test_statistics_know_its_scales() -> None:
 
 @pytest.mark.slow
 def test_scaling_state_goes_on() -> None:
-    """The state of inputs and gradients belongs to the weight: it follows, also if it was loaded before the
-    first call."""
+    """The state of inputs and gradients belongs to the weight: it follows, even if loaded before."""
     model, call = converted("delayed")
     saved = {"model": copy.deepcopy(model.state_dict()), "scaling": scaling_tensors(model)}
     assert "1.base.weight.input.0" in saved["scaling"]

@@ -124,8 +124,7 @@ class Returned(Three):
 
 
 class Unused(Three):
-    """v takes no part in the step. Its gradient is no part of the sum, so the others are merged without
-    it."""
+    """v takes no part in the step. Its gradient is not in the sum, so the others are merged."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)

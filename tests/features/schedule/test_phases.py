@@ -1,5 +1,4 @@
-"""Phases: the phase of each step, the histories recorded in high precision, and switches, which change only
-the matmuls."""
+"""Phases: the phase of each step, histories recorded in high precision, switches that change only matmuls."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def test_steps_not_calls_are_counted(seen: list[str]) -> None:
 
 @pytest.mark.slow
 def test_weights_are_continuous() -> None:
-    """In high-precision phases, results equal those of plain compilation from the same weights bit by bit; in
-    FP8 not."""
+    """In high precision, results equal plain compilation's from the same weights bit by bit; in FP8 not."""
     model, twin = make(SwiGlu), make(SwiGlu)
     run = scheduled(model, warmup_steps=3, cooldown_at=5)
     optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
@@ -77,8 +75,7 @@ def test_weights_are_continuous() -> None:
 
 
 def test_fp8_begins_with_the_histories_of_the_warm_up() -> None:
-    """The first FP8 step quantizes with the warm-up's scale, so it saturates at the largest amax of the
-    warm-up."""
+    """The first FP8 step quantizes with the warm-up's scale: it saturates at the warm-up's largest amax."""
     model = linear(1.0)
     run = scheduled(model, warmup_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -186,8 +183,7 @@ class WithLoss(nn.Module):
 
 
 def test_a_callback_on_the_loss(seen: list[str]) -> None:
-    """It sets the phase of the whole model, also of what is frozen, and is called once a step of several
-    optimizers."""
+    """It sets the phase of the whole model, also of what is frozen, once a step of several optimizers."""
     model = make(WithLoss)
     run = scheduled(model)
     optimizers = [torch.optim.SGD([p], 0.5) for p in model.parameters() if p.requires_grad]
@@ -214,8 +210,7 @@ def test_a_callback_on_the_loss(seen: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_reentrant_checkpoint(seen: list[str]) -> None:
-    """Its forward inside of the backward runs in the phase of its step: the first forward was an
-    evaluation."""
+    """Its forward inside of the backward runs in its step's phase: the first one was an evaluation."""
     block = make(Mlp)
     run = scheduled(block, warmup_steps=2)
     optimizer = torch.optim.SGD(block.parameters(), 0.1)
@@ -229,8 +224,7 @@ def test_a_reentrant_checkpoint(seen: list[str]) -> None:
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("before", "after"), [("bf16", "fp8"), ("fp8", "bf16")])
 def test_a_switch_before_a_recomputation(seen: list[str], before: str, after: str) -> None:
-    """A recomputation runs in the phase of its forward, whatever phase was set in between, and moves no
-    history."""
+    """A recomputation runs in the phase of its forward, whatever was set in between, and moves no history."""
     block = make(Mlp)
     run = scheduled(block)
     fp8compile.set_precision(before)
@@ -270,8 +264,7 @@ def test_steps_of_every_optimizer(seen: list[str], optimizer: Callable[[nn.Modul
 
 
 def test_the_first_step_of_a_second_training(seen: list[str]) -> None:
-    """The steps of another model that has trained in this process, and whose steps were counted, are not its
-    own."""
+    """The counted steps of another model that has trained in this process are not its own."""
     first, second = make(Mlp), make(Mlp)
     remove = fp8compile.on_step(lambda step, loss: None, first)
     run, others = torch.compile(first, backend="fp8"), torch.optim.SGD(first.parameters(), 0.1)

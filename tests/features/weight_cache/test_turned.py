@@ -142,8 +142,7 @@ def static(
 def test_one_kernel_that_moves_2_bytes_an_element(
     build: Callable[[], nn.Module], recipe: str, options: dict[str, Any], count: int
 ) -> None:
-    """In backward, for each weight (for each group of merged ones). The casts write one byte a parameter
-    less."""
+    """In backward, for each weight, or group of merged ones. Casts write a byte a parameter less."""
     (two, weights), (one, _) = (static(build, recast, recipe, **options) for recast in (False, True))
 
     def sizes(step: fake_gpu.Step) -> tuple[int, int]:

@@ -1,5 +1,4 @@
-"""`cache_weights`: FP8 copies of weights serve until the weights change, bitwise as if they were cast in each
-call."""
+"""`cache_weights`: FP8 copies of weights serve until these change, bitwise as if cast in each call."""
 
 from __future__ import annotations
 
@@ -367,8 +366,7 @@ class Penalty(Mlp):
 
 @pytest.mark.slow
 def test_a_product_of_two_weights() -> None:
-    """The first one is the input of a matmul, too: it is cast in the graph for that, with a history of its
-    own."""
+    """The first one is a matmul's input, too: for that it is cast in the graph, with its own history."""
     results = []
     for cache in (False, True):
         model = make(lambda: Penalty(128, 256))
@@ -383,8 +381,7 @@ def test_a_product_of_two_weights() -> None:
 @pytest.mark.compiled
 @needs_description
 def test_a_micro_batch_casts_no_weight() -> None:
-    """The graphs of forward and backward read no weight, and the casts are a graph of their own without a
-    matmul."""
+    """Graphs of forward and backward read no weight, and casts are a graph of their own without a matmul."""
     model = unallocated(lambda: Mlp(1024, 2048, bias=False), BF16)
     found = {}
     for cache in (False, True):

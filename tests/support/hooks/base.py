@@ -12,8 +12,7 @@ Patched = contextlib.AbstractContextManager[Any]
 
 @contextlib.contextmanager
 def noting(owner: Any, name: str, note: Callable[..., Any]) -> Iterator[list[Any]]:
-    """`note(result, *args, **kwargs)` of each call of `owner.name` inside; `self` is the first argument of a
-    method."""
+    """`note(result, *args, **kwargs)` of each call of `owner.name` inside; a method's first one is `self`."""
     found: list[Any] = []
     stock = getattr(owner, name)
 

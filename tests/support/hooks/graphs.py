@@ -88,8 +88,7 @@ def backend_with(**options: Any) -> Callable[..., Any]:
 
 
 def run_by(interpreter: Any) -> Patched:
-    """Inside, lowered graphs and cold calls are run by `interpreter(graph module)`, which has `env` and
-    `boxed_run`."""
+    """Inside, `interpreter(graph module)`, with `env` and `boxed_run`, runs lowered graphs and cold calls."""
     from fp8compile.runtime import inner
 
     return mock.patch.object(inner, "Eager", interpreter)
@@ -176,8 +175,7 @@ def _widened(x: Any) -> Any:
 
 
 def joint_graphs(note: Callable[[torch.fx.Graph], Any] = lambda graph: graph) -> Patched:
-    """The joint graphs that our passes make inside, or what `note` says of each before anything else changes
-    it."""
+    """The joint graphs that our passes make inside, or what `note` says of each before it changes again."""
     from fp8compile import compilation
 
     return noting(compilation, "run_joint", lambda done, joint: note(joint.graph))
@@ -185,8 +183,7 @@ def joint_graphs(note: Callable[[torch.fx.Graph], Any] = lambda graph: graph) ->
 
 @contextlib.contextmanager
 def halves() -> Iterator[list[tuple[torch.fx.GraphModule, bool]]]:
-    """The halves that the partitioner makes inside, before they are lowered, and whether each is a
-    backward."""
+    """The partitioner's halves inside, before they are lowered, and whether each is a backward."""
     from fp8compile.backend import fp8
     from fp8compile.runtime.inner import Inner
 

@@ -107,8 +107,7 @@ def refusing(*forms: str) -> Iterator[list[str]]:
 
 
 def refusal(form: str, a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """What ATen says on a CPU to a matmul in this form. a [M, K] and b [N, K] in FP8, each with an inverse
-    scale."""
+    """What ATen says on a CPU to this form of a matmul: a [M, K] and b [N, K] in FP8, with inverse scales."""
     from fp8compile.ir import ops
     from fp8compile.passes import try_matmuls
 
@@ -186,8 +185,7 @@ def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, i
 
 
 def matmuls_unread() -> Patched:
-    """Inside, a described step does not read Inductor's matmuls: on NVIDIA it falls back for fnuz
-    operands."""
+    """Inside, a described step does not read Inductor's matmuls: NVIDIA falls back for fnuz operands."""
     from fp8compile.dryrun.fake_gpu.record import _Reader
 
     return mock.patch.object(_Reader, "matmul", lambda *_: None)

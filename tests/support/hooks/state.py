@@ -36,8 +36,7 @@ def pages_of_forwards() -> Patched:
 
 
 def overflow_lines() -> Patched:
-    """Inside, no line about overflows was logged yet. Gives what has `missed`: overflows since the last
-    line."""
+    """Inside, no line about overflows was logged yet. Gives what has `missed`: those since the last one."""
     from fp8compile.runtime import overflow
 
     return in_process(overflow.LastLine())
@@ -268,8 +267,7 @@ def failing_measurements() -> dict[str, Patched]:
 
 
 def remembered(parameter: torch.Tensor) -> tuple[int, int]:
-    """Of the graph that has run with this parameter: the sets of weights that it knows, and the tensors in
-    its report."""
+    """Of the graph that has run with this parameter: its sets of weights, and the tensors in its report."""
     from fp8compile import process
     from fp8compile.runtime.compiled_graph import CompiledGraph
     from fp8compile.runtime.ledger import Ledger

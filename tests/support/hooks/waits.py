@@ -172,8 +172,7 @@ def on_a_gpu() -> Iterator[Gpu]:
 
 @contextlib.contextmanager
 def refusing_waits(gpu: Gpu | None = None) -> Iterator[None]:
-    """Inside, the host may not wait for what is on the GPU. What compiled code does is the device's, and not
-    seen."""
+    """Inside, the host may not wait for what is on the GPU. What compiled code does is not seen."""
     from fp8compile.compat import autograd
     from fp8compile.runtime.calls import Calls
     from fp8compile.runtime.compiled_graph import CompiledGraph

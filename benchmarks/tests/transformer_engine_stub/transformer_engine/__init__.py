@@ -1,2 +1,1 @@
-"""TransformerEngine's names and arguments, as far as the benchmark uses them, in high precision on a CPU. For
-tests."""
+"""TransformerEngine's names and arguments, as far as the benchmark uses them, for tests on a CPU."""

@@ -1,5 +1,4 @@
-"""Modules that hold other values than a model's until they are copied, and remember the recipe of each
-forward."""
+"""Modules that hold other values than a model's until they are copied, and remember forwards' recipes."""
 
 from __future__ import annotations
 
