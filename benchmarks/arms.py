@@ -24,8 +24,7 @@ from fp8compile.dryrun.measure import by_torchao
 
 from . import transformer_engine
 
-# FP8 wherever the default policy allows it, without the cost model: the cost model is compared with this
-# policy
+# FP8 wherever the default policy allows it, without the cost model, which is compared with this
 ALL = Policy(
     rules=(
         Rule(name="output head", kind="output head", fp8="off"),

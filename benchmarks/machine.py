@@ -14,15 +14,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-CLOCKS = (
-    "clocks.sm",
-    "clocks.mem",
-    "clocks.max.sm",
-    "clocks.max.mem",
-    "power.limit",
-    "temperature.gpu",
-    "driver_version",
-)
+CLOCKS = ["clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem"]
+CLOCKS += ["power.limit", "temperature.gpu", "driver_version"]
 
 
 def output_of(*command: str, folder: Path = ROOT) -> str | None:

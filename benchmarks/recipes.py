@@ -288,16 +288,8 @@ def run_missing(arms: Sequence[str], seeds: int, jobs: int, path: Path, study: S
     def one(arm: str) -> bool:
         settings = json.dumps({name: getattr(study, name) for name in (*FIELDS, "windows")})
         run = [*TWO, "-m"] if arm.endswith(WIRE) else ["-m"]
-        command = [
-            sys.executable,
-            *run,
-            "benchmarks.recipes",
-            "--worker",
-            arm,
-            "--settings",
-            settings,
-            "--of",
-        ]
+        command = [sys.executable, *run, "benchmarks.recipes", "--worker", arm]
+        command += ["--settings", settings, "--of"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         process = subprocess.Popen(
             command + [str(seed) for seed in missing[arm]],
@@ -403,17 +395,8 @@ def verdict(gap: float, half: float, goal: float) -> str:
 def overview(summaries: Sequence[Summary], markdown: bool = False, baseline: str = BASELINE) -> str:
     """A table with one row per arm."""
     gap_to = f"gap to {baseline}"
-    head = (
-        "recipe",
-        "seeds",
-        "late loss",
-        gap_to,
-        "95% interval",
-        "largest",
-        "gap at the end",
-        "Welch's p",
-        "goal",
-    )
+    head = ["recipe", "seeds", "late loss", gap_to, "95% interval", "largest"]
+    head += ["gap at the end", "Welch's p", "goal"]
     rows: list[tuple[Any, ...]] = []
     for x in summaries:
         loss, (gap, half) = f"{statistics.fmean(x.losses):.4f}", mean_interval(x.gaps)

@@ -95,8 +95,7 @@ CEILING: list[Column] = [
 ]
 
 
-# The table has one line per family and shape. A line maps the name of each plan to its row, and "" to their
-# common values.
+# The table has a line per family and shape. It maps each plan's name to its row, and "" to common values.
 KERNEL_SPEED: list[Column] = [
     ("MB that must move", lambda r: number(get(r, "", "bytes"), ",.4g", 1e-6)),
     ("copy GB/s", lambda r: number(get(r, "fp8", "copy_gb_per_s"), ",.0f")),
@@ -157,16 +156,9 @@ def instructions(found: list[dict[str, Any]]) -> str:
                 for x in ("", *LONGER)
             ]
             made.append([f"{result['name']} {row['arm']}", *counts, *shares, *map(number, ratios)])
-    head = [
-        "",
-        "generated kernels",
-        "counted",
-        "issue bound",
-        "issue time / bytes time",
-        "ms by bytes",
-        "with instructions",
-    ]
-    head += ["at 75% of the issue rate", "x bf16 by bytes", "with instructions", "at 75%"]
+    head = ["", "generated kernels", "counted", "issue bound", "issue time / bytes time", "ms by bytes"]
+    head += ["with instructions", "at 75% of the issue rate"]
+    head += ["x bf16 by bytes", "with instructions", "at 75%"]
     return table(made, head, True) + "\n" if made else "No results.\n"
 
 

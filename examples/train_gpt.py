@@ -177,16 +177,8 @@ def load_text(path: Path | str | None = None) -> Tensor:
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        skipped = {
-            "site-packages",
-            "dist-packages",
-            "test",
-            "tests",
-            "idlelib",
-            "encodings",
-            "lib2to3",
-            "pydoc_data",
-        }
+        skipped = {"site-packages", "dist-packages", "test", "tests"}
+        skipped |= {"idlelib", "encodings", "lib2to3", "pydoc_data"}
         files = [f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts)]
         from_folder = True
     else:
@@ -566,8 +558,7 @@ def main(argv: list[str] | None = None) -> None:
         args.parallel, heads=config.heads, batch_size=batch_size, device=args.device, error=parser.error
     )
     if args.device == "cpu":
-        # FP8 values are exact in bf16: this lets float32 matmuls of such values use the CPU's bf16
-        # instructions.
+        # FP8 values are exact in bf16: this lets their float32 matmuls use the CPU's bf16 instructions.
         torch.set_float32_matmul_precision("medium")
 
     parameters = sum(p.numel() for p in build_model(config).parameters())

@@ -47,18 +47,7 @@ def run(names: Collection[str], jobs: str, tests: Collection[str] = CORE) -> tup
         folder = Path(temporary) / "project"
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
         delete(folder, names)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            jobs,
-            "--dist",
-            "loadfile",
-            "-p",
-            "no:cacheprovider",
-        ]
+        command = [sys.executable, *"-m pytest -q --dist loadfile -p no:cacheprovider -n".split(), jobs]
         chosen = ["-m", "not slow and not weekly and not compiled", *[f"tests/{one}" for one in tests]]
         path = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(

@@ -294,16 +294,8 @@ def test_tests_in_several_processes(tmp_path: Path) -> None:
     (tmp_path / "test_asked.py").write_text(ASKED)
     (tmp_path / "test_broken.py").write_text("import no_such_package")
     path, junit = tmp_path / "tests.jsonl", tmp_path / "tests.xml"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_tests",
-        str(tmp_path),
-        "--processes",
-        "2",
-        "--budget",
-        "200",
-    ]
+    command = [sys.executable, "-m", "benchmarks.gpu_tests", str(tmp_path)]
+    command += ["--processes", "2", "--budget", "200"]
     command += ["--json", str(path), "--junit", str(junit)]
 
     def outcomes() -> dict[str, str]:

@@ -227,20 +227,7 @@ def test_out_of_time():
 def test_blocks(tmp_path) -> None:
     """Each block of two families, in two processes: the kernels give what the eager operators give."""
     file = tmp_path / "blocks.jsonl"
-    given = [
-        "--device",
-        "cpu",
-        "--processes",
-        "2",
-        "--family",
-        "weight",
-        "rms-norm",
-        "--stages",
-        "0",
-        "3",
-        "--json",
-        str(file),
-    ]
+    given = "--device cpu --processes 2 --family weight rms-norm --stages 0 3 --json".split() + [str(file)]
     assert blocks.main(given) == 0
     found = lines.read(file)
     of = (("weight", 0), ("rms-norm", 0), ("rms-norm", 3))

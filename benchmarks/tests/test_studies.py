@@ -157,8 +157,7 @@ def test_a_short_soak() -> None:
     assert {"down.weight (gradient)", "q.weight (gradient)"} <= first & second and not third | fourth
     first, second, third, fourth = ({*rank["overflows"]} for rank in row["faults"]["weight"]["ranks"])
     assert "gate.weight (input)" in second & fourth and not first | third
-    # steps 12 and 13 ran twice, bitwise. Until the last fault, tensor-parallel neighbours have the same
-    # copies
+    # steps 12 and 13 ran twice, bitwise. Until the last fault, tensor-parallel neighbours are equal
     assert (row["replayed"], row["alike"]) == (2, 2)
     drift = dict(row["drift"])
     assert drift.keys() == {3, 7, 11, 15, 19} and not any(drift[step] for step in (3, 7, 11, 15))

@@ -88,16 +88,8 @@ def one_backward(pair: Pair, a: Tensor, b: Tensor) -> None:
     pair.steps += 1
 
 
-DEEP = {
-    "broken",
-    "attention",
-    "block",
-    "gated",
-    "spelled",
-    "checkpointed_relus",
-    "checkpointed_mlp",
-    "checkpointed_blocks",
-}
+DEEP = {"broken", "attention", "block", "gated", "spelled"}
+DEEP |= {"checkpointed_relus", "checkpointed_mlp", "checkpointed_blocks"}
 
 
 def half_frozen(name: str) -> nn.Module:

@@ -50,16 +50,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.float8_e4m3fn, 224.0))
 NUMBERS = (0.5, -1.5, 2, 3.0, -1, 0.25, 0.0)
 EXTREMES = (0.0, -0.0, 3e38, -7e4, 1e-40, float("inf"), -float("inf"), float("nan"))
-UNARY: tuple[Any, ...] = (
-    torch.neg,
-    torch.abs,
-    torch.relu,
-    torch.square,
-    torch.sign,
-    torch.reciprocal,
-    torch.exp,
-)
-UNARY += (torch.sigmoid, torch.clone, *(functools.partial(torch.pow, exponent=n) for n in (2, 1, -1)))
+UNARY: tuple[Any, ...] = (torch.neg, torch.abs, torch.relu, torch.square, torch.sign, torch.reciprocal)
+UNARY += (torch.exp, torch.sigmoid, torch.clone)
+UNARY += tuple(functools.partial(torch.pow, exponent=n) for n in (2, 1, -1))
 BINARY = (torch.add, torch.mul, torch.sub, torch.div, torch.maximum, torch.minimum)
 COMPARISONS = (torch.gt, torch.le, torch.eq, torch.ne, torch.ge, torch.lt)
 

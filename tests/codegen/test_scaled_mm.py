@@ -253,16 +253,8 @@ def test_scales_of_sizes_that_are_symbols(form: str, flipped: bool) -> None:
 
 # -- on a device --
 
-PAIRS = [
-    (ROW, ROW),
-    (ROW, WHOLE),
-    (LINE, SQUARE),
-    (SQUARE, LINE),
-    (LINE, LINE),
-    (SQUARE, SQUARE),
-    (MX_BLOCK, MX_BLOCK),
-]
-PAIRS += [(MX_BLOCK, MX_TILE)]
+PAIRS = [(ROW, ROW), (ROW, WHOLE), (LINE, SQUARE), (SQUARE, LINE), (LINE, LINE), (SQUARE, SQUARE)]
+PAIRS += [(MX_BLOCK, MX_BLOCK), (MX_BLOCK, MX_TILE)]
 OTHER_WAYS = {ROW: [AFTER], WHOLE: [AFTER], LINE: [TRITON], SQUARE: [TRITON], MX_BLOCK: [EMULATED]}
 
 

@@ -45,15 +45,8 @@ CONDITIONS = st.recursive(
 def exact(text: str, m: int, n: int, k: int) -> bool:
     """The condition in exact arithmetic: every number except exponents becomes a Fraction."""
     fractions = re.sub(r"(\*\* )?\b(\d+)", lambda x: x[0] if x[1] else f"F({x[2]})", text)
-    names = {
-        "F": Fraction,
-        "m": Fraction(m),
-        "n": Fraction(n),
-        "k": Fraction(k),
-        "min": min,
-        "max": max,
-        "__builtins__": {},
-    }
+    names = {"F": Fraction, "m": Fraction(m), "n": Fraction(n), "k": Fraction(k)}
+    names |= {"min": min, "max": max, "__builtins__": {}}
     try:
         return eval(fractions, names)
     except ZeroDivisionError:

@@ -186,18 +186,7 @@ def test_globs_that_can_never_match(glob, says):
 
 
 def test_globs_that_can():
-    for glob in (
-        "*",
-        "a",
-        "a.*",
-        "**.mlp",
-        "layers.[!0-3].x-y",
-        "[]a]",
-        "a.?",
-        "re:",
-        "re:.*(a|b)$",
-        "größe.*",
-    ):
+    for glob in "* a a.* **.mlp layers.[!0-3].x-y []a] a.? re: re:.*(a|b)$ größe.*".split():
         assert load({"rules": [{"module": glob}]}).own == 1
     assert "class names have no dots. Did you mean 'Linear'" in refusal(
         {"rules": [{"module_class": "torch.nn.Linear"}]}

@@ -27,14 +27,8 @@ def own_files(tmp_path, monkeypatch):
 
 def properties(name: str, **given):
     """The result of `torch.cuda.get_device_properties` for a device, by default of compute capability 9.0."""
-    usual = dict(
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=80 << 30,
-        L2_cache_size=50 << 20,
-        clock_rate=1980000,
-    )
+    usual = dict(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
+    usual |= dict(L2_cache_size=50 << 20, clock_rate=1980000)
     return SimpleNamespace(
         name=name, **{**usual, "memory_bus_width": 5120, "memory_clock_rate": 2619000, **given}
     )
@@ -109,16 +103,8 @@ def test_find(name, key):
 
 # other chips, although a name of a described one is a part of theirs; or slower kinds of it, which have
 # tables of their own
-OTHERS = (
-    "H20 NVL",
-    "H200 MIG 1g.18gb",
-    "H100 80GB HBM3 MIG 1g.10gb",
-    "H800 NVL",
-    "A800-SXM4-80GB",
-    "L2",
-    "L40S",
-    "B30A",
-)
+OTHERS = ("H20 NVL", "H200 MIG 1g.18gb", "H100 80GB HBM3 MIG 1g.10gb", "H800 NVL", "A800-SXM4-80GB")
+OTHERS += ("L2", "L40S", "B30A")
 OTHERS += (
     "GeForce RTX 4090 Laptop GPU",
     "GeForce RTX 5090 Laptop GPU",

@@ -97,8 +97,7 @@ def test_signs_of_torchaos_square_linears():
     published, ours = cells("tensorwise"), estimated("tensorwise")
     assert len(published) == 6
     assert all((published[cell] >= 1) == (ours[cell] >= 1) for cell in published)
-    # torchao's delayed scaling reads the tensor twice, ours once: only the one size between gain and loss may
-    # differ
+    # torchao's delayed scaling reads the tensor twice, ours once: only the size between gain and loss differs
     published, ours = cells("delayed"), estimated("delayed")
     assert [cell for cell in published if (published[cell] >= 1) != (ours[cell] >= 1)] == [(2048, 2048, 2048)]
 

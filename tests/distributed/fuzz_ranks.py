@@ -281,8 +281,7 @@ def check(case: OnRanks, seen: Counter) -> list[str]:
             kept |= {key: x for key, x in state.items() if key in states[0] and key in states[1]}
         try:
             fuzz_training.compare(*results, where, case.floor_db(name))
-            # in two parts of a graph that DDP has cut, two uses of a weight are each the first one, and share
-            # a history
+            # in two parts of a graph that DDP has cut, two uses of a weight are both first, with one history
             shared = sides[1].ddp is not None and "shared" in str(case)
             if case.recipe == "delayed" and case.backend == "fp8" and not shared:
                 fuzz_training.moved_once(sides[1], where)

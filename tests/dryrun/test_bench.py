@@ -99,17 +99,7 @@ GAINS = "\nestimated gain a step: h.0-1.up (x2) 114 µs\n9 of 12 matmuls, "
         ),
         (made(BF16, row("fp8", 8.0, 8.0, fp8=None), emulated=True), "no answer: FP8 is emulated on a CPU"),
     ],
-    ids=[
-        "pays",
-        "costs",
-        "within the spread",
-        "no gain",
-        "not described",
-        "not in FP8",
-        "not seen",
-        "failed",
-        "a CPU",
-    ],
+    ids="pays,costs,within the spread,no gain,not described,not in FP8,not seen,failed,a CPU".split(","),
 )
 def test_the_verdict(found: bench.Bench, says: str) -> None:
     assert (
@@ -197,16 +187,7 @@ def test_arms_share_weights_and_torchao_gets_modules_of_its_own() -> None:
     part = bench._sharing(model)
     measure.by_torchao(part, "tensorwise")
     kinds = [type(module).__name__ for module in (*part, *model)]
-    assert kinds == [
-        "Float8Linear",
-        "Linear",
-        "BatchNorm1d",
-        "Linear",
-        "Linear",
-        "Linear",
-        "BatchNorm1d",
-        "Linear",
-    ]
+    assert kinds == "Float8Linear Linear BatchNorm1d Linear Linear Linear BatchNorm1d Linear".split()
     assert [*map(id, part.parameters())] == [*map(id, model.parameters())]
     assert [*map(id, part.buffers())] == [*map(id, model.buffers())]
 

@@ -280,19 +280,7 @@ def test_carrying_on():
 
 def test_layers_are_joined_by_their_first_number():
     """Only the first number of a name counts repeated blocks: the second one is a layer within a block."""
-    names = [
-        "0.0.up",
-        "0.2",
-        "1.0.up",
-        "1.2",
-        "h.0.mlp.up",
-        "h.0.mlp.down",
-        "h.2.mlp.up",
-        "h.0.norm",
-        "head",
-        "norm.3",
-        "",
-    ]
+    names = "0.0.up 0.2 1.0.up 1.2 h.0.mlp.up h.0.mlp.down h.2.mlp.up h.0.norm head norm.3".split() + [""]
     made = list(_layers({name: Cost(kernels=1) for name in names}, {"h.1.mlp.up": Cost(kernels=1)}))
     assert [(layer.name, layer.bf16.kernels, layer.fp8.kernels) for layer in made] == [
         ("0-1.0", 2, 0), ("0-1.2", 2, 0), ("h.0-2.mlp", 3, 1), ("h.0.norm", 1, 0), ("head", 1, 0),

@@ -147,8 +147,7 @@ def test_one_weight() -> None:
     check(report, {f"{i}.w": "fp8" for i in range(len(model))})
     for i, spelling in enumerate(SPELLINGS):
         sizes = {r.gemm: (r.m, r.n, r.k) for r in report.matmuls if r.fqn == f"{i}.w"}
-        # autograd chooses which side is m, but not the contracted dimension: features, features, and 256
-        # tokens
+        # autograd chooses which side is m, but not the contracted dimension: features, features, tokens
         assert sizes["fprop"] == (256, 256, 128), spelling
         assert sorted(sizes["dgrad"][:2]) == [128, 256] and sizes["dgrad"][2] == 256, spelling
         assert sorted(sizes["wgrad"][:2]) == [128, 256] and sizes["wgrad"][2] == 256, spelling

@@ -201,15 +201,8 @@ def line(
     sqnr: float | None = 30.0,
     **more: Any,
 ) -> dict:
-    row = {
-        "step": step,
-        "name": name,
-        "role": role,
-        "use": 0,
-        "layout": "",
-        "scale_inv_min": 0.01,
-        "scale_inv_max": 0.02,
-    }
+    row = {"step": step, "name": name, "role": role, "use": 0, "layout": ""}
+    row |= {"scale_inv_min": 0.01, "scale_inv_max": 0.02}
     return {**row, "overflows%": overflows, "sqnr": sqnr, **more}
 
 

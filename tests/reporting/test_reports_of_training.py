@@ -68,8 +68,7 @@ def test_every_field_of_a_small_model():
     assert rows(report) == rows(fp8compile.report(compiled)) == rows(fp8compile.report()) == TINY_ROWS
     assert report.opaque == [] and len(report.graphs) == 1
     assert all(r.batch == 1 and not r.dynamic and r.flops == 2 * r.m * r.n * r.k for r in report.matmuls)
-    # FLOPs are proportional to the sizes of the weights: two of 128 x 256 are FP8; 32 x 128 and 512 x 128 are
-    # not
+    # FLOPs are proportional to weights' sizes: two of 128 x 256 are FP8; 32 x 128 and 512 x 128 are not
     assert report.fp8_flop_fraction == pytest.approx(2 * 256 / (2 * 256 + 32 + 512))
     table = str(report)
     for fqn in ("body.0", "body.2", "gate", "head"):

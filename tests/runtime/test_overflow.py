@@ -61,8 +61,7 @@ ZERO = 0.0  # the gradient; None: no backward
                 (1000.0, 900.0),
             ],
         ),
-        # after 20 calls with zero gradients the host no longer looks for cold slots, but it still looks for
-        # overflows
+        # after 20 calls with zero gradients the host looks no longer for cold slots, but for overflows
         ({}, [*[(1.0, 1.0, ZERO)] * 20, (100.0, 1.0, ZERO), (300.0, 300.0, ZERO), (400.0, 300.0, ZERO)]),
         # a gradient that has only been zero makes calls cold: nothing saturates in them
         ({}, [(1.0, 1.0, ZERO), (1.0, 1.0, ZERO), (1000.0, 1000.0, ZERO)]),

@@ -57,8 +57,7 @@ def _welford(mean: tl.tensor, m2: tl.tensor, weight: tl.tensor, dim: int) -> tup
     return tuple(tensor_of(x.squeeze(int(dim)).astype(np.float32), tl.float32) for x in made)
 
 
-# NumPy's versions of reductions that Triton defines by a function, which the interpreter would call once an
-# element.
+# NumPy's versions of reductions that Triton defines by a function: interpreted, a call for each element.
 REDUCTIONS = {
     "max2": _reduced(np.max),
     "min2": _reduced(np.min),

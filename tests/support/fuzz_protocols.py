@@ -154,8 +154,7 @@ class Side:
     def hooked(self) -> None:
         last = self.forward()[-1]
         turn = permutation(self.rng, last.shape[-1]).to(last.dtype)
-        # the last output: eagerly, a hook on an earlier one would also get the gradients that come from later
-        # ones
+        # the last output: eagerly, a hook on an earlier one would also get gradients from later ones
         last.register_hook(lambda g: g @ turn)
         self.calls[-1][0].register_hook(
             lambda g: self.seen.__setitem__(f"hooked {len(self.seen)}", g.clone())

@@ -47,33 +47,10 @@ def specials(dtype: torch.dtype) -> list[float]:
     """Zeros, denormals, edges of a dtype and of both FP8 formats, ties of FP8 values, infinities and NaN."""
     info = torch.finfo(dtype)
     tiny = info.smallest_normal * info.eps
-    small = [
-        0.0,
-        tiny,
-        3 * tiny,
-        info.smallest_normal - tiny,
-        info.smallest_normal,
-        2.0**-10,
-        2.0**-9,
-        1.5 * 2**-9,
-        2.0**-17,
-    ]
-    large = [
-        1.0,
-        1.0625,
-        1.1875,
-        17.0,
-        19.0,
-        240.0,
-        448.0,
-        464.0,
-        465.0,
-        57344.0,
-        61440.0,
-        61472.0,
-        info.max / 2,
-        info.max,
-    ]
+    small = [0.0, tiny, 3 * tiny, info.smallest_normal - tiny, info.smallest_normal]
+    small += [2.0**-10, 2.0**-9, 1.5 * 2**-9, 2.0**-17]
+    large = [1.0, 1.0625, 1.1875, 17.0, 19.0, 240.0, 448.0, 464.0, 465.0, 57344.0, 61440.0, 61472.0]
+    large += [info.max / 2, info.max]
     return [sign * x for x in [*small, *large, float("inf")] for sign in (1.0, -1.0)] + [float("nan")]
 
 
@@ -152,8 +129,7 @@ class Case:
     data: tuple[str, ...] = ("normal", "exact", "extreme")
 
 
-# Values of `exact`. With `exact` data, sums over rows are exact in any order; then column sums must be equal,
-# too.
+# Values of `exact`. With such data, sums over rows are exact in any order: column sums must be equal, too.
 ALWAYS, FOR_EXACT_SUMS, NEVER = "always", "for exact sums", "never: within one FP8 value"
 
 

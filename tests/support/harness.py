@@ -341,6 +341,5 @@ def noise(
     )
 
 
-# Factors of the inputs in ten steps: scales rise and fall by a factor of 40; in between, values saturate and
-# vanish.
+# Factors of the inputs in ten steps: scales rise and fall by a factor of 40; some values saturate or vanish.
 MOVING = (1.0, 1.5, 4.0, 0.5, 8.0, 0.25, 0.2, 2.0, 3.0, 1.0)

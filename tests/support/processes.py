@@ -31,8 +31,7 @@ from tests.support import hooks
 
 TIME_LIMIT = 300  # seconds
 SEEN = "fp8compile"
-# Forked from this process, which has loaded what they need. With a GPU, autograd's threads would be missing
-# there.
+# Forked from this process, which has loaded what they need. With a GPU, autograd's threads would be missing.
 START = "forkserver" if torch.cuda.is_available() else "fork"
 if START == "fork":
     # Autograd starts a thread for each device in its first backward. Once fake tensors were made, a CUDA

@@ -42,18 +42,8 @@ EXPECTED = {
 def test_cases(tier: str, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(FILE)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p tests.support.tiers -p no:cacheprovider\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--co",
-        "-q",
-        "-c",
-        tmp_path / "pytest.ini",
-        "-m",
-        MARKS[tier],
-        tmp_path,
-    ]
+    command = [sys.executable, *"-m pytest --co -q -c".split(), tmp_path / "pytest.ini"]
+    command += ["-m", MARKS[tier], tmp_path]
     alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     output = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=alone

@@ -20,32 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .base import Patched, in_process, noting
 from .graphs import _inner
 
-# operators that wait: a number for the host, sizes that are data, and data from memory of the host that is
-# not pinned
-WAITS = (
-    "_local_scalar_dense",
-    "item",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "index_put_",
-    "lift_fresh",
-    "equal",
-    "is_nonzero",
-)
+# operators that wait: a number for the host, sizes that are data, data from the host's unpinned memory
+WAITS = "_local_scalar_dense item nonzero masked_select unique index_put_ lift_fresh equal is_nonzero".split()
 # the same as methods that read the memory of a CPU's tensor without an operator
-READS = (
-    "item",
-    "tolist",
-    "cpu",
-    "numpy",
-    "__array__",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__contains__",
-)
+READS = "item tolist cpu numpy __array__ __bool__ __float__ __int__ __index__ __contains__".split()
 
 
 class Waited(AssertionError):
