@@ -158,11 +158,8 @@ def test_tables(tmp_path):
     page = page_in(tmp_path)
     results.write(made, tmp_path / "r.json")
     assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
-    assert (
-        "| fp8-delayed |" in page.read_text()
-        and "old" not in page.read_text()
-        and page.read_text().endswith("z\n")
-    )
+    assert "| fp8-delayed |" in page.read_text() and "old" not in page.read_text()
+    assert page.read_text().endswith("z\n")
 
 
 @pytest.mark.slow
@@ -244,11 +241,8 @@ def test_the_ceiling_of_free_casts():
     # 10 ms of matmuls, and the other kernels of bf16 or its own, whichever are faster
     assert [r["ratio"]["free_casts"] for r in rows] == [1.0, 30 / 20, 30 / 19]
     made = tables.ceilings([{"name": "ffn", "goal": 1.55, "rows": rows}])
-    assert (
-        made.splitlines()[-1].split("|")[1].strip() == "ffn"
-        and " 1.25 " in made
-        and made.rstrip().endswith("1.50 |")
-    )
+    assert made.splitlines()[-1].split("|")[1].strip() == "ffn" and " 1.25 " in made
+    assert made.rstrip().endswith("1.50 |")
 
 
 def test_the_matmuls_that_the_cost_model_knows(tmp_path, capsys):

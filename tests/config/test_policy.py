@@ -194,11 +194,8 @@ def test_plain_keys(write):
     assert changed.eval == "high_precision" and changed.labels == policy.labels and changed != policy
     with pytest.raises(OptionError, match="'eval' must be"):
         dataclasses.replace(policy, eval="fp16")
-    assert (
-        load({}).schedule is None
-        and load({}).eval == "high_precision"
-        and load({"schedule": {}}).schedule == Schedule()
-    )
+    assert load({}).schedule is None and load({}).eval == "high_precision"
+    assert load({"schedule": {}}).schedule == Schedule()
 
 
 def test_equal_hashed_and_picklable_by_what_they_decide():

@@ -106,12 +106,8 @@ def test_a_rank_compares_its_own_batch() -> None:
     for rank, found in enumerate(ranks):
         assert all(found["kept"]) and not found["warned"] and len(found["both"]) == STEPS
         for one, text in found["both"]:
-            assert (
-                one["rank"] == rank
-                and one["deterministic"]
-                and one["flagged"] == []
-                and f" on rank {rank}: loss" in text
-            )
+            assert one["rank"] == rank and one["deterministic"] and one["flagged"] == []
+            assert f" on rank {rank}: loss" in text
             assert {row["name"] for row in one["rows"]} == names
         alone = [{**one, "model": ""} for one, _ in found["alone"]]
         assert alone == ([] if rank == 0 else [{**one, "model": ""} for one, _ in found["both"]])
@@ -218,11 +214,8 @@ def test_a_sharded_model_is_refused_in_one_line() -> None:
     """On one rank alone, which waits for none; a monitor warns once, and the training goes on."""
     ranks = on_ranks(2, _sharded)
     fix = "compare the model on one device, before it is sharded"
-    assert (
-        ranks[0]["error"] is None
-        and "is a DTensor (fully_shard" in ranks[1]["error"]
-        and fix in ranks[1]["error"]
-    )
+    assert ranks[0]["error"] is None and "is a DTensor (fully_shard" in ranks[1]["error"]
+    assert fix in ranks[1]["error"]
     assert "\n" not in ranks[1]["error"]
     for found in ranks:
         (text,) = [text for text in found["warned"] if "compares" in text]

@@ -325,10 +325,8 @@ def sequence(ours: Facts, theirs: Facts, rank: int) -> None:
     assert {n for _, n in theirs["wire"]} == {part * size} and {n for _, n in ours["wire"]} == {part}
     assert len(ours["wire"]) == len(theirs["wire"]) >= 2 * 4
     names = ["mlp.gate (input)", "mlp.down (gradient)"]
-    assert (
-        ours["collectives"] == [(name, part, part * size, "") for name in names]
-        and theirs["collectives"] == []
-    )
+    assert ours["collectives"] == [(name, part, part * size, "") for name in names]
+    assert theirs["collectives"] == []
 
 
 def weights_in_graph(ours: Facts, theirs: Facts, rank: int) -> None:
@@ -337,10 +335,8 @@ def weights_in_graph(ours: Facts, theirs: Facts, rank: int) -> None:
         (f"mlp.{x}", gemm) for x in ("gate", "up", "down") for gemm in ("fprop", "dgrad", "wgrad")
     )
     assert [r[0] for r in ours["collectives"]] == [f"mlp.{x} (weight)" for x in ("gate", "up", "down")]
-    assert (
-        not any(reason for *_, reason in ours["collectives"])
-        and len(ours["wire"]) == len(theirs["wire"]) == 4 * 3
-    )
+    assert not any(reason for *_, reason in ours["collectives"])
+    assert len(ours["wire"]) == len(theirs["wire"]) == 4 * 3
     assert sum(dtype == torch.uint8 for dtype, _ in ours["wire"]) == 3 * 3
 
 

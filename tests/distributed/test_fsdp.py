@@ -153,8 +153,6 @@ def _fsdp1(rank: int) -> list[str]:
 
 def test_fsdp1_without_original_parameters_is_named() -> None:
     for warned, raised in on_ranks(2, _fsdp1):
-        assert (
-            warned.startswith("FullyShardedDataParallel (FSDP1) with use_orig_params=False")
-            and "fully_shard" in warned
-        )
+        assert warned.startswith("FullyShardedDataParallel (FSDP1) with use_orig_params=False")
+        assert "fully_shard" in warned
         assert raised.startswith("StrictError") and "FSDP1" in raised

@@ -102,11 +102,8 @@ GAINS = "\nestimated gain a step: h.0-1.up (x2) 114 µs\n9 of 12 matmuls, "
     ids="pays,costs,within the spread,no gain,not described,not in FP8,not seen,failed,a CPU".split(","),
 )
 def test_the_verdict(found: bench.Bench, says: str) -> None:
-    assert (
-        says in found.verdict
-        and str(found).endswith(found.verdict)
-        and found.to_dict()["verdict"] == found.verdict
-    )
+    assert says in found.verdict and str(found).endswith(found.verdict)
+    assert found.to_dict()["verdict"] == found.verdict
 
 
 def test_the_table() -> None:
@@ -118,10 +115,8 @@ def test_the_table() -> None:
     bf16, torchao, fp8, why = arms.splitlines()[2:]
     assert bf16.split() == "bf16 10.00 3.0% 1.00x 3.00 6.00 1.00 4.00 5.00 0, 0% of the time".split()
     assert fp8.split() == "fp8 8.00 2.5% 1.25x 2.40 4.80 0.80 4.00 5.00 8, 25% of the time".split()
-    assert (
-        torchao.split() == ["torchao-tensorwise", "failed"]
-        and why == "torchao-tensorwise: ImportError: it is broken"
-    )
+    assert torchao.split() == ["torchao-tensorwise", "failed"]
+    assert why == "torchao-tensorwise: ImportError: it is broken"
     layers = {
         one["name"]: one["estimated_gain_us"] for one in json.loads(json.dumps(found.to_dict()))["layers"]
     }
@@ -270,20 +265,15 @@ def test_a_cpu(target: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert [one["arm"] for one in found["rows"]] == ["bf16", "torchao-tensorwise", "fp8"]
     for one in found["rows"]:
         assert one["error"] is None and one["step_ms"]["total"] > 0 and one["kernels"] is one["peak"] is None
-        assert (
-            len(one["tokens_per_s"]["rounds"]) == 2
-            and 0 < one["step_ms"]["optimizer"] < one["step_ms"]["total"]
-        )
+        assert len(one["tokens_per_s"]["rounds"]) == 2
+        assert 0 < one["step_ms"]["optimizer"] < one["step_ms"]["total"]
         assert len(set(one["losses"][1:])) == 1  # the optimizer changes nothing; FP8's first call is cold
     bf16, *fp8 = (one["losses"][-1] for one in found["rows"])
     assert all(loss != bf16 and abs(loss - bf16) < 0.1 * bf16 for loss in fp8)
     decisions = {record["decision"] for graph in found["report"]["graphs"] for record in graph["matmuls"]}
     assert decisions == {"fp8", "high_precision"}  # the output head
-    assert (
-        found["emulated"]
-        and found["verdict"].startswith("no answer: FP8 is emulated")
-        and found["layers"] == []
-    )
+    assert found["emulated"] and found["verdict"].startswith("no answer: FP8 is emulated")
+    assert found["layers"] == []
     assert err.count("FP8 is emulated on a CPU") == 1 and "round 2 of 2" in err
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())

@@ -155,10 +155,8 @@ def test_likeness_and_peaks() -> None:
     assert Likeness.of(sums(a, 2 * a)) == (0.0, 1.0, 2.0)
     assert Likeness.of(sums(a, a)).sqnr == math.inf and Likeness.of(sums(0 * a, a)).sqnr == -math.inf
     assert all(map(math.isnan, Likeness.of(sums(a, a / 0))))
-    assert (
-        peak_of(torch.tensor([0.0, 0.0, 1.0, -2.0, 2.0, 2000.0])).item() == 1000.0
-        and peak_of(torch.zeros(3)).item() == 0.0
-    )
+    assert peak_of(torch.tensor([0.0, 0.0, 1.0, -2.0, 2.0, 2000.0])).item() == 1000.0
+    assert peak_of(torch.zeros(3)).item() == 0.0
 
 
 @pytest.mark.weekly
@@ -276,11 +274,8 @@ def test_a_model_that_is_not_deterministic() -> None:
         return torch.full((), 1 + 0.01 * next(numbers))
 
     found = fp8compile.compare(models.make(Restless), noise(ROWS, WIDTH), loss=to_one)
-    assert (
-        found.deterministic is False
-        and "is not deterministic" in str(found)
-        and " dB in a second run" in str(found)
-    )
+    assert found.deterministic is False and "is not deterministic" in str(found)
+    assert " dB in a second run" in str(found)
 
 
 # -- nothing is left behind --
@@ -476,9 +471,7 @@ def test_a_loss_that_only_fp8_breaks() -> None:
     case, compare = trained()
     with hooks.wrong_scale(case.model, "layers.1.up.weight", "input", math.nan):
         found = compare(*case.args)
-    assert (
-        found.to_dict()["flagged"] == ["layers.1.up.weight"]
-        and "fprop is not finite" in found.rows()[0]["flag"]
-    )
+    assert found.to_dict()["flagged"] == ["layers.1.up.weight"]
+    assert "fprop is not finite" in found.rows()[0]["flag"]
     assert "nan in FP8; gradient - dB" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)

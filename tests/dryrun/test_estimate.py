@@ -175,10 +175,8 @@ def test_attention_has_a_rate_of_its_own():
     }
     # torch 2.11 and later prefer it there
     assert rates["h200"] == rates["h100"] == rates["b200"] == "cuDNN, 0.75"
-    assert (
-        rates["a100"] == rates["rtx5090"] == "FlashAttention-2, 0.83"
-        and rates["mi300x"] == "FlashAttention-2, 0.44"
-    )
+    assert rates["a100"] == rates["rtx5090"] == "FlashAttention-2, 0.83"
+    assert rates["mi300x"] == "FlashAttention-2, 0.44"
 
 
 KEYS = ("h200", "h100", "b200", "a100", "rtx5090", "mi300x")
@@ -238,15 +236,11 @@ def test_an_optimizer_counts_the_same_in_both_and_without_waves_all_is_shorter(m
         == with_it.fp8.seconds - made.fp8.seconds
     )
     assert 1 < with_it.speedup < made.speedup
-    assert (
-        with_it.notes == ("with an optimizer that moves 14 bytes per parameter",)
-        and "optimizer" in with_it.summary()
-    )
+    assert with_it.notes == ("with an optimizer that moves 14 bytes per parameter",)
+    assert "optimizer" in with_it.summary()
     ideal = estimated(waves=False)
-    assert (
-        ideal.bf16.matmul_seconds < made.bf16.matmul_seconds
-        and ideal.fp8.matmul_seconds < made.fp8.matmul_seconds
-    )
+    assert ideal.bf16.matmul_seconds < made.bf16.matmul_seconds
+    assert ideal.fp8.matmul_seconds < made.fp8.matmul_seconds
     assert ideal.bf16.bytes == made.bf16.bytes and "without waves" in ideal.notes[0]
 
 

@@ -121,11 +121,8 @@ def test_it_warns_of_a_layer_that_leaves_its_band(caplog) -> None:
         with hooks.wrong_scale(model, "down.weight", "input", 2.0**10):
             optimizer.step()
     assert "out of range in FP8: down.weight: " in caplog.text and "saturate" in caplog.text
-    assert (
-        rows[0]["flag"] == "down.weight"
-        and rows[1]["name"] == "down.weight"
-        and rows[1]["compare"] == "layer"
-    )
+    assert rows[0]["flag"] == "down.weight" and rows[1]["name"] == "down.weight"
+    assert rows[1]["compare"] == "layer"
 
 
 def test_an_error_ends_the_comparisons_and_not_the_training(caplog) -> None:

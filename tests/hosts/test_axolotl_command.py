@@ -82,11 +82,8 @@ def test_two_steps_in_fp8(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     )
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     first, second = [row for row in state["log_history"] if "loss" in row]
-    assert (
-        first["fp8/matmuls"] == 21
-        and first["fp8/share"] == pytest.approx(5 / 6)
-        and first["fp8/gradient/amax"] > 0
-    )
+    assert first["fp8/matmuls"] == 21 and first["fp8/share"] == pytest.approx(5 / 6)
+    assert first["fp8/gradient/amax"] > 0
     assert 20 < second["fp8/input/sqnr"] < 50 and 0 < second["loss"] < first["loss"]
     names = vanilla(llama(), tmp_path / "vanilla")
     assert saved(tmp_path / "out") == saved(tmp_path / "out" / "checkpoint-2") == names

@@ -176,9 +176,5 @@ def test_scales_and_inverses_are_finite_and_positive(power_of_2, margin):
     for fp8_max in (240.0, 448.0, 57344.0):
         scale = scale_of(amaxes, fp8_max, margin, power_of_2)
         inverse = inverse_of(scale)
-        assert (
-            (scale >= least).all()
-            and scale.isfinite().all()
-            and (inverse > 0).all()
-            and inverse.isfinite().all()
-        )
+        assert (scale >= least).all() and scale.isfinite().all() and (inverse > 0).all()
+        assert inverse.isfinite().all()

@@ -180,10 +180,8 @@ def test_a_large_layer_becomes_fp8() -> None:
     assert 1.4 < bf16 / fp8 < 1.75
     assert all(record.break_even_m < 16384 for record in found.values())
     # us for 2 * 16384 * 16384 * 4096 FLOP at the sustained rates, and a little for waves and launches
-    assert (
-        found["up", "fprop"].bf16_us == pytest.approx(2783, rel=0.1)
-        and found["up", "fprop"].fp8_us < 0.7 * 2783
-    )
+    assert found["up", "fprop"].bf16_us == pytest.approx(2783, rel=0.1)
+    assert found["up", "fprop"].fp8_us < 0.7 * 2783
 
 
 @pytest.mark.slow

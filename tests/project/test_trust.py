@@ -48,10 +48,8 @@ def test_versions_and_licenses_agree() -> None:
     )
     citation = read(ROOT / "CITATION.cff")
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
-    assert (
-        citation["abstract"].rstrip(".") == project["description"]
-        and citation["version"] == fp8compile.__version__
-    )
+    assert citation["abstract"].rstrip(".") == project["description"]
+    assert citation["version"] == fp8compile.__version__
     assert f"## [{fp8compile.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 

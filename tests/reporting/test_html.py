@@ -280,10 +280,8 @@ def test_experts_are_one_box():
     names = ["gate", *(f"experts.{e}.{x}" for e in range(8) for x in ("up", "down")), "head"]
     edges = [e for i in range(8) for e in ((0, 1 + 2 * i), (1 + 2 * i, 2 + 2 * i), (2 + 2 * i, 17))]
     picture = drawn(names, edges)
-    assert (
-        labels(picture) == ["gate", "experts.0-7.up ×8", "experts.0-7.down ×8", "head"]
-        and len(picture.arrows) == 3
-    )
+    assert labels(picture) == ["gate", "experts.0-7.up ×8", "experts.0-7.down ×8", "head"]
+    assert len(picture.arrows) == 3
     names = [f"h.{b}.{x}" for b in range(2) for x in ("router", *(f"experts.{e}.fc" for e in range(3)))]
     edges = [e for b in (0, 4) for i in range(1, 4) for e in ((b, b + i), *([(i, 4)] if b else []))]
     assert ends(drawn(names, edges)) == [("h.0-1.router ×2", "h.0-1.experts.0-2.fc ×6", False)]
@@ -536,9 +534,7 @@ def test_nothing_overflows(browser, width):
         }).map(n => n.textContent) })()"""
     assert browser("document.querySelectorAll('svg.graph').length") == 2 and browser(beyond) == []
     # names are text, and run nothing
-    assert (
-        browser("document.title") == "fp8compile report: GPT, training"
-        and browser("document.images.length") == 0
-    )
+    assert browser("document.title") == "fp8compile report: GPT, training"
+    assert browser("document.images.length") == 0
     assert HOSTILE in browser.find(ROW % 9 + " .name").text
     assert browser.errors() == []

@@ -49,10 +49,8 @@ def expected(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[int, int]) -> None:
     tensors, (values, scales) = tensors_of(directory), expected(weight, block)
-    assert (
-        tensors[f"{name}.weight"].dtype == torch.float8_e4m3fn
-        and tensors[f"{name}.weight_scale"].dtype == torch.uint8
-    )
+    assert tensors[f"{name}.weight"].dtype == torch.float8_e4m3fn
+    assert tensors[f"{name}.weight_scale"].dtype == torch.uint8
     assert torch.equal(tensors[f"{name}.weight"].view(torch.uint8), values)
     assert tensors[f"{name}.weight_scale"].shape == (weight.shape[0], weight.shape[1] // 32)
     assert torch.equal(tensors[f"{name}.weight_scale"], scales)
@@ -133,10 +131,8 @@ def test_recipes_that_are_mixed(tmp_path: Path) -> None:
     groups = [(group["targets"], group["format"]) for group in config["config_groups"].values()]
     assert groups == [(["down"], "float-quantized"), (["up"], "mxfp8-quantized")]
     assert config["format"] == "mixed-precision"
-    assert (
-        tensors["up.weight_scale"].dtype == torch.uint8
-        and tensors["down.weight_scale"].dtype == torch.float32
-    )
+    assert tensors["up.weight_scale"].dtype == torch.uint8
+    assert tensors["down.weight_scale"].dtype == torch.float32
     assert_as_expected(made.directory, "up", model.up.weight, ROW_OF_32)
     row = Quantized(tensors["down.weight"], tensors["down.weight_scale"], (1, 0))
     assert torch.equal(row.exact(), quantize(model.down.weight, E4M3, (1, 0)).exact())
