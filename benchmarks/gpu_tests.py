@@ -33,20 +33,10 @@ import pytest
 from . import lines
 from .pool import ROOT
 
+BOTH = ("tests/codegen/test_scaled_mm.py", "tests/devices/test_catalog.py")
 FILES = {
-    "cuda": [
-        "-m",
-        "gpu",
-        "tests/backend/test_gpu.py",
-        "tests/codegen/test_scaled_mm.py",
-        "tests/devices/test_catalog.py",
-    ],
-    "cpu": [
-        "-k",
-        "emulation_is or calibrate_this",
-        "tests/codegen/test_scaled_mm.py",
-        "tests/devices/test_catalog.py",
-    ],
+    "cuda": ["-m", "gpu", "tests/backend/test_gpu.py", *BOTH],
+    "cpu": ["-k", "emulation_is or calibrate_this", *BOTH],
 }
 LINES, PART = "FP8COMPILE_TEST_LINES", "FP8COMPILE_TEST_PART"  # variables: the file of lines; "0/8"
 UNUSABLE = 77  # exit status of a process that the device no longer serves

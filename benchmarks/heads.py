@@ -149,269 +149,81 @@ def of_transformers(
 of_transformers("LlamaForCausalLM", "LlamaConfig", "lm_head", TOKENS, **DECODER)
 of_transformers("LlamaModel", "LlamaConfig", "", TOKENS, **DECODER)
 of_transformers("LlamaForSequenceClassification", "LlamaConfig", "score", TOKENS, num_labels=144, **DECODER)
-of_transformers(
-    "Gemma2ForCausalLM", "Gemma2Config", "lm_head", TOKENS, head_dim=32, tie_word_embeddings=False, **DECODER
-)
+of_transformers("Gemma2ForCausalLM", "Gemma2Config", "lm_head", TOKENS, head_dim=32,
+                tie_word_embeddings=False, **DECODER)
 of_transformers("Qwen3ForCausalLM", "Qwen3Config", "lm_head", TOKENS, head_dim=32, **DECODER)
 of_transformers("MixtralForCausalLM", "MixtralConfig", "lm_head", TOKENS, num_local_experts=4, **DECODER)
-of_transformers(
-    "GPT2LMHeadModel",
-    "GPT2Config",
-    "lm_head",
-    TOKENS,
-    n_embd=128,
-    n_layer=2,
-    n_head=4,
-    use_cache=False,
-    **TEXT,
-)
-of_transformers(
-    "GPT2Model", "GPT2Config", "", TOKENS, n_embd=128, n_layer=2, n_head=4, use_cache=False, **TEXT
-)
+of_transformers("GPT2LMHeadModel", "GPT2Config", "lm_head", TOKENS, n_embd=128, n_layer=2, n_head=4,
+                use_cache=False, **TEXT)
+of_transformers("GPT2Model", "GPT2Config", "", TOKENS, n_embd=128, n_layer=2, n_head=4, use_cache=False,
+                **TEXT)
 of_transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", "lm_head", TOKENS, use_cache=False, **SMALL, **TEXT)
 of_transformers("MambaForCausalLM", "MambaConfig", "lm_head", TOKENS, hidden_size=128, num_hidden_layers=2,
                 use_cache=False, **TEXT)
 of_transformers("BertModel", "BertConfig", "", TOKENS, **SMALL, **TEXT)
-of_transformers(
-    "BertForMaskedLM",
-    "BertConfig",
-    "cls.predictions.decoder",
-    TOKENS,
-    tie_word_embeddings=False,
-    **SMALL,
-    **TEXT,
-)
-of_transformers(
-    "BertForSequenceClassification", "BertConfig", "classifier", TOKENS, num_labels=144, **SMALL, **TEXT
-)
-of_transformers(
-    "BertForPreTraining",
-    "BertConfig",
-    "cls.predictions.decoder cls.seq_relationship",
-    TOKENS,
-    **SMALL,
-    **TEXT,
-)
+of_transformers("BertForMaskedLM", "BertConfig", "cls.predictions.decoder", TOKENS, tie_word_embeddings=False,
+                **SMALL, **TEXT)
+of_transformers("BertForSequenceClassification", "BertConfig", "classifier", TOKENS, num_labels=144, **SMALL,
+                **TEXT)
+of_transformers("BertForPreTraining", "BertConfig", "cls.predictions.decoder cls.seq_relationship", TOKENS,
+                **SMALL, **TEXT)
 of_transformers("BertForQuestionAnswering", "BertConfig", "qa_outputs", TOKENS, **SMALL, **TEXT)
-of_transformers(
-    "RobertaForSequenceClassification",
-    "RobertaConfig",
-    "classifier.out_proj",
-    TOKENS,
-    num_labels=144,
-    **SMALL,
-    **TEXT,
-)
-of_transformers(
-    "RobertaForMaskedLM",
-    "RobertaConfig",
-    "lm_head.decoder",
-    TOKENS,
-    tie_word_embeddings=False,
-    **SMALL,
-    **TEXT,
-)
-of_transformers(
-    "DistilBertForSequenceClassification",
-    "DistilBertConfig",
-    "classifier",
-    TOKENS,
-    num_labels=144,
-    dim=128,
-    n_layers=2,
-    n_heads=4,
-    hidden_dim=256,
-    vocab_size=WORDS,
-)
-of_transformers(
-    "ElectraForPreTraining",
-    "ElectraConfig",
-    "discriminator_predictions.dense_prediction",
-    TOKENS,
-    embedding_size=128,
-    **SMALL,
-    **TEXT,
-)
-of_transformers(
-    "T5ForConditionalGeneration",
-    "T5Config",
-    "lm_head",
-    BOTH,
-    d_model=128,
-    d_kv=32,
-    d_ff=256,
-    num_layers=2,
-    num_heads=4,
-    vocab_size=WORDS,
-    use_cache=False,
-    tie_word_embeddings=False,
-)
+of_transformers("RobertaForSequenceClassification", "RobertaConfig", "classifier.out_proj", TOKENS,
+                num_labels=144, **SMALL, **TEXT)
+of_transformers("RobertaForMaskedLM", "RobertaConfig", "lm_head.decoder", TOKENS, tie_word_embeddings=False,
+                **SMALL, **TEXT)
+of_transformers("DistilBertForSequenceClassification", "DistilBertConfig", "classifier", TOKENS,
+                num_labels=144, dim=128, n_layers=2, n_heads=4, hidden_dim=256, vocab_size=WORDS)
+of_transformers("ElectraForPreTraining", "ElectraConfig", "discriminator_predictions.dense_prediction",
+                TOKENS, embedding_size=128, **SMALL, **TEXT)
+of_transformers("T5ForConditionalGeneration", "T5Config", "lm_head", BOTH, d_model=128, d_kv=32, d_ff=256,
+                num_layers=2, num_heads=4, vocab_size=WORDS, use_cache=False, tie_word_embeddings=False)
 of_transformers("BartForConditionalGeneration", "BartConfig", "lm_head", BOTH, **BART, **TEXT)
 of_transformers("BartForSequenceClassification", "BartConfig", "classification_head.out_proj",
                 {"input_ids": lambda: torch.tensor([[5, 6, 7, 2]] * 2)}, num_labels=144, **BART, **TEXT)
-of_transformers(
-    "WhisperForConditionalGeneration",
-    "WhisperConfig",
-    "proj_out",
-    {"input_features": lambda: noise(2, 80, 64), "decoder_input_ids": words},
-    max_source_positions=32,
-    **BART,
-    **TEXT,
-    decoder_start_token_id=1,
-)
+of_transformers("WhisperForConditionalGeneration", "WhisperConfig", "proj_out",
+                {"input_features": lambda: noise(2, 80, 64), "decoder_input_ids": words},
+                max_source_positions=32, **BART, **TEXT, decoder_start_token_id=1)
 of_transformers("ViTForImageClassification", "ViTConfig", "classifier", PIXELS, num_labels=144, **VISION)
 of_transformers("ViTModel", "ViTConfig", "", PIXELS, **VISION)
-of_transformers(
-    "ViTMAEForPreTraining",
-    "ViTMAEConfig",
-    "decoder.decoder_pred",
-    PIXELS,
-    decoder_hidden_size=128,
-    decoder_num_hidden_layers=2,
-    decoder_num_attention_heads=4,
-    decoder_intermediate_size=256,
-    **VISION,
-)
-of_transformers(
-    "Dinov2ForImageClassification", "Dinov2Config", "classifier", PIXELS, num_labels=144, **VISION
-)
-of_transformers(
-    "CLIPVisionModelWithProjection",
-    "CLIPVisionConfig",
-    "visual_projection",
-    PIXELS,
-    projection_dim=128,
-    **VISION,
-)
-of_transformers(
-    "CLIPTextModelWithProjection",
-    "CLIPTextConfig",
-    "text_projection",
-    TOKENS,
-    projection_dim=160,
-    **SMALL,
-    **TEXT,
-)
-of_transformers(
-    "CLIPModel",
-    "CLIPConfig",
-    "visual_projection text_projection",
-    TOKENS | PIXELS,
-    projection_dim=160,
-    text_config=SMALL | TEXT,
-    vision_config=VISION,
-)
-of_transformers(
-    "SwinForImageClassification",
-    "SwinConfig",
-    "classifier",
-    PIXELS,
-    image_size=64,
-    patch_size=4,
-    embed_dim=32,
-    depths=[1, 1],
-    num_heads=[2, 4],
-    window_size=4,
-    num_labels=144,
-)
-of_transformers(
-    "SegformerForSemanticSegmentation",
-    "SegformerConfig",
-    "",
-    PIXELS,
-    depths=[1, 1],
-    num_encoder_blocks=2,
-    hidden_sizes=[32, 64],
-    num_attention_heads=[1, 2],
-    sr_ratios=[2, 1],
-    patch_sizes=[7, 3],
-    strides=[4, 2],
-    mlp_ratios=[4, 4],
-    decoder_hidden_size=128,
-)
-of_transformers(
-    "YolosForObjectDetection",
-    "YolosConfig",
-    "class_labels_classifier.layers.2 bbox_predictor.layers.2",
-    PIXELS,
-    num_labels=143,
-    **(VISION | dict(image_size=[64, 64], num_detection_tokens=16)),
-)
-of_transformers(
-    "Wav2Vec2ForCTC",
-    "Wav2Vec2Config",
-    "lm_head",
-    {"input_values": lambda: noise(2, 4000)},
-    mask_time_prob=0.0,
-    **CONV,
-    **SMALL,
-    **TEXT,
-)
-of_transformers(
-    "HubertModel",
-    "HubertConfig",
-    "",
-    {"input_values": lambda: noise(2, 4000)},
-    mask_time_prob=0.0,
-    **CONV,
-    **SMALL,
-    **TEXT,
-)
-of_transformers(
-    "ASTForAudioClassification",
-    "ASTConfig",
-    "classifier.dense",
-    {"input_values": lambda: noise(2, 64, 64)},
-    max_length=64,
-    num_mel_bins=64,
-    num_labels=144,
-    **SMALL,
-)
-of_transformers(
-    "MusicgenForCausalLM",
-    "MusicgenDecoderConfig",
-    "lm_heads.0 lm_heads.1",
-    {"input_ids": lambda: words(4, 8)},
-    num_codebooks=2,
-    ffn_dim=256,
-    **(TEXT | SMALL),
-    use_cache=False,
-)
-of_transformers(
-    "DecisionTransformerModel",
-    "DecisionTransformerConfig",
-    "predict_state predict_action.0 predict_return",
-    {
-        "states": lambda: noise(2, 8, 144),
-        "actions": lambda: noise(2, 8, 16),
-        "rewards": lambda: noise(2, 8, 1),
-        "returns_to_go": lambda: noise(2, 8, 1),
-        "timesteps": lambda: words(2, 8),
-    },
-    state_dim=144,
-    act_dim=16,
-    hidden_size=128,
-    n_layer=2,
-    n_head=4,
-    max_ep_len=64,
-    use_cache=False,
-)
-of_transformers(
-    "PatchTSTForPrediction",
-    "PatchTSTConfig",
-    "head.projection",
-    {"past_values": lambda: noise(2, 64, 3)},
-    context_length=64,
-    patch_length=8,
-    patch_stride=8,
-    d_model=128,
-    ffn_dim=256,
-    num_attention_heads=4,
-    num_hidden_layers=2,
-    prediction_length=160,
-    num_input_channels=3,
-    loss="mse",
-)
+of_transformers("ViTMAEForPreTraining", "ViTMAEConfig", "decoder.decoder_pred", PIXELS,
+                decoder_hidden_size=128, decoder_num_hidden_layers=2, decoder_num_attention_heads=4,
+                decoder_intermediate_size=256, **VISION)
+of_transformers("Dinov2ForImageClassification", "Dinov2Config", "classifier", PIXELS, num_labels=144,
+                **VISION)
+of_transformers("CLIPVisionModelWithProjection", "CLIPVisionConfig", "visual_projection", PIXELS,
+                projection_dim=128, **VISION)
+of_transformers("CLIPTextModelWithProjection", "CLIPTextConfig", "text_projection", TOKENS,
+                projection_dim=160, **SMALL, **TEXT)
+of_transformers("CLIPModel", "CLIPConfig", "visual_projection text_projection", TOKENS | PIXELS,
+                projection_dim=160, text_config=SMALL | TEXT, vision_config=VISION)
+of_transformers("SwinForImageClassification", "SwinConfig", "classifier", PIXELS, image_size=64, patch_size=4,
+                embed_dim=32, depths=[1, 1], num_heads=[2, 4], window_size=4, num_labels=144)
+of_transformers("SegformerForSemanticSegmentation", "SegformerConfig", "", PIXELS, depths=[1, 1],
+                num_encoder_blocks=2, hidden_sizes=[32, 64], num_attention_heads=[1, 2], sr_ratios=[2, 1],
+                patch_sizes=[7, 3], strides=[4, 2], mlp_ratios=[4, 4], decoder_hidden_size=128)
+of_transformers("YolosForObjectDetection", "YolosConfig",
+                "class_labels_classifier.layers.2 bbox_predictor.layers.2", PIXELS, num_labels=143,
+                **(VISION | dict(image_size=[64, 64], num_detection_tokens=16)))
+of_transformers("Wav2Vec2ForCTC", "Wav2Vec2Config", "lm_head", {"input_values": lambda: noise(2, 4000)},
+                mask_time_prob=0.0, **CONV, **SMALL, **TEXT)
+of_transformers("HubertModel", "HubertConfig", "", {"input_values": lambda: noise(2, 4000)},
+                mask_time_prob=0.0, **CONV, **SMALL, **TEXT)
+of_transformers("ASTForAudioClassification", "ASTConfig", "classifier.dense",
+                {"input_values": lambda: noise(2, 64, 64)}, max_length=64, num_mel_bins=64, num_labels=144,
+                **SMALL)
+of_transformers("MusicgenForCausalLM", "MusicgenDecoderConfig", "lm_heads.0 lm_heads.1",
+                {"input_ids": lambda: words(4, 8)}, num_codebooks=2, ffn_dim=256, **(TEXT | SMALL),
+                use_cache=False)
+of_transformers("DecisionTransformerModel", "DecisionTransformerConfig",
+                "predict_state predict_action.0 predict_return", {"states": lambda: noise(2, 8, 144),
+                "actions": lambda: noise(2, 8, 16), "rewards": lambda: noise(2, 8, 1),
+                "returns_to_go": lambda: noise(2, 8, 1), "timesteps": lambda: words(2, 8)}, state_dim=144,
+                act_dim=16, hidden_size=128, n_layer=2, n_head=4, max_ep_len=64, use_cache=False)
+of_transformers("PatchTSTForPrediction", "PatchTSTConfig", "head.projection",
+                {"past_values": lambda: noise(2, 64, 3)}, context_length=64, patch_length=8, patch_stride=8,
+                d_model=128, ffn_dim=256, num_attention_heads=4, num_hidden_layers=2, prediction_length=160,
+                num_input_channels=3, loss="mse")
 
 # -- diffusers --
 
@@ -432,149 +244,50 @@ def time_step() -> Tensor:
 IMAGE = {"hidden_states": lambda: noise(2, 4, 16, 16), "timestep": time_step}
 CAPTION = {"encoder_hidden_states": lambda: noise(2, 8, 128)}
 WIDE = dict(num_attention_heads=4, attention_head_dim=32, num_layers=2)
-of_diffusers(
-    "DiTTransformer2DModel",
-    "proj_out_2",
-    IMAGE | {"class_labels": time_step},
-    in_channels=4,
-    out_channels=8,
-    sample_size=16,
-    num_embeds_ada_norm=1000,
-    **WIDE,
-)
+of_diffusers("DiTTransformer2DModel", "proj_out_2", IMAGE | {"class_labels": time_step}, in_channels=4,
+             out_channels=8, sample_size=16, num_embeds_ada_norm=1000, **WIDE)
 of_diffusers("PixArtTransformer2DModel", "proj_out",
              IMAGE | CAPTION | {"added_cond_kwargs": lambda: {"resolution": None, "aspect_ratio": None}},
              in_channels=4, out_channels=8, sample_size=16, cross_attention_dim=128, caption_channels=128,
              use_additional_conditions=False, **WIDE)
-of_diffusers(
-    "SD3Transformer2DModel",
-    "proj_out",
-    IMAGE | CAPTION | {"pooled_projections": lambda: noise(2, 64)},
-    sample_size=16,
-    in_channels=4,
-    out_channels=4,
-    joint_attention_dim=128,
-    caption_projection_dim=128,
-    pooled_projection_dim=64,
-    **WIDE,
-)
-of_diffusers(
-    "FluxTransformer2DModel",
-    "proj_out",
-    {
-        "hidden_states": lambda: noise(2, 16, 64),
-        "encoder_hidden_states": lambda: noise(2, 8, 128),
-        "pooled_projections": lambda: noise(2, 64),
-        "timestep": lambda: noise(2),
-        "img_ids": lambda: noise(16, 3),
-        "txt_ids": lambda: noise(8, 3),
-    },
-    in_channels=64,
-    num_layers=1,
-    num_single_layers=1,
-    attention_head_dim=32,
-    num_attention_heads=4,
-    joint_attention_dim=128,
-    pooled_projection_dim=64,
-    guidance_embeds=False,
-    axes_dims_rope=(8, 12, 12),
-)
-of_diffusers(
-    "AuraFlowTransformer2DModel",
-    "proj_out",
-    IMAGE | CAPTION,
-    sample_size=16,
-    in_channels=4,
-    num_mmdit_layers=1,
-    num_single_dit_layers=1,
-    attention_head_dim=32,
-    num_attention_heads=4,
-    joint_attention_dim=128,
-    caption_projection_dim=128,
-    out_channels=4,
-    pos_embed_max_size=256,
-)
-of_diffusers(
-    "SanaTransformer2DModel",
-    "proj_out",
-    IMAGE | CAPTION,
-    in_channels=4,
-    out_channels=4,
-    num_attention_heads=4,
-    attention_head_dim=32,
-    num_layers=2,
-    num_cross_attention_heads=4,
-    cross_attention_head_dim=32,
-    cross_attention_dim=128,
-    caption_channels=128,
-    sample_size=16,
-)
-of_diffusers(
-    "CogVideoXTransformer3DModel",
-    "proj_out",
-    {"hidden_states": lambda: noise(2, 2, 4, 16, 16), "timestep": time_step, **CAPTION},
-    in_channels=4,
-    out_channels=4,
-    text_embed_dim=128,
-    max_text_seq_length=8,
-    sample_width=16,
-    sample_height=16,
-    sample_frames=5,
-    time_embed_dim=64,
-    **WIDE,
-)
-of_diffusers(
-    "PriorTransformer",
-    "proj_to_clip_embeddings",
-    {
-        "hidden_states": lambda: noise(2, 160),
-        "timestep": time_step,
-        "proj_embedding": lambda: noise(2, 160),
-        "encoder_hidden_states": lambda: noise(2, 8, 160),
-    },
-    embedding_dim=160,
-    num_embeddings=8,
-    additional_embeddings=4,
-    **WIDE,
-)
-of_diffusers(
-    "UNet2DConditionModel",
-    "",
-    {"sample": lambda: noise(2, 4, 16, 16), "timestep": time_step, **CAPTION},
-    sample_size=16,
-    layers_per_block=1,
-    block_out_channels=(64, 128),
-    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    cross_attention_dim=128,
-    attention_head_dim=4,
-    use_linear_projection=True,
-)
+of_diffusers("SD3Transformer2DModel", "proj_out",
+             IMAGE | CAPTION | {"pooled_projections": lambda: noise(2, 64)}, sample_size=16, in_channels=4,
+             out_channels=4, joint_attention_dim=128, caption_projection_dim=128, pooled_projection_dim=64,
+             **WIDE)
+of_diffusers("FluxTransformer2DModel", "proj_out", {"hidden_states": lambda: noise(2, 16, 64),
+             "encoder_hidden_states": lambda: noise(2, 8, 128), "pooled_projections": lambda: noise(2, 64),
+             "timestep": lambda: noise(2), "img_ids": lambda: noise(16, 3), "txt_ids": lambda: noise(8, 3)},
+             in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=4,
+             joint_attention_dim=128, pooled_projection_dim=64, guidance_embeds=False,
+             axes_dims_rope=(8, 12, 12))
+of_diffusers("AuraFlowTransformer2DModel", "proj_out", IMAGE | CAPTION, sample_size=16, in_channels=4,
+             num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=32, num_attention_heads=4,
+             joint_attention_dim=128, caption_projection_dim=128, out_channels=4, pos_embed_max_size=256)
+of_diffusers("SanaTransformer2DModel", "proj_out", IMAGE | CAPTION, in_channels=4, out_channels=4,
+             num_attention_heads=4, attention_head_dim=32, num_layers=2, num_cross_attention_heads=4,
+             cross_attention_head_dim=32, cross_attention_dim=128, caption_channels=128, sample_size=16)
+of_diffusers("CogVideoXTransformer3DModel", "proj_out",
+             {"hidden_states": lambda: noise(2, 2, 4, 16, 16), "timestep": time_step, **CAPTION},
+             in_channels=4, out_channels=4, text_embed_dim=128, max_text_seq_length=8, sample_width=16,
+             sample_height=16, sample_frames=5, time_embed_dim=64, **WIDE)
+of_diffusers("PriorTransformer", "proj_to_clip_embeddings", {"hidden_states": lambda: noise(2, 160),
+             "timestep": time_step, "proj_embedding": lambda: noise(2, 160),
+             "encoder_hidden_states": lambda: noise(2, 8, 160)}, embedding_dim=160, num_embeddings=8,
+             additional_embeddings=4, **WIDE)
+of_diffusers("UNet2DConditionModel", "",
+             {"sample": lambda: noise(2, 4, 16, 16), "timestep": time_step, **CAPTION}, sample_size=16,
+             layers_per_block=1, block_out_channels=(64, 128),
+             down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=128,
+             attention_head_dim=4, use_linear_projection=True)
 of_diffusers("AutoencoderKL", "", {"sample": lambda: noise(2, 3, 32, 32)}, block_out_channels=(32, 128),
              down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
-of_diffusers(
-    "UVit2DModel",
-    "",
-    {
-        "input_ids": lambda: words(2, 8, 8),
-        "encoder_hidden_states": lambda: noise(2, 8, 128),
-        "pooled_text_emb": lambda: noise(2, 64),
-        "micro_conds": lambda: noise(2, 5),
-    },
-    hidden_size=128,
-    cond_embed_dim=64,
-    micro_cond_encode_dim=16,
-    micro_cond_embed_dim=80,
-    encoder_hidden_size=128,
-    vocab_size=WORDS,
-    codebook_size=WORDS - 8,
-    in_channels=128,
-    block_out_channels=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    sample_size=8,
-    intermediate_size=256,
-)
+of_diffusers("UVit2DModel", "", {"input_ids": lambda: words(2, 8, 8),
+             "encoder_hidden_states": lambda: noise(2, 8, 128), "pooled_text_emb": lambda: noise(2, 64),
+             "micro_conds": lambda: noise(2, 5)}, hidden_size=128, cond_embed_dim=64,
+             micro_cond_encode_dim=16, micro_cond_embed_dim=80, encoder_hidden_size=128, vocab_size=WORDS,
+             codebook_size=WORDS - 8, in_channels=128, block_out_channels=128, num_hidden_layers=2,
+             num_attention_heads=4, sample_size=8, intermediate_size=256)
 
 # -- x-transformers --
 
@@ -607,39 +320,15 @@ of_x("decoder, sandwich norm", "to_logits", lambda x: text(x, sandwich_norm=True
 of_x("decoder, post-norm", "to_logits", lambda x: text(x, pre_norm=False))
 of_x("decoder, residual gates", "to_logits", lambda x: text(x, gate_residual=True))
 of_x("encoder alone", "", lambda x: layers(x, "Encoder"), x=lambda: noise(2, 16, 128))
-of_x(
-    "ViT",
-    "mlp_head",
-    lambda x: x.ViTransformerWrapper(
-        image_size=64, patch_size=16, num_classes=144, attn_layers=layers(x, "Encoder")
-    ),
-    img=lambda: noise(2, 3, 64, 64),
-)
+of_x("ViT", "mlp_head", lambda x: x.ViTransformerWrapper(image_size=64, patch_size=16, num_classes=144,
+     attn_layers=layers(x, "Encoder")), img=lambda: noise(2, 3, 64, 64))
 of_x("ViT without classes", "", lambda x: x.ViTransformerWrapper(image_size=64, patch_size=16,
      attn_layers=layers(x, "Encoder")), img=lambda: noise(2, 3, 64, 64))
-of_x(
-    "continuous",
-    "project_out",
-    lambda x: x.ContinuousTransformerWrapper(dim_in=144, dim_out=144, max_seq_len=32, attn_layers=layers(x)),
-    x=lambda: noise(2, 16, 144),
-)
-of_x(
-    "encoder-decoder",
-    "decoder.net.to_logits",
-    lambda x: x.XTransformer(
-        dim=128,
-        enc_num_tokens=WORDS,
-        enc_depth=2,
-        enc_heads=4,
-        enc_max_seq_len=32,
-        dec_num_tokens=WORDS,
-        dec_depth=2,
-        dec_heads=4,
-        dec_max_seq_len=32,
-    ),
-    src=words,
-    tgt=words,
-)
+of_x("continuous", "project_out", lambda x: x.ContinuousTransformerWrapper(dim_in=144, dim_out=144,
+     max_seq_len=32, attn_layers=layers(x)), x=lambda: noise(2, 16, 144))
+of_x("encoder-decoder", "decoder.net.to_logits", lambda x: x.XTransformer(dim=128, enc_num_tokens=WORDS,
+     enc_depth=2, enc_heads=4, enc_max_seq_len=32, dec_num_tokens=WORDS, dec_depth=2, dec_heads=4,
+     dec_max_seq_len=32), src=words, tgt=words)
 of_x("autoregressive, loss in the graph", "net.to_logits", lambda x: x.AutoregressiveWrapper(text(x)))
 
 # -- the study --

@@ -114,14 +114,8 @@ def run_demo(folder: Path, name: str, *flags: str, processes: int = 1) -> tuple[
     start = [sys.executable]
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [
-        *start,
-        str(ROOT / "tests/support/demo.py"),
-        str(folder / name),
-        "--out",
-        str(folder / f"{name}-out"),
-        *flags,
-    ]
+    command = [*start, str(ROOT / "tests/support/demo.py"), str(folder / name)]
+    command += ["--out", str(folder / f"{name}-out"), *flags]
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",

@@ -285,14 +285,8 @@ def gathered(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 PHASES = {"H": "bf16", "F": "fp8", "S": None}
-WRAPPERS = (
-    "_orig_mod.",
-    "_checkpoint_wrapped_module.",
-    "_fsdp_wrapped_module.",
-    "module.",
-    "parametrizations.",
-    ".original",
-)
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
+WRAPPERS += ("parametrizations.", ".original")
 
 
 def averaged(gradient: Tensor, mesh: tuple[int, ...]) -> Tensor:

@@ -45,19 +45,10 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NOT_RUN = re.compile(r"<!-- Not run by a test of this page: \w+")
 COMPLETE = ("index.md", "tutorial.md", "how-to")  # pages whose code needs no names from here
 COMPILED = ("README.md", "docs/index.md")  # also run as users run them, through Inductor
-COSTLY = (  # each takes seconds to compile: slow
-    *(
-        "docs/estimates.md",
-        "docs/export.md",
-        "docs/compare.md",
-        "docs/telemetry.md",
-        "docs/how-to/accumulate.md",
-    ),
-    *(
-        f"docs/how-to/{name}.md"
-        for name in ("bf16-first", "lora", "nan", "not-faster", "resume", "save-memory")
-    ),
-)
+# each takes seconds to compile: slow
+COSTLY = tuple(f"docs/{name}.md" for name in ("estimates", "export", "compare", "telemetry"))
+HOW_TO = ("accumulate", "bf16-first", "lora", "nan", "not-faster", "resume", "save-memory")
+COSTLY += tuple(f"docs/how-to/{name}.md" for name in HOW_TO)
 
 
 @dataclass(frozen=True)
