@@ -1,7 +1,7 @@
 """What the documentation site needs beside docs/: the pages at the root, and the files that pages link to.
 
-Pages link as a repository host wants it: `../examples/train_gpt.py` from docs/, `docs/state.md` from
-CONTRIBUTING.md. In the site
+Pages link as repository hosts want it: `../examples/train_gpt.py` from docs/, `docs/state.md` from the root.
+In the site
 
 * CONTRIBUTING.md and CHANGELOG.md are pages, and README.md is index.md, which says the same,
 * a Markdown file outside of docs/ is a page, `source/notes/log.md`,

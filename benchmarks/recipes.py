@@ -101,7 +101,7 @@ ARMS.update(dict.fromkeys(NOISE))
 # by noise
 TUNED = {f"tuned-{budget}": f"benchmarks/tuned-{budget}.toml" for budget in ("0.1%", "0.2%", "demo-0.2%")}
 ARMS.update({arm: {"policy": path} for arm, path in TUNED.items()})
-# %; the others: 0.5
+# in %; for all others, 0.5
 GOALS = {"rowwise": 0.2, "blockwise": 0.2, **{arm: 0.2 for arm in ARMS if arm.endswith((OPTIM, WIRE))}}
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LATE = 5  # evaluations whose mean is the late loss

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 
 class Experts(nn.Module):
-    """Two linears with a GELU between them for each expert, as stacks of matrices: [rows, width] -> [rows,
-    width].
+    """Two linears with a GELU between them for each expert, as stacks of matrices, on [rows, width].
 
     `ends` are the ends of each expert's rows. The weights are multiplied in the dtype of autocast, which has
     no rule for `grouped_mm`.

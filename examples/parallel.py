@@ -145,23 +145,23 @@ def start(
     if kind is None:
         if count > 1:
             error(
-                f"torchrun started {count} processes: say how they share the work, --parallel "
-                f"{'|'.join(KINDS)}"
+                f"torchrun started {count} processes: say how they share the work, "
+                f"--parallel {'|'.join(KINDS)}"
             )
         return Processes()
     if count == 0:
         error(f"--parallel {kind} needs torchrun: {START} {kind}")
     if count == 1:
         error(
-            f"--parallel {kind} on one process has nothing to share: leave it out, or "
-            f"start more: {START} {kind}"
+            f"--parallel {kind} on one process has nothing to share: "
+            f"leave it out, or start more: {START} {kind}"
         )
     if kind == "tp" and heads % count:
         error(f"--parallel tp: {count} processes cannot divide {heads} heads equally")
     if kind != "tp" and batch_size % count:
         error(
-            f"--parallel {kind}: {count} processes cannot divide a batch of {batch_size} equally; give "
-            "another --batch-size"
+            f"--parallel {kind}: {count} processes cannot divide a batch of {batch_size} equally; "
+            "give another --batch-size"
         )
     if device == "cuda":
         here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", count)), torch.cuda.device_count()

@@ -567,10 +567,10 @@ def main(argv: list[str] | None = None) -> None:
             f"GPT {args.config}: {config.layers} layers, {config.width} wide, context {config.context}, "
             f"{f'{config.experts} experts, ' if config.experts else ''}"
             f"{parameters / 1e6:.1f}M parameters\n"
-            f"{len(text):,} bytes of text; {steps} steps of {batch_size * config.context} "
-            f"tokens on {args.device}\n"
-            f"both runs: float32 weights, bf16 autocast, seed {args.seed}{processes.note}; the FP8 run: "
-            f"{args.recipe} scaling",
+            f"{len(text):,} bytes of text; "
+            f"{steps} steps of {batch_size * config.context} tokens on {args.device}\n"
+            f"both runs: float32 weights, bf16 autocast, seed {args.seed}{processes.note}; "
+            f"the FP8 run: {args.recipe} scaling",
             flush=True,
         )
     settings = dict(
@@ -591,15 +591,17 @@ def main(argv: list[str] | None = None) -> None:
             reload(checkpoint, config, args.device), val_text, config, batch_size, args.device
         )
         print(f"loss curves: {args.out / 'losses.png'}")
-        print(f"{checkpoint}, loaded with strict=True into an uncompiled model: "
-f"validation loss {reloaded:.4f} "
-              f"(compiled: {fp8.val_loss:.4f})")  # fmt: skip
+        print(
+            f"{checkpoint}, loaded with strict=True into an uncompiled model: "
+            f"validation loss {reloaded:.4f} (compiled: {fp8.val_loss:.4f})"
+        )
         if args.device == "cpu":
-            print("\nFP8 on a CPU is an emulation, and slower: values are rounded to FP8 and "
-"multiplied in a wider format.\n"
-                  "On a GPU with FP8 tensor cores large matmuls gain. A step on an H200, "
-"estimated and not measured:",
-                  flush=True)  # fmt: skip
+            print(
+                "\nFP8 on a CPU is an emulation, and slower: values are rounded to FP8 and multiplied in a "
+                "wider format.\nOn a GPU with FP8 tensor cores large matmuls gain. A step on an H200, "
+                "estimated and not measured:",
+                flush=True,
+            )
             sizes = {args.config: batch_size}
             sizes.setdefault("gpt2-124m", CONFIGS["gpt2-124m"].batch_size)
             for name, sequences in sizes.items():

@@ -160,8 +160,8 @@ def environment_of(process: Path) -> str:
 PARTS = {
     "raises": "raise ValueError('this part is broken')",
     "deaf": (
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nfor i in range(999):\n    say(i)\n    "
-        "time.sleep(0.05)"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "for i in range(999):\n    say(i)\n    time.sleep(0.05)"
     ),
     "endless": "for i in range(999):\n    say(i)\n    time.sleep(0.05)",
     "good": "say(1)\nprint('done', '--budget' in sys.argv)",

@@ -37,10 +37,8 @@ OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 def ptx(name: str, target: str, by_ptx: bool) -> str:
     dtype, pointer = FORMATS[name]
     cast = converted("tl.load(x + i)", dtype, by_ptx)
-    source = (
-        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef casts(x, y, BLOCK: "
-        "tl.constexpr):\n"
-    )
+    source = "import triton\nimport triton.language as tl\n\n\n"
+    source += "@triton.jit\ndef casts(x, y, BLOCK: tl.constexpr):\n"
     source += f"    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n    tl.store(y + i, {cast})\n"
     function = compat.triton.load_kernel("casts", source)
     return compile_function(
