@@ -254,8 +254,7 @@ def scheduled(given: dict[str, int], **more: Any) -> dict[str, Any]:
 
 FOREACH, FUSED = {"foreach": True}, {"fused": True}
 ALL_GATHERS = {
-    # evaluations, writes by hand, loaded weights, also after a forward that has no backward; other tensors of
-    # shards
+    # evaluations, writes by hand, loaded weights, also after a forward without a backward; other shards
     "gathered": gathered("fbs fbsw fbs l fxl e fbs A efeb fbs M efeb Gfb Gefb fbs", reported, adam=FOREACH),
     "gathered, kept": gathered(
         "fbs fbs fx efeb fbs", partly(""), options=CURRENT_WEIGHTS, dtype=torch.float32, reshard=False,

@@ -236,8 +236,7 @@ def test_microscaling_of_zeros_infinities_and_nan() -> None:
     assert raw(scale).flatten().tolist() == [0, 254, 255, 0]
     assert expected.float()[1, 3] == 448.0 and expected.float()[2].isnan().all()
     assert not expected[3].float().any()  # an amax under 448 * 2^-127 is lost
-    # ours: 1 for all three, and only the value itself is lost; the scales of the smallest amaxes use all of
-    # E8M0's range
+    # ours: 1 for all three, and only the value itself is lost; the smallest amaxes use all of E8M0's range
     assert got_inv.flatten().tolist() == [1.0, 1.0, 1.0, 2.0**-127]
     for row in (1, 2):
         assert got.float()[row, 3].isnan() and (got.float()[row].nan_to_num(1.0) == 1.0).all()

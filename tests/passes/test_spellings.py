@@ -31,8 +31,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 TRAINED = ("fprop", "dgrad", "wgrad")
 FROZEN = ("fprop", "dgrad")
-# dB, of outputs and gradients against high precision; FP8 noise through two layers stays above it, errors do
-# not
+# dB, of outputs and gradients against high precision: FP8 noise through two layers is above, errors are not
 FLOOR = 17.0
 
 
