@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ast
 import hashlib
 import re
 from pathlib import Path
@@ -22,6 +23,11 @@ Made = dict[str, Sections]  # by file
 EXPECTED, HEAD = Path(__file__).parent / "expected", "== "
 SOURCE = re.compile(r"async_compile\.triton\('(fp8_\w+)', '''.*?\n(@triton\.jit.*?)'''", re.DOTALL)
 TAGS = ("recompute", "partitioner_tag")
+
+
+def plain(source: str) -> str:
+    """Code without comments, laid out alike."""
+    return ast.unparse(ast.parse(source))
 
 
 def digest(*data: Any) -> str:
@@ -120,7 +126,7 @@ def of_step(step: Step) -> list[str]:
     lines = []
     for graph in step.graphs:
         lines.append(f"{'backward' if graph.backward else 'forward'}: keeps {graph.kept_for_backward} bytes")
-        lines += sorted(f"{name} {digest(source)}" for name, source in SOURCE.findall(graph.code))
+        lines += sorted(f"{name} {digest(plain(source))}" for name, source in SOURCE.findall(graph.code))
         for m in filter(None, (launch.matmul for launch in graph.kernels)):
             sides = (
                 f"{x.dtype} {list(x.shape)} by {list(x.stride)}".removeprefix("torch.")
