@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import ast
+import difflib
 import hashlib
 import re
 from pathlib import Path
