@@ -1,5 +1,4 @@
-"""All-gathers of a graph: which tensor of which rank a gathered tensor is made of, with what is done to its
-layout.
+"""All-gathers of a graph: the tensor of each rank that makes up a gathered one, and the steps to its layout.
 
     ag = all_gather_into_tensor(local [2, 8, 128], 4, group); wait = wait_tensor(ag)     [8, 8, 128]
     parts = split(wait, 2); whole = cat([parts[0], .., parts[3]], 1)                     [2, 32, 128]
@@ -77,9 +76,8 @@ def all_gather_of(node: Node) -> AllGather | None:
 
 
 def _direct(node: Node) -> AllGather | None:
-    if not call_function(node, compat.process_groups.WAIT) or not call_function(
-        arg(node, 0), compat.process_groups.ALL_GATHER
-    ):
+    waits = call_function(node, compat.process_groups.WAIT)
+    if not waits or not call_function(arg(node, 0), compat.process_groups.ALL_GATHER):
         return None
     return AllGather(arg(node, 0), (node,), 0)
 
@@ -92,13 +90,10 @@ def _cat(node: Node) -> AllGather | None:
     cut = parts[0]
     if call_function(cut, (operator.getitem,)):
         whole = arg(cut, 0)
-        ordered = all(
-            call_function(x, (operator.getitem,)) and x.args == (whole, i) for i, x in enumerate(parts)
-        )
+        ordered = all(x.target is operator.getitem and x.args == (whole, i) for i, x in enumerate(parts))
         steps = (whole, *parts)
-        known = (
-            call_function(whole, (aten.split.Tensor, aten.split_with_sizes.default)) and _dim(whole, 2) == 0
-        )
+        splits = (aten.split.Tensor, aten.split_with_sizes.default)
+        known = call_function(whole, splits) and _dim(whole, 2) == 0
     else:
         ordered, steps, known = _slices(parts), tuple(parts), True
         whole = cut
@@ -117,11 +112,8 @@ def _slices(parts: list[Node]) -> bool:
     """Are these slices of one tensor along dimension 0, one after the other?"""
     start = 0
     for part in parts:
-        if (
-            not call_function(part, (aten.slice.Tensor,))
-            or arg(part, 0) is not arg(parts[0], 0)
-            or _dim(part, 1) != 0
-        ):
+        alike = call_function(part, (aten.slice.Tensor,)) and arg(part, 0) is arg(parts[0], 0)
+        if not alike or _dim(part, 1) != 0:
             return False
         first, rows = (part.args[2] if len(part.args) > 2 else 0), value(part).shape[0]
         if len(part.args) > 4 or not isinstance(rows, int) or not same_size(first, start):

@@ -96,18 +96,12 @@ class FrozenWeight(GatheredWeight):
             return first.like(first.data_.clone(), first.inv_.clone())
         if isinstance(first, FrozenWeight) and func is aten.copy_.default:
             return first._take(args[1])
-        given = {x.name: value for x, value in zip(func._schema.arguments, args, strict=False)} | (
-            kwargs or {}
-        )
-        written = [
-            given.get(x.name)
-            for x in func._schema.arguments
-            if x.alias_info is not None and x.alias_info.is_write
-        ]
+        arguments = func._schema.arguments
+        given = {x.name: value for x, value in zip(arguments, args, strict=False)} | (kwargs or {})
+        written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
         if any(isinstance(x, FrozenWeight) for x in pytree.tree_leaves(written)):
-            raise Fp8CompileError(
-                f"{func} would write to a weight that is kept in FP8 only (frozen='fp8'): {FIX}"
-            )
+            what = f"{func} would write to a weight that is kept in FP8 only (frozen='fp8')"
+            raise Fp8CompileError(f"{what}: {FIX}")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -122,9 +116,8 @@ def _set_data(weight: FrozenWeight, values: Tensor) -> None:
     let through: `Module.to` writes back what it has read."""
     alike = (values.shape, values.dtype, values.device) == (weight.shape, weight.dtype, weight.device)
     if not alike or isinstance(values, FrozenWeight) or not torch.equal(values, weight.dequantized()):
-        raise Fp8CompileError(
-            f"other values, dtype or device for a weight that is kept in FP8 only (frozen='fp8'): {FIX}"
-        )
+        what = "other values, dtype or device for a weight that is kept in FP8 only (frozen='fp8')"
+        raise Fp8CompileError(f"{what}: {FIX}")
 
 
 _REQUIRES_GRAD: Any = Tensor.requires_grad

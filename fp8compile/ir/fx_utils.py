@@ -1,5 +1,4 @@
-"""Small, total helpers on FX graphs: insert nodes that know their value, and see through views to a tensor's
-base."""
+"""Small, total helpers on FX graphs: insert nodes that know their value, and look through views."""
 
 from __future__ import annotations
 
@@ -24,14 +23,8 @@ CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 VIEWS: tuple = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints)
 VIEWS += (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 PERMUTES = (aten.permute.default, aten.t.default, aten.transpose.int)
-SLICES: tuple = (
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.narrow.default,
-    aten.select.int,
-)
-SLICES += (aten.unbind.int, aten.chunk.default)
+SLICES: tuple = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.narrow.default)
+SLICES += (aten.select.int, aten.unbind.int, aten.chunk.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 # no storage of their own
 ALIASES = (*VIEWS, *PERMUTES, *SAME, *SLICES, aten.expand.default, operator.getitem)
@@ -44,8 +37,7 @@ def value(node: Node) -> torch.Tensor:
 
 
 def become(placeholder: Node, like: torch.Tensor) -> None:
-    """Give an input of a graph, which nothing reads yet, the dtype, the sizes and the strides of another fake
-    tensor."""
+    """Give a graph's input, which nothing reads yet, the dtype, sizes and strides of another fake tensor."""
     placeholder.meta["val"] = like.new_empty_strided(like.shape, like.stride())
     placeholder.meta.pop("tensor_meta", None)
 
@@ -85,8 +77,7 @@ def same_shape(a, b) -> bool:
 
 
 def view_sizes(rows, columns) -> list:
-    """The sizes to view a tensor as a matrix by: one of them is left to torch, which no symbol then has to
-    name."""
+    """The sizes to view a tensor as a matrix. One is left to torch: then no symbol has to name it."""
     return [-1, columns] if isinstance(columns, int) and columns else [rows, -1]
 
 
@@ -127,9 +118,8 @@ class Emitter:
     behind.
     """
 
-    KEEP = (
-        "stack_trace nn_module_stack fwd_nn_module_stack seq_nr partitioner_tag recompute ac_graph_id custom"
-    ).split()
+    KEEP = "stack_trace nn_module_stack fwd_nn_module_stack seq_nr partitioner_tag recompute".split()
+    KEEP += ["ac_graph_id", "custom"]
 
     def __init__(self, graph: Graph, anchor: Node, like: Node, **meta: Any):
         self.graph, self.anchor, self.value = graph, anchor, like.meta.get("val")
@@ -138,9 +128,8 @@ class Emitter:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         real_args, real_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = fake_mode_of(
-            self.value if isinstance(self.value, compat.FakeTensor) else (real_args, real_kwargs, self.value)
-        )
+        is_fake = isinstance(self.value, compat.FakeTensor)
+        mode = fake_mode_of(self.value if is_fake else (real_args, real_kwargs, self.value))
         # without the dispatcher where it can be, because a deep model has thousands of these nodes
         with mode:
             result = fakes.get(target, target)(*real_args, **real_kwargs)
@@ -173,9 +162,8 @@ def restride(graph: Graph, node: Node) -> None:
         try:
             made = evaluated(user)
         except (RuntimeError, ValueError):
-            dense = Emitter(graph, user, user)(
-                aten.clone.default, node, memory_format=torch.contiguous_format
-            )
+            emit = Emitter(graph, user, user)
+            dense = emit(aten.clone.default, node, memory_format=torch.contiguous_format)
             user.replace_input_with(node, dense)
             made = evaluated(user)
         user.meta["val"] = made
@@ -191,8 +179,7 @@ class Ranks:
         self.of = {node: i for i, node in enumerate(graph.nodes)}
 
     def add(self, node: Node) -> None:
-        """Take in a new node, which may stand before its inputs in the graph, and which other nodes read
-        already."""
+        """Take in a new node, which other nodes read already, and which may stand before its inputs."""
         raised = [(node, max((self.of[x] for x in node.all_input_nodes), default=0))]
         while raised:
             node, rank = raised.pop()
@@ -203,10 +190,8 @@ class Ranks:
     def reach(self, starts: Iterable[Node], targets: set[Node]) -> bool:
         """Does anything in `starts` depend on anything in `targets`?"""
         least = min((self.of[x] for x in targets), default=0)
-        return any(
-            x in targets
-            for x in reached(starts, lambda x: (y for y in x.all_input_nodes if self.of[y] >= least))
-        )
+        sources = reached(starts, lambda x: (y for y in x.all_input_nodes if self.of[y] >= least))
+        return any(x in targets for x in sources)
 
 
 @dataclass(frozen=True)
@@ -249,9 +234,8 @@ def peel(operand: Node, more: tuple = (), stack: bool = False) -> Matrix:
             if swaps:
                 flipped, rows, columns = not flipped, columns, rows
         elif stack and call_function(node, VIEWS):
-            if not any(
-                same_shape(value(source).shape, x) for x in ((count, rows, columns), (count * rows, columns))
-            ):
+            shapes = (count, rows, columns), (count * rows, columns)
+            if not any(same_shape(value(source).shape, x) for x in shapes):
                 break
         node = source
     return Matrix(node, (count * rows, columns), flipped, count)
@@ -270,8 +254,7 @@ def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]])
 
 
 def readers(node: Node, through: tuple) -> Iterator[Node]:
-    """The nodes that read a tensor, directly or after operators `through` which one looks; these are among
-    them."""
+    """The nodes that read a tensor, directly or after operators `through` which one looks, and these."""
     found = reached([node], lambda x: x.users if x is node or call_function(x, through) else ())
     return itertools.islice(found, 1, None)
 
@@ -284,8 +267,7 @@ def behind(node: Node, targets: tuple) -> Node:
 
 
 def root(node: Node) -> Node:
-    """The tensor from which views, permutations, casts, expansions and clones, in any order, made this
-    one."""
+    """The tensor from which views, permutations, casts, expansions and clones made this one."""
     return behind(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.expand.default, aten.clone.default))
 
 
@@ -293,11 +275,8 @@ def _swaps(node: Node, shape: tuple) -> bool | None:
     """For a permutation whose result is read as the matrix `shape`: does it swap the rows and columns of its
     source (True), leave them as they were (False), or neither (None)? Dimensions of size 1 do not count."""
     order, result = order_of(node), value(node).shape
-    if (
-        order[-2:] == [len(order) - 1, len(order) - 2]
-        and same_shape(result[-2:], shape)
-        and all(map(_is_one, result[:-2]))
-    ):
+    turned = order[-2:] == [len(order) - 1, len(order) - 2] and all(map(_is_one, result[:-2]))
+    if turned and same_shape(result[-2:], shape):
         return True  # also where one of the two is a single row
     kept = [d for d in order if not _is_one(value(arg(node, 0)).shape[d])]
     ranked = sorted(kept)
@@ -325,9 +304,9 @@ def order_of(node: Node) -> list[int]:
     if call_function(node, (aten.permute.default,)):
         return [int(d) % rank for d in arg(node, 1)]
     if rank >= 2:
-        one, other = (
-            (-2, -1) if call_function(node, (aten.t.default,)) else (int(arg(node, 1)), int(arg(node, 2)))
-        )
+        one, other = -2, -1
+        if not call_function(node, (aten.t.default,)):
+            one, other = int(arg(node, 1)), int(arg(node, 2))
         order[one], order[other] = order[other], order[one]
     return order
 

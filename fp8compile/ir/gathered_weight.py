@@ -88,7 +88,6 @@ def same(func: Any, weight: GatheredWeight, args: Sequence[Any]) -> bool:
     """Does an operator give the same tensor again?"""
     if func in (aten.detach.default, aten.alias.default):
         return True
-    whole = (
-        func is aten.as_strided.default and [*args[1]] == [*weight.shape] and [*args[2]] == [*weight.stride()]
-    )
-    return whole and not any(args[3:])
+    if func is not aten.as_strided.default or [*args[1]] != [*weight.shape]:
+        return False
+    return [*args[2]] == [*weight.stride()] and not any(args[3:])

@@ -5,11 +5,9 @@ experts' rows in x `[M, K]`: expert e has the rows from offs[e - 1] (0 before th
 groups are data, known on the device alone; M and E are known when a graph is compiled. Rows from offs[-1] on
 belong to no expert.
 
-    group_order(offs, M, align)             rows [P], ends [E], groups [P / align], int32: the padded order,
-                                            see below
+    group_order(offs, M, align)             the padded order: rows [P], ends [E], groups [P / align], int32
     group_amax(x, offs, rows, groups)       [M, C] -> [E, C]: the amax of each column in each group
-    of_groups(scale, groups)                [E, C] -> [C, P / align]: these scales, one for `align` rows of
-                                            the padded order
+    of_groups(scale, groups)                [E, C] -> [C, P / align]: these scales, one for each `align` rows
     grouped_mm(a, b, a_inv, b_inv, offs, ...)
 
 A wgrad contracts over the rows of each group, and tensor cores take a multiple of 16 of them. So the
@@ -43,8 +41,7 @@ ALIGN = 16  # rows; tensor cores contract over multiples of it
 
 
 def taken(x: Tensor, index: Tensor) -> Tensor:
-    """x[index], along the first dimension. (Subscripts access the device, which may be a described GPU that
-    is not there.)"""
+    """x[index], by rows. (Subscripts access the device, which may be a described GPU that is not there.)"""
     return torch.ops.aten.index.Tensor(x, [index])
 
 
@@ -54,10 +51,8 @@ def padded_size(rows, count: int, align: int):
 
 
 def _group_order(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Tensor]:
-    size, made = (
-        padded_size(rows, offs.shape[0], align),
-        functools.partial(torch.empty, dtype=torch.int32, device=offs.device),
-    )
+    made = functools.partial(torch.empty, dtype=torch.int32, device=offs.device)
+    size = padded_size(rows, offs.shape[0], align)
     return made(size), made(offs.shape[0]), made(size // align)
 
 
@@ -94,8 +89,7 @@ def order_of_groups(offs: Tensor, rows, align: int) -> tuple[Tensor, Tensor, Ten
     lambda x, offs, *_: torch.empty(offs.shape[0], x.shape[1], dtype=torch.float32, device=x.device),
 )
 def group_amax(x: Tensor, offs: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
-    """The largest magnitude of each column in each group, float32; 0 for an empty group. Kernels walk the
-    padded order."""
+    """The amax of each column in each group, float32; 0 for an empty group. Kernels walk the padded order."""
     made = torch.zeros(offs.shape[0], x.shape[1], dtype=torch.float32, device=x.device)
     for group, (start, end) in enumerate(borders(offs, x.shape[0])):
         if end > start:
@@ -104,8 +98,7 @@ def group_amax(x: Tensor, offs: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
 
 
 def scales_of_groups(scale: Tensor, groups: Tensor) -> Tensor:
-    """For each `align` rows of the padded order, the scales of the group that they belong to. (Those of no
-    group get the last group's.)"""
+    """For each `align` rows of the padded order: the scales of their group; for no group, the last one's."""
     return taken(scale, groups.clamp(max=scale.shape[0] - 1)).t().contiguous()
 
 
@@ -154,16 +147,12 @@ def grouped_mm(
             continue
         if rows_grouped:
             x, y = a[start:end], b[group]
-            x_inv, y_inv = (
-                (a_inv if a_inv.dim() == 1 else a_inv[start:end]),
-                (b_inv if b_inv.dim() == 1 else b_inv[group]),
-            )
+            x_inv = a_inv if a_inv.dim() == 1 else a_inv[start:end]
+            y_inv = b_inv if b_inv.dim() == 1 else b_inv[group]
         else:
             x, y = a[:, start:end], b[:, start:end]
-            x_inv, y_inv = (
-                _of_group(inv, block, group, start, end)
-                for inv, block in ((a_inv, a_block), (b_inv, b_block))
-            )
+            x_inv = _of_group(a_inv, a_block, group, start, end)
+            y_inv = _of_group(b_inv, b_block, group, start, end)
         result = block_product(x, y, x_inv, y_inv, None, out_dtype, fast_accum, a_block, b_block)
         if rows_grouped:
             made[start:end] = result

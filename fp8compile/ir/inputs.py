@@ -1,5 +1,4 @@
-"""Facts that only the Dynamo graph holds, not the joint graph: names of parameters, and whether the model is
-training."""
+"""Facts that only a Dynamo graph holds, no joint graph: names of parameters, and whether a model trains."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ ROOT = re.compile(rf"^[LG]{KEY}")
 # of a decorated forward, whose wrapper takes *args: transformers has these
 SELF = re.compile(r"^L\['args'\]\[0\](?=\.|$)")
 GETATTR = re.compile(rf"getattr\(([^()]*), {TEXT}\)")
-# a function's self, closure cells and defaults: they are no part of a name. Nor is a `forward` that a host
-# replaced
+# a function's self, closure cells and defaults, and a `forward` that a host replaced: no part of a name
 BOUND = re.compile(
     r"(?:\.forward)?(?:\.(?:func|__func__|__wrapped__))*"
     r"\.(?:__self__\b|__closure__\[\d+\]\.cell_contents|__(?:kw)?defaults__\[[^\]]*\])"
@@ -55,15 +53,14 @@ def readable(source: str) -> str:
 
 
 def plain(name: str) -> str:
-    """A module's or parameter's name without the wrappers that checkpointing, FSDP and torch.compile put into
-    it."""
+    """A module's or parameter's name without the wrappers of checkpointing, FSDP and torch.compile."""
     return WRAPPERS.sub("", name).rstrip(".")
 
 
 def readable_module(path: str) -> str:
-    """A `nn_module_stack` path, `L['self'].layers.0` or `L['self']._modules['up']` -> `layers.0`, `up`; ''
-    for the root.
+    """The name of a module in a `nn_module_stack` path; '' for the root.
 
+    `L['self'].layers.0` -> `layers.0`; `L['self']._modules['up']` -> `up`;
     `getattr(G['model'].layers, '0')` -> `layers.0`; `G['models']['teacher'].up` -> `teacher.up`.
     """
     before = ""
@@ -86,16 +83,14 @@ class Inputs:
     weights: frozenset[int]  # positions of the inputs that may be weights: parameters, buffers, `leaves`
     devices: frozenset[torch.device]
     parameters: frozenset[int]  # those weights that are parameters
-    # those weights that are plain tensors, from a dict that takes the place of parameters
-    leaves: frozenset[int]
+    leaves: frozenset[int]  # those weights that are plain tensors, from a dict that takes parameters' place
     evaluated: frozenset[int]  # those weights whose root module is in eval mode
     training: bool  # some root module is in training mode (True for a graph of a bare function)
     grad: bool  # grad mode is on, and something may require gradients
     root: str  # the graph's name in a report
     root_class: str  # the class of its root module, "" if it has none or several
     modules: dict[str, str]  # module name -> class name, for all modules of the roots
-    # repeated blocks: "layers." -> (0, 1, ...) for `layers.0`, `layers.1`, ...
-    containers: dict[str, tuple[int, ...]]
+    containers: dict[str, tuple[int, ...]]  # repeated blocks: "layers." -> (0, 1) for layers.0, layers.1
     parameter_names: frozenset[str]  # all parameters of the roots
     matrices: tuple[str, ...]  # 2-D parameters that are no embedding tables, in the order of the roots
     last: frozenset[int]  # weights after all matrices of the model that this graph does not read
@@ -104,12 +99,10 @@ class Inputs:
     part: bool  # the roots are inside of a compiled module whose own graph breaks
     differentiates: bool = False  # the graph computes gradients itself
     inlined: bool = False  # compiled autograd takes over the backward
-    # parameters that FSDP frees after forward, and gathers again in backward
-    resharded: frozenset[int] = frozenset()
+    resharded: frozenset[int] = frozenset()  # parameters that FSDP frees after forward, and gathers again
     packed: frozenset[int] = frozenset()  # parameters that are views of a flat one of FSDP1
     gathered: frozenset[int] = frozenset()  # parameters that FSDP2 is to gather in FP8, if it can
-    # parameters that are kept in FP8 only, or that the graph may have kept so
-    frozen: frozenset[int] = frozenset()
+    frozen: frozenset[int] = frozenset()  # parameters that are, or may be, kept in FP8 only
     # process groups by dimension of the meshes that weights live on
     groups: Mapping[str, str] = field(default_factory=dict)
     # "layers.2." of a block by itself: `containers` and `matrices` are then those of its model (see `owner`)
@@ -137,41 +130,34 @@ def containers(modules: dict[str, str]) -> dict[str, tuple[int, ...]]:
         owner, dot, last = name.rpartition(".")
         if last.isdecimal():
             children.setdefault(owner + dot, {})[int(last)] = cls
-    return {
-        owner: tuple(sorted(classes))
-        for owner, classes in children.items()
-        if len(classes) > 1
-        and (len({*classes.values()}) == 1 or modules.get(owner.rstrip(".")) == "ModuleList")
-    }
+    found = {}
+    for owner, classes in children.items():
+        alike = len({*classes.values()}) == 1 or modules.get(owner.rstrip(".")) == "ModuleList"
+        if len(classes) > 1 and alike:
+            found[owner] = tuple(sorted(classes))
+    return found
 
 
 def module_classes(modules: Iterable[nn.Module]) -> dict[str, str]:
     """Name -> class name of all modules inside of these, "" for the modules themselves."""
-    return {
-        plain(name): compat.fsdp.class_name(type(part))
-        for module in modules
-        for name, part in module.named_modules()
-    }
+    named = [(name, part) for module in modules for name, part in module.named_modules()]
+    return {plain(name): compat.fsdp.class_name(type(part)) for name, part in named}
 
 
 def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """The names of the 2-D parameters that are no embedding tables."""
-    owned, chosen = (
-        {plain(name): p for module in modules for name, p in module.named_parameters()},
-        _matrices(modules),
-    )
+    owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
+    chosen = _matrices(modules)
     return tuple(name for name, p in owned.items() if id(p) in chosen)
 
 
 def _matrices(modules: Sequence[nn.Module]) -> set[int]:
     """The ids of these parameters."""
-    tables = {
-        id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)
-    }
+    parts = [part for module in modules for part in module.modules()]
+    tables = {id(part.weight) for part in parts if isinstance(part, nn.Embedding)}
     shapes = {key: shape for module in modules for key, shape in compat.flat.shapes(module).items()}
-    return {
-        id(p) for module in modules for p in module.parameters() if len(shapes.get(id(p), p.shape)) == 2
-    } - tables
+    parameters = [p for module in modules for p in module.parameters()]
+    return {id(p) for p in parameters if len(shapes.get(id(p), p.shape)) == 2} - tables
 
 
 def roots(gm: GraphModule, packed: Collection[int]) -> list[nn.Module]:
@@ -190,17 +176,13 @@ def unchosen(gm: GraphModule, inputs: Inputs, choose: Callable[[nn.Module, str],
         shapes = compat.flat.shapes(root)
         for path, module in root.named_modules():
             name = plain(path)
-            own = [
-                key
-                for key, p in module.named_parameters(recurse=False)
-                if len(shapes.get(id(p), p.shape)) > 1
-            ]
+            given = module.named_parameters(recurse=False)
+            own = [key for key, p in given if len(shapes.get(id(p), p.shape)) > 1]
             try:
                 kept = bool(own) and not choose(module, name)
             except Exception as error:
-                raise OptionError(
-                    f"the policy function raises {error!r} for {name!r}, a {type(module).__name__}"
-                ) from error
+                what = f"the policy function raises {error!r} for {name!r}, a {type(module).__name__}"
+                raise OptionError(what) from error
             found += [f"{name}.{key}".lstrip(".") for key in own if kept]
     return found
 

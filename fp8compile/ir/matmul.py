@@ -1,5 +1,4 @@
-"""A matmul of the joint graph: what it is (`collect`), what was decided (`decide`), what it costs
-(`weigh`)."""
+"""A matmul of the joint graph: what it is (`collect`), its decision (`decide`), its costs (`weigh`)."""
 
 from __future__ import annotations
 
@@ -44,16 +43,14 @@ def offs_of(node: Node) -> Node | None:
 
 
 def operands(node: Node, more: tuple = ()) -> tuple[Matrix, Matrix]:
-    """What the arguments a and b of a matmul were made from. `more`: further operators that change no
-    value."""
+    """What a matmul's arguments a and b were made from. `more`: further operators that change no value."""
     grouped = offs_of(node) is not None
     a, b = (peel(x, more, stack=grouped and value(x).dim() == 3) for x in factors(node))
     return a, b
 
 
 def addend_of(node: Node) -> Node | None:
-    """The argument that a matmul adds to its product. Read anew each time: it may be a matmul that a pass has
-    replaced."""
+    """What a matmul adds to its product. Read anew each time: it may be a matmul that a pass has replaced."""
     form = form_of(node)
     return None if form is None or form.addend is None else arg(node, form.addend)
 
@@ -142,8 +139,7 @@ class Matmul:
     offs: Node | None = None
     groups: int = 0
     fprop: Matmul | None = None
-    # its weight is computed from parameters in each call, and has no history of its own
-    computed: bool = False
+    computed: bool = False  # its weight is computed from parameters in each call, and has no history
     not_a_weight: str = ""  # why it has no weight
     wanted: bool = False  # it has no weight, although the user may well expect one
     name: str = ""  # of the parameter
@@ -195,15 +191,11 @@ class Matmul:
             late = [compat.dynamo.is_backward(x.base) for x in (self.a, self.b)]
             read = self.fprop.other_operand.base if self.fprop is not None else None
             a_is_input = self.a.base is read if late[0] == late[1] else late[1]
-            return (self.a, "input" if a_is_input else "gradient"), (
-                self.b,
-                "gradient" if a_is_input else "input",
-            )
-        other = "input" if self.gemm == "fprop" else "gradient"
-        return (self.a, "weight" if self.a is weight else other), (
-            self.b,
-            "weight" if self.b is weight else other,
-        )
+            a, b = ("input", "gradient") if a_is_input else ("gradient", "input")
+        else:
+            other = "input" if self.gemm == "fprop" else "gradient"
+            a, b = ("weight" if x is weight else other for x in (self.a, self.b))
+        return (self.a, a), (self.b, b)
 
     def operand_key(self, matrix: Matrix, role: str) -> OperandKey:
         """The key of the FP8 tensor that this gemm reads instead of `matrix`."""
@@ -215,8 +207,7 @@ class Matmul:
 
     @property
     def features(self) -> tuple[Any, Any, Any]:
-        """(tokens, output features, input features) of the forward gemm, whether the weight is its a or its
-        b."""
+        """(tokens, output features, input features) of the forward gemm; the weight may be its a or its b."""
         forward = self.fprop or self
         if forward.weight_operand is forward.a:
             return forward.n, forward.m, forward.k
@@ -228,6 +219,7 @@ class Matmul:
 
     def record(self) -> MatmulRecord:
         sizes = (self.m, self.n, self.k, self.batch)
+        symbolic = [name for name, size in zip("mnkb", sizes, strict=True) if not isinstance(size, int)]
         m, n, k, batch = map(hint, sizes)
         return MatmulRecord(
             fqn=self.fqn,
@@ -241,10 +233,8 @@ class Matmul:
             batch=batch,
             groups=self.groups,
             op=self.op,
-            dynamic=not all(isinstance(size, int) for size in sizes),
-            symbolic="".join(
-                name for name, size in zip("mnkb", sizes, strict=True) if not isinstance(size, int)
-            ),
+            dynamic=bool(symbolic),
+            symbolic="".join(symbolic),
             parameter=self.name,
             rule=self.decision.rule,
             emulated=self.fp8 and self.decision.emulated,

@@ -69,16 +69,14 @@ def define_op(schema: str, fake=None):
 
 
 def padded_rows(rows):
-    """`rows` rounded up to a multiple of 16 (at least 16): the contracted size of a transposed copy. Takes
-    int or SymInt."""
+    """`rows`, int or SymInt, rounded up to a multiple of 16 (at least 16): the columns of a transposed copy."""
     if isinstance(rows, int):
         return max(16, -(-rows // 16) * 16)
     return (rows + 15) // 16 * 16
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
-    """`x * scale` in float32, saturated to +-fp8_max, rounded to nearest even in `dtype`. Infinities and NaN
-    become NaN."""
+    """`x * scale` in float32, saturated to +-fp8_max, rounded to nearest even; inf and NaN become NaN."""
     x = x.to(torch.float32)
     scaled = (x * scale).clamp(-fp8_max, fp8_max)
     return torch.where(x.abs() == float("inf"), float("nan"), scaled).to(dtype)
@@ -115,32 +113,18 @@ def ordered(x: Tensor, rows: Tensor) -> Tensor:
 
 def _amaxes(x: Tensor, transposed: bool, block: Sequence[int], order: Tensor | None = None) -> Tensor:
     rows, columns = _shape(x, transposed, order)
-    return torch.empty(
-        blocks(rows, block[0]), blocks(columns, block[1]), dtype=torch.float32, device=x.device
-    )
+    shape = blocks(rows, block[0]), blocks(columns, block[1])
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
 def _copy(
-    x: Tensor,
-    _scale: Tensor,
-    dtype: torch.dtype,
-    _fp8_max: float,
-    transposed: bool,
-    _block: Sequence[int] = (0, 0),
-    rows: Tensor | None = None,
+    x: Tensor, _scale, dtype: torch.dtype, _fp8_max, transposed: bool, _block=(0, 0), rows=None
 ) -> Tensor:
     return torch.empty(_shape(x, transposed, rows), dtype=dtype, device=x.device)
 
 
 def _copies(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    _other=None,
-    _block=(0, 0),
-    rows: Tensor | None = None,
-    *_,
+    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, _other=None, _block=(0, 0), rows=None, *_
 ) -> tuple[Tensor, Tensor]:
     return tuple(_copy(x, scale, dtype, fp8_max, layout, rows=rows) for layout in (False, True))  # type: ignore[return-value]
 
@@ -161,8 +145,7 @@ def amax(x: Tensor, rows: Tensor | None = None) -> Tensor:
 
 @define_op("amax_blocks(Tensor x, bool transposed, int[] block, Tensor? rows=None) -> Tensor", _amaxes)
 def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int], rows: Tensor | None = None) -> Tensor:
-    """The amax of each block of a copy of x `[R, C]` in this layout: `[R / block rows, C / block columns]`,
-    rounded up."""
+    """The amax of each block of a copy of x `[R, C]`: `[R / block rows, C / block columns]`, rounded up."""
     made = _amaxes(x, transposed, block, rows)
     x = ordered(x, rows) if transposed and rows is not None else x
     copy = (x.t() if transposed else x).abs()
@@ -213,9 +196,8 @@ def _stored_or_current(
 ) -> Tensor:
     if covers:
         scaled, most = amax * stored, torch.full_like(stored, fp8_max)
-        cold = (
-            cold | (scaled > most) | ((amax > 0) & (scaled < state_page.floor_of(most / 2.0**margin, most)))
-        )
+        floor = state_page.floor_of(most / 2.0**margin, most)
+        cold = cold | (scaled > most) | ((amax > 0) & (scaled < floor))
     return torch.where(cold & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)
 
 
@@ -300,15 +282,9 @@ def quantize_both(
     transposed_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`transposed_scale`, `transposed_block`: those of the transposed copy; None: `scale`, `block`."""
-    other = (
-        scale if transposed_scale is None else transposed_scale,
-        dtype,
-        fp8_max,
-        True,
-        transposed_block or block,
-        rows,
-    )
-    return quantize(x, scale, dtype, fp8_max, False, block, rows), quantize(x, *other)
+    plain = quantize(x, scale, dtype, fp8_max, False, block, rows)
+    scale = scale if transposed_scale is None else transposed_scale
+    return plain, quantize(x, scale, dtype, fp8_max, True, transposed_block or block, rows)
 
 
 def _transposed(x: Tensor) -> Tensor:
@@ -316,8 +292,7 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 def transposition(x: Tensor) -> Tensor:
-    """The transposed copy of FP8 values. Its rows are padded with zeros, whose encoding is 0 in all FP8
-    formats."""
+    """The transposed copy of FP8 values. Rows are padded with zeros, which all FP8 formats encode as 0."""
     rows = x.shape[0]
     missing = padded_rows(rows) - rows
     copy = x.view(torch.uint8).t()

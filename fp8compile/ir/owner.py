@@ -1,5 +1,4 @@
-"""A block that is compiled by itself has a place in the model that owns it, and rules may count blocks or
-layers there.
+"""A block that is compiled by itself has a place in its model, where rules may count blocks or layers.
 
     for block in model.blocks:
         block.compile(backend="fp8", options={"policy": "conservative"})  # rules for the first and last block
@@ -30,10 +29,8 @@ Judge = Callable[[Sequence[Position | None], Sequence[Position]], str]
 
 def in_owner(gm: GraphModule, inputs: Inputs, judge: Judge) -> Inputs:
     """`inputs` with the place of the graph's only root module in the model that owns it."""
-    roots = {
-        id(module): (module, source)
-        for module, source in compat.dynamo.root_modules(gm, inputs.packed).values()
-    }
+    found = compat.dynamo.root_modules(gm, inputs.packed).values()
+    roots = {id(module): (module, source) for module, source in found}
     if len(roots) != 1:
         return inputs
     ((root, source),) = roots.values()

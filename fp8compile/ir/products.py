@@ -1,7 +1,6 @@
 """The products of FP8 values that the reference operators compute, in plain torch.
 
     multiplied(a, b)        [M, K], [N, K] -> a @ b^T with float32 sums: every matmul of the reference
-                            operators
     product(...)            times one scale_inv an operand, plus bias, rounded once
     block_product(...)      the same, where an operand has more than one
 
@@ -26,8 +25,7 @@ def on_tensor_cores(x: Tensor) -> bool:
 
 
 def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
-    """Expand one scale a block to one an element of a copy of this `shape` (or to a tensor that broadcasts to
-    it)."""
+    """One scale a block as one an element of a copy of this `shape` (or a tensor that broadcasts to it)."""
     if scale.dim() == 1:  # one for all
         return scale
     for dim, size in enumerate(block):
@@ -82,8 +80,7 @@ def block_product(
 
 
 def _finished(out: Tensor, factors: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """A float32 product times factors, plus bias, rounded once. On a GPU in place: a copy of logits is
-    gigabytes."""
+    """A float32 product times factors, plus bias, rounded once. In place on a GPU: logits are gigabytes."""
     in_place = on_tensor_cores(out)
     for factor in factors:
         out = out.mul_(factor) if in_place else out * factor
@@ -113,9 +110,8 @@ def _in_place(copy: Tensor, inverse: Tensor, block: Sequence[int]) -> Tensor:
     high, wide = (size or whole for size, whole in zip(block, copy.shape, strict=True))
     missing = counts[1] * wide - columns, counts[0] * high - rows
     if any(missing):  # in one byte an element; FP8 zeros are zero bytes
-        copy = torch.nn.functional.pad(copy.view(torch.uint8), (0, missing[0], 0, missing[1])).view(
-            copy.dtype
-        )
+        padded = torch.nn.functional.pad(copy.view(torch.uint8), (0, missing[0], 0, missing[1]))
+        copy = padded.view(copy.dtype)
     values = _narrow(copy).view(counts[0], high, counts[1], wide).mul_(inverse.unsqueeze(1).unsqueeze(3))
     return values.view(counts[0] * high, -1).narrow(0, 0, rows).narrow(1, 0, columns)
 

@@ -13,8 +13,7 @@ HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 
 @dataclass(frozen=True)
 class MatmulRecord:
-    """One gemm of a graph: ``out[m, n] = a[m, k] @ b[k, n]``, `batch` times. The sizes are those of this gemm
-    itself.
+    """One gemm of a graph: ``out[m, n] = a[m, k] @ b[k, n]``, `batch` times. The sizes are its own.
 
     So for a linear on M tokens, from K to N features: fprop is (M, N, K), dgrad (M, K, N), wgrad (N, K, M).
     `groups`: the experts that the tokens are divided between; M counts the tokens of all of them, N and K are
@@ -26,8 +25,7 @@ class MatmulRecord:
     precision (which may be float32) and in FP8, `cast_us` its share of the casts (all in microseconds),
     `break_even_m` the number of tokens from which its layer gains.
     `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is
-    exact and not faster. `merged`: the layers, itself among them, for whose gemms of this kind there is one
-    matmul.
+    exact and not faster. `merged`: the layers, itself among them, whose gemms of this kind are one matmul.
     `overrides`: what makes the settings that run other than those that were chosen, a line each.
     """
 
@@ -135,8 +133,7 @@ def as_dicts(records: Sequence[TableRecord], of_model: bool) -> dict[str, list[d
 class OpaqueRecord(TableRecord):
     """An op that hides matmuls: they are not listed one by one, and the op is not rewritten.
 
-    `reason` names the family of the op ("attention", "convolution"), or says after a colon why the op is left
-    alone.
+    `reason` names the op's family ("attention", "convolution"), or says after a colon why it is left alone.
     """
 
     titles, sides = ("not rewritten", "op", "why"), "<<<"

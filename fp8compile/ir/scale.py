@@ -1,5 +1,4 @@
-"""The arithmetic of a scale: one place, used by the reference operators, by the lowered graphs and by the
-state.
+"""The arithmetic of a scale: one place, for the reference operators, the lowered graphs and the state.
 
     scale     = fp8_max / (amax * 2**margin)         multiplies into FP8
     scale_inv = 1 / scale                            divides back
@@ -16,18 +15,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# both have finite inverses
-LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # with finite inverses
 EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
 def scale_of(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
-    """The scale (float32, shape of `amax`) that brings `amax` to `fp8_max / 2**margin`; 1 where amax is 0 or
-    not finite.
+    """The scale (float32, shape of `amax`) that brings it to `fp8_max / 2**margin`; 1 for 0, inf and NaN.
 
     With `power_of_2`, the largest power of two that is not above that scale: the mantissa is cut off, as
-    TransformerEngine and torchao do. The inverse is the E8M0 scale of the OCP Microscaling formats, rounded
-    up.
+    TransformerEngine and torchao do. The inverse is the E8M0 scale of OCP Microscaling formats, rounded up.
     """
     # full_like, because torch computes number / tensor as number * reciprocal, which rounds twice
     scale = scale_to(amax, torch.full_like(amax, fp8_max / 2.0**margin, dtype=torch.float64))

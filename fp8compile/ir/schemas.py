@@ -37,8 +37,7 @@ class FP8Copy(NamedTuple):
 
 
 def copies_of(target: Any, args: Sequence[Any]) -> tuple[FP8Copy, ...]:
-    """What an operator makes with these arguments: one copy, or both layouts, the plain one first; () for
-    other operators."""
+    """What an operator makes of these arguments: one copy, or both layouts, plain first; () for any other."""
     if target is ops.quantize:
         copy = FP8Copy(*args)
         return (copy._replace(transposed=bool(copy.transposed), block=tuple(copy.block)),)  # type: ignore[arg-type]
@@ -46,20 +45,12 @@ def copies_of(target: Any, args: Sequence[Any]) -> tuple[FP8Copy, ...]:
 
 
 def _both(
-    x: Any,
-    scale: Any,
-    dtype: Any,
-    fp8_max: float,
-    other: Any = None,
-    block: Any = (0, 0),
-    rows: Any = None,
-    late: Any = None,
+    x, scale, dtype, fp8_max, other=None, block=(0, 0), rows=None, late=None
 ) -> tuple[FP8Copy, FP8Copy]:
     """With the arguments of `quantize_both`."""
     plain = FP8Copy(x, scale, dtype, fp8_max, False, tuple(block), rows, 0)
-    return plain, plain._replace(
-        transposed=True, item=1, scale=scale if other is None else other, block=tuple(late or block)
-    )
+    scale = scale if other is None else other
+    return plain, plain._replace(transposed=True, item=1, scale=scale, block=tuple(late or block))
 
 
 def copies_at(node: Node) -> tuple[FP8Copy, ...]:

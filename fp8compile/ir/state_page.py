@@ -83,11 +83,9 @@ def _column(number: int) -> property:
 
 @dataclass(frozen=True)
 class Rows:
-    """Views of the columns of a page, for some of its rows or a single one; of a snapshot, the first three
-    (`numbers_of`).
+    """Views of a page's columns, for some of its rows or one; of a snapshot, the first three (`numbers_of`).
 
-    Made by select and narrow: an index would access the device, which may be a described GPU that is not
-    there.
+    Made by select and narrow: an index accesses the device, which may be a described GPU that is not there.
     """
 
     tensor: Tensor
@@ -97,11 +95,9 @@ class Rows:
     newest = _column(HISTORY)  # the amax of the last call
     length = property(lambda rows: rows.tensor.shape[-1] - HISTORY)  # amaxes that are kept
     history = property(lambda rows: rows.tensor.narrow(-1, HISTORY, rows.length))
-    # the columns of the call before
-    before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))
+    before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))  # of the call before
     cold = property(lambda rows: rows.age < 0)  # no scale yet, or an overflow or underflow in the last call
-    # an overflow or underflow in the last call
-    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))
+    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))  # or underflowed, in the last call
     not_finite = property(lambda rows: rows.limit < 0)  # an amax in some call since the host has last looked
 
     def settings(self) -> SlotSettings:
@@ -112,8 +108,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class SlotKey:
-    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role, and which use of
-    that input."""
+    """A slot as a graph knows it: the input (by position) whose matmul it serves, its role, and which use."""
 
     input: int
     role: str  # "input" | "weight" | "gradient"
@@ -122,24 +117,18 @@ class SlotKey:
 
 
 def fp8_max_of(reach: float, limit: float) -> float:
-    """The FP8 maximum of a slot with a limit: the largest one, up to the limit, that is the reach times a
-    power of two."""
-    return max(
-        form.max
-        for form in FORMATS.values()
-        if form.max <= limit and math.frexp(form.max)[0] == math.frexp(reach)[0]
-    )
+    """The FP8 maximum of a slot with a limit: the largest up to it that is the reach times a power of two."""
+    mantissa = math.frexp(reach)[0]
+    return max(x.max for x in FORMATS.values() if x.max <= limit and math.frexp(x.max)[0] == mantissa)
 
 
 def rows_for(slots: int) -> int:
-    """How many rows the page of so many slots has: a multiple of 16, so that graphs of few more slots share
-    code."""
+    """The rows of a page of so many slots: a multiple of 16, so that graphs of few more slots share code."""
     return 16 * -(-max(slots, 1) // 16)
 
 
 def new_page(slots: int, history: int, device: torch.device, settings: Sequence[SlotSettings] = ()) -> Tensor:
-    """A page of cold slots: scale 1, nothing seen. `settings` are those of the first rows; the others are
-    unused."""
+    """A page of cold slots: scale 1, nothing seen. `settings`: of the first rows; the others are unused."""
     page = torch.zeros(slots, HISTORY + history, dtype=torch.float32, device=device)
     page[:, SCALE] = page[:, SCALE_INV] = 1.0
     page[:, AGE] = -1.0
@@ -152,8 +141,7 @@ def new_page(slots: int, history: int, device: torch.device, settings: Sequence[
 
 
 def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) -> None:
-    """Copy the state in row `before` of `other` to `row`, whose reach is `factor` times that of `before`.
-    Settings stay."""
+    """Copy the state, no settings, in row `before` of `other` to `row`, with `factor` times the reach."""
     target = page.data[row]  # .data: no new version of a page that a later backward may have saved
     values = other.data[before].to(target.device)
     end = min(values.numel(), target.numel())  # another history length keeps what fits
@@ -168,8 +156,7 @@ def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) 
 
 
 def merged(rows: Tensor) -> Tensor:
-    """One row for several `[n, 10 + history]` of one tensor, with the same settings, that saw different
-    batches.
+    """One row for several `[n, 10 + history]` of one tensor and settings, which saw different batches.
 
     Each amax is the largest of its call, and the scale is the smallest: it covers whatever one of the others
     covered. It is the scale that the merged history gives. If the last call overflowed in one of them, it
@@ -194,8 +181,7 @@ def page_before(page: Tensor) -> Tensor:
 
 
 def snapshot_of(page: Tensor) -> Tensor:
-    """`[slots, 3, 4]`: scale, inverse and age of each slot, each followed by zeros. A copy in its own
-    memory."""
+    """`[slots, 3, 4]`: scale, inverse and age of each slot, each followed by zeros. A copy, no view."""
     return torch.nn.functional.pad(page.narrow(1, 0, BEFORE).unsqueeze(2), (0, APART - 1))
 
 
@@ -210,8 +196,7 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     The Triton kernel `codegen.triton_kernels.fp8_update` is the same rule: change both.
     `test_the_update_kernel_is_next_page` in tests/passes/test_fusion.py compares them bitwise.
 
-    The old scales come from the snapshot, so that every compiler takes the snapshot before it writes the
-    page.
+    The old scales come from the snapshot, so that every compiler takes it before it writes the page.
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every
     interval-th call from there, unless the amax to compute it from is 0. If an amax times the old scale
@@ -223,8 +208,7 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     bad batch leaves no trace (TransformerEngine keeps the infinity in the window for its whole length), but
     for the sign of the limit, for the host.
     """
-    # Unused slots see zeros: with one shape for all rows and a single concatenation, Inductor makes one
-    # kernel of all this.
+    # Unused slots see zeros: of one shape for all rows, and one concatenation, Inductor makes one kernel.
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
     numbers = numbers_of(snapshot)
     old, rows = Rows(numbers), Rows(page)

@@ -42,20 +42,15 @@ def amax_groups(joint: Joint) -> int:
     """
     operands, dimensions = joint.plan.operands.values(), joint.inputs.groups
     every = _named("reduce_amax", {x.recipe.reduce_amax for x in operands if x.slot >= 0}, dimensions)
-    shards = _named(
-        "amax_group", {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}, dimensions
-    )
-    if (
-        any(map(compat.process_groups.is_default_group, every.values()))
-        and compat.process_groups.in_pipeline()
-    ):
-        raise OptionError.of(
-            "reduce_amax", True, f"the process group of the ranks that share a pipeline stage{FIX}"
-        )
-    with_history = {
-        shards[x.recipe.amax_group] for x in operands if x.slot >= 0 and x.recipe.amax_group in shards
-    }
-    ranks = {compat.process_groups.ranks_of(name): name for name in (*every.values(), *with_history)}
+    shared = {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}
+    shards = _named("amax_group", shared, dimensions)
+    groups = compat.process_groups
+    if any(map(groups.is_default_group, every.values())) and groups.in_pipeline():
+        allowed = f"the process group of the ranks that share a pipeline stage{FIX}"
+        raise OptionError.of("reduce_amax", True, allowed)
+    with_history = {x.recipe.amax_group for x in operands if x.slot >= 0} & shards.keys()
+    names = (*every.values(), *(shards[given] for given in with_history))
+    ranks = {groups.ranks_of(name): name for name in names}
     # max covers its parts
     needed = tuple(name for group, name in ranks.items() if not any(group < other for other in ranks))
     joint.amax_groups = AmaxGroups(needed, shards)
@@ -78,11 +73,9 @@ def _named(key: str, given: Collection[bool | str], dimensions: Mapping[str, str
             raise _unknown(key, one, dimensions) from None
         if name is not None:
             found[one] = name
-    if len(set(found.values())) > 1:
-        raise OptionError(
-            f"fp8 option {key!r} must name one process group in a graph; here are "
-            f"{sorted(set(found.values()))}"
-        )
+    names = sorted(set(found.values()))
+    if len(names) > 1:
+        raise OptionError(f"fp8 option {key!r} must name one process group in a graph; here are {names}")
     return found
 
 
@@ -117,9 +110,8 @@ def reduce_current(joint: Joint) -> int:
     for scale, operand in scales.items():
         amax, group = scale.args[0], groups.of(operand)
         assert isinstance(amax, Node) and group is not None
-        scale.update_arg(
-            0, reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
-        )
+        emit = written.after(amax, operand, recompute=None, ac_graph_id=None)
+        scale.update_arg(0, reduced(emit, amax, group))
     return len(scales)
 
 

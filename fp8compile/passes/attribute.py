@@ -15,7 +15,7 @@ custom autograd function that of the function's last call, and a forward gemm wi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
@@ -53,8 +53,7 @@ class _Attribution:
         self.products = [x for x in self.forward if x.weight is None]
         self.order = {x: i for i, x in enumerate(self.fprops)}
         self.of_parameter: dict[Node, list[Matmul]] = defaultdict(list)
-        # by each tensor that the weight is computed from
-        self.of_source: dict[Node, list[Matmul]] = defaultdict(list)
+        self.of_source: dict[Node, list[Matmul]] = defaultdict(list)  # by what the weight is computed from
         self.of_weight: dict[Node, list[Matmul]] = defaultdict(list)
         for fprop in self.fprops:
             self.of_parameter[fprop.parameter].append(fprop)  # type: ignore[index]
@@ -90,10 +89,8 @@ class _Attribution:
         for matmul, (fprop, operand) in reads.items():
             other = self.origins[fprop.other_operand.base]
             # in a product of two weights, the gradient of each is a wgrad
-            is_weight = not (other.activation or other.by) and self.gradients.reach(
-                matmul.node, other.sources
-            )
-            self.belongs(matmul, "wgrad" if is_weight else "dgrad", fprop, operand)
+            wgrad = not (other.activation or other.by) and self.gradients.reach(matmul.node, other.sources)
+            self.belongs(matmul, "wgrad" if wgrad else "dgrad", fprop, operand)
 
     def read(self, matmul: Matmul, operand: Matrix, taken: set[Matmul]) -> Matmul | None:
         """The fprop whose weight this operand is, contracted over its other dimension. Of several uses of a
@@ -101,10 +98,8 @@ class _Attribution:
         origin = self.origins[operand.base]
         if origin.activation or origin.by:
             return None
-        fitting = [
-            x for source in origin.sources for x in self.of_parameter[source] if _turned(matmul, operand, x)
-        ]
-        return self.best(matmul, fitting, taken, lambda x: root(x.weight) is root(operand.base))  # type: ignore[arg-type]
+        uses = [use for source in origin.sources for use in self.of_parameter[source]]
+        return self.best(matmul, [x for x in uses if _turned(matmul, operand, x)], taken, operand.base)
 
     def hooks(self, uses: list[Matmul], dgrads: list[Matmul]) -> list[Matmul]:
         """The dgrads that hooks made, if a weight has more dgrads than uses: those with the number of no use,
@@ -113,13 +108,13 @@ class _Attribution:
             return []
         numbers = [_number(x) for x in uses]
         own = [x for x in dgrads if _number(x) in numbers] or dgrads
-        before = [
-            x for x in own if self.feeds(x, {y.node for y in own if y is not x and _number(y) == _number(x)})
-        ]
+        before = [x for x in own if self.feeds(x, own)]
         return [x for x in dgrads if x not in own or x in before]
 
     @staticmethod
-    def feeds(matmul: Matmul, others: set[Node]) -> bool:
+    def feeds(matmul: Matmul, dgrads: list[Matmul]) -> bool:
+        """Does another dgrad of the same number read what is made of this one?"""
+        others = {x.node for x in dgrads if x is not matmul and _number(x) == _number(matmul)}
         return any(x in others for x in reached([matmul.node], lambda x: x.users))
 
     # -- wgrads --
@@ -128,9 +123,8 @@ class _Attribution:
         taken: set[Matmul] = set()
         for matmul in self.left:
             reached = [x for x in self.of_source if self.gradients.reach(matmul.node, [x])]
-            near = [
-                x for x in dict.fromkeys(y for x in reached for y in self.of_source[x]) if _shaped(matmul, x)
-            ]
+            uses = dict.fromkeys(y for x in reached for y in self.of_source[x])
+            near = [x for x in uses if _shaped(matmul, x)]
             found = self.best(matmul, [x for x in near if _shares(matmul, x.other_operand)], taken)
             if found is None:  # a custom autograd function may save a tensor that its input was computed from
                 found = self.best(matmul, [x for x in near if self.made_of(matmul, x)], taken)
@@ -168,14 +162,13 @@ class _Attribution:
     # -- both --
 
     def best(
-        self,
-        matmul: Matmul,
-        fitting: list[Matmul],
-        taken: set[Matmul],
-        first: Callable[[Matmul], bool] = lambda _: True,
+        self, matmul: Matmul, fitting: list[Matmul], taken: set[Matmul], base: Node | None = None
     ) -> Matmul | None:
+        """`base`: what `matmul` reads; uses of this very weight come first."""
+
         def fits(fprop: Matmul) -> tuple:
-            return first(fprop), _number(matmul) == _number(fprop), fprop not in taken, self.order[fprop]
+            own = base is not None and root(fprop.weight) is root(base)  # type: ignore[arg-type]
+            return own, _number(matmul) == _number(fprop), fprop not in taken, self.order[fprop]
 
         return max(fitting, key=fits, default=None)
 
@@ -201,8 +194,7 @@ def _number(matmul: Matmul) -> int | None:
 
 
 def _turned(matmul: Matmul, operand: Matrix, fprop: Matmul) -> bool:
-    """Does `matmul` contract the output features of the weight, where `fprop` contracts the input
-    features?"""
+    """Does `matmul` contract the weight's output features, where `fprop` contracts the input features?"""
     weight = fprop.weight_operand
     assert weight is not None
     _, n, k = fprop.features

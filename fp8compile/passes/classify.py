@@ -38,12 +38,8 @@ from .output_heads import last_matmuls
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
 ROUTERS = "router routing gating".split()
 EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default)
-LOSSES = (
-    aten._log_softmax.default,
-    aten.logsumexp.default,
-    aten.cross_entropy_loss.default,
-    aten.nll_loss_forward.default,
-)
+LOSSES: tuple = (aten._log_softmax.default, aten.logsumexp.default, aten.cross_entropy_loss.default)
+LOSSES += (aten.nll_loss_forward.default,)
 CHOICES: tuple = (aten._softmax.default, aten.topk.default, aten.sort.default)
 CHOICES += (aten._safe_softmax.default,)
 MAXIMA = (aten.amax.default, aten.max.dim)
@@ -52,17 +48,9 @@ PLACES: tuple = (aten.argmax.default, aten.argmin.default, aten.topk.default, at
 PLACES += (aten.sort.default, aten.sort.stable)
 EXTREMA = (aten.max.dim, aten.min.dim)
 # operators that may stand between a head and its loss, or between a router and its choice
-BETWEEN: tuple = (
-    *CASTS,
-    *SAME,
-    *VIEWS,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.clone.default,
-    aten.permute.default,
-)
+BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.clone.default, aten.permute.default)
+BETWEEN += (aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default)
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
-BETWEEN += (aten.constant_pad_nd.default,)
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 LAST = "output head: the last matmul of the model, nothing follows it"
 GATED = "down projection: its input is a product of two projections"
@@ -83,9 +71,8 @@ def kinds(matmuls: Sequence[Matmul], inputs: Inputs) -> dict[Matmul, str]:
 def _head(matmul: Matmul) -> str | None:
     if matmul.fqn.rsplit(".", 1)[-1].lower() in HEADS:
         return "output head: by its name"
-    if matmul.parameter is not None and any(
-        _looks_up(user) for user in readers(matmul.parameter, (*CASTS, *SAME))
-    ):
+    tied = readers(matmul.parameter, (*CASTS, *SAME)) if matmul.parameter is not None else ()
+    if any(map(_looks_up, tied)):
         return "output head: the weight is tied to an embedding"
     if any(call_function(node, LOSSES) or _softmax(node) == "log" for node in _downstream(matmul.node)):
         return "output head: its output is the loss's logits"
@@ -94,11 +81,8 @@ def _head(matmul: Matmul) -> str | None:
 
 def _looks_up(user: Node) -> bool:
     """Does this node read rows of a table? (An index into stacked weights reads whole matrices.)"""
-    return (
-        call_function(user, EMBEDDINGS)
-        or call_function(user, (aten.index.Tensor,))
-        and value(arg(user, 0)).dim() == 2
-    )
+    indexed = call_function(user, (aten.index.Tensor,)) and value(arg(user, 0)).dim() == 2
+    return indexed or call_function(user, EMBEDDINGS)
 
 
 def _router(matmul: Matmul) -> str | None:
@@ -125,9 +109,7 @@ def _chooses_tokens(node: Node) -> bool:
 def _chooses(node: Node) -> bool:
     """Does forward use the place that this node finds? A codebook's distances, the keys that are nearest."""
     if call_function(node, EXTREMA):
-        places = [
-            user for user in node.users if call_function(user, (operator.getitem,)) and arg(user, 1) == 1
-        ]
+        places = [x for x in node.users if call_function(x, (operator.getitem,)) and arg(x, 1) == 1]
         return any(not compat.dynamo.is_backward(user) for place in places for user in place.users)
     return call_function(node, PLACES)
 
@@ -154,8 +136,7 @@ def _down(matmul: Matmul) -> str | None:
 
 
 def _as_large(x: Node, product: Node) -> bool:
-    """Does this factor have the shape of the product? A broadcast factor does not: adaLN has one scale for a
-    sequence."""
+    """Does this factor have the product's shape? adaLN's does not: it has one scale for a sequence."""
     return is_tensor(x) and same_shape(value(x).shape, value(product).shape)
 
 
@@ -191,9 +172,8 @@ def _scores(node: Node) -> Iterator[Node]:
     whatever is added to it: `x2 + e2 - 2 * x @ e.T`, or logits with noise."""
 
     def by_element(user: Node) -> bool:
-        return same_size(value(user).numel(), value(node).numel()) and (
-            pointwise(user) or call_function(user, BETWEEN)
-        )
+        kept = pointwise(user) or call_function(user, BETWEEN)
+        return kept and same_size(value(user).numel(), value(node).numel())
 
     return _reached(node, by_element, MOST)
 
@@ -219,11 +199,7 @@ def _softmax(node: Node) -> str | None:
     """
     if not call_function(node, (aten.amax.default,)):
         return None
-    shifted = [
-        user
-        for user in arg(node, 0).users
-        if call_function(user, (aten.sub.Tensor,)) and arg(user, 1) is node
-    ]
+    shifted = [x for x in arg(node, 0).users if call_function(x, (aten.sub.Tensor,)) and arg(x, 1) is node]
     exponentials = [user for x in shifted for user in x.users if call_function(user, (aten.exp.default,))]
     sums = [user for x in exponentials for user in x.users if call_function(user, (aten.sum.dim_IntList,))]
     after = [user for x in sums for user in x.users]
@@ -237,8 +213,7 @@ def _is_slice(node: Node) -> bool:
 
 
 def _no_mix(node: Node) -> bool:
-    """Is this node anything but a sum or product of two activations? A small other side (a bias, a
-    temperature) is none."""
+    """Is this node no sum or product of two activations? (A bias or a temperature is small, and is none.)"""
     if not call_function(node, (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)):
         return True
     sides = [value(x).dim() for x in node.args[:2] if isinstance(x, Node) and is_tensor(x)]

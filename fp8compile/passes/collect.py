@@ -52,10 +52,8 @@ HIDDEN = {
 }
 # names that torch.nn.utils gives to the parameters from which it computes a weight
 PARTS = re.compile(r"(?:parametrizations\.(\w+)\.original\d*|(?<![^.])(weight)_(?:orig|v))$")
-OWN_NAMESPACES = (
-    "aten prims prim _c10d_functional c10d inductor inductor_prims profiler higher_order rngprims".split()
-)
-OWN_NAMESPACES += [ops.NAMESPACE]
+OWN_NAMESPACES = "aten prims prim _c10d_functional c10d inductor inductor_prims profiler higher_order".split()
+OWN_NAMESPACES += ["rngprims", ops.NAMESPACE]
 
 
 def collect(joint: Joint) -> int:
@@ -74,9 +72,8 @@ def find(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]
         if index in inputs.weights:
             weights[node] = inputs.names[index]
             parameters += [node] if index in inputs.parameters or index in inputs.leaves else []
-    # the scale belongs to the weight
     for node in graph.find_nodes(op="call_function", target=ops.dequantize):
-        weights.pop(arg(node, 1), None)
+        weights.pop(arg(node, 1), None)  # the scale belongs to the weight
     parameters = [node for node in parameters if node in weights]
     origins = Origins(graph, sorted(weights, key=lambda x: compat.dynamo.input_index(x) or 0), parameters)
     matmuls: list[Matmul] = []
@@ -91,11 +88,8 @@ def find(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]
             if not compat.dynamo.is_backward(node):
                 _forward(matmuls[-1], origins, weights)
         elif (hidden := _hidden(node)) is not None:
-            opaque.append(
-                OpaqueRecord(
-                    _module_of(node), str(node.target), hidden, tuple(_nested(node, graph.owning_module))
-                )
-            )
+            nested = tuple(_nested(node, graph.owning_module))
+            opaque.append(OpaqueRecord(_module_of(node), str(node.target), hidden, nested))
             barriers.update([node] if hidden in HIDDEN.values() else [])
     attribute(graph, matmuls, origins, frozenset(barriers))
     return matmuls, opaque
@@ -149,8 +143,7 @@ def _forward(found: Matmul, origins: Origins, weights: dict[Node, str]) -> None:
             found.not_a_weight = f"not a weight: computed from {first} by {made.by}"
             found.wanted = made.by not in MATMULS
             if made.by.startswith("linalg_") and not origins[found.other(operand).base].activation:
-                # no operand is an activation: the matmul is a step in computing a weight (an orthogonal one,
-                # say)
+                # no activation: the matmul is a step in computing a weight (an orthogonal one, say)
                 return
     for of in (origins.bare, origins.computed):
         for operand in (found.b, found.a):
@@ -164,8 +157,7 @@ def _forward(found: Matmul, origins: Origins, weights: dict[Node, str]) -> None:
 
 
 def _weight_name(weight: str, module: str) -> str:
-    """The name of a matmul. `weight` is the parameter's name, `module` the module that calls the matmul (''
-    for the root).
+    """The name of a matmul, by its parameter's name and the module that calls it ('' for the root).
 
     `up` for `up.weight`; `attn.out_proj` and `attn.in_proj_weight` for matmuls of `attn` with the parameters
     of its own; `lm_head` for a module that borrows `tokens.weight`.
@@ -181,8 +173,7 @@ def _module_of(node: Node) -> str:
 
 
 def _nested(node: Node, owner: GraphModule | None) -> Iterator[MatmulRecord]:
-    """The matmuls of the graphs that an operator of higher order calls: of each branch, and of one
-    iteration."""
+    """The matmuls of the graphs that an operator of higher order calls: each branch, and one iteration."""
     for source in node.all_input_nodes if owner is not None else ():
         inner = attrgetter(str(source.target))(owner) if source.op == "get_attr" else None
         for part in inner.graph.nodes if isinstance(inner, GraphModule) else ():
@@ -202,12 +193,8 @@ def _hidden(node: Node) -> str | None:
     for part, what in HIDDEN.items():
         if part in name:
             return what
-    if (
-        isinstance(namespace, str)
-        and namespace
-        and namespace not in OWN_NAMESPACES
-        and not name.startswith("<")
-    ):
+    named = isinstance(namespace, str) and namespace and namespace not in OWN_NAMESPACES
+    if named and not name.startswith("<"):
         return "a third party's operator: what it computes is not visible"
     if namespace == "higher_order" or type(node.target).__name__.endswith("HigherOrderOperator"):
         return "a nested graph: not rewritten"

@@ -22,16 +22,11 @@ from .resolve import Facts, resolve
 
 
 def decide(joint: Joint) -> int:
-    """Fill in the decisions, and complain about rules of the policy that do not fit this graph; returns how
-    many are FP8."""
+    """Fill in the decisions, and complain about rules that do not fit the graph; returns how many are FP8."""
     matmuls, inputs, policy, device = joint.matmuls, joint.inputs, joint.policy, joint.device
-    whole = (
-        "eval mode"
-        if not inputs.training
-        else "inference: nothing to differentiate"
-        if joint.inference
-        else None
-    )
+    whole = "inference: nothing to differentiate" if joint.inference else None
+    if not inputs.training:
+        whole = "eval mode"
     layers = _layers(matmuls, inputs)
     known = _kinds(matmuls, inputs)
     sites: list[Site] = []
@@ -48,20 +43,16 @@ def decide(joint: Joint) -> int:
         facts = _facts(matmul, inputs, gpu, whole, policy.eval == "fp8")
         made = matmul.decision = resolve(site, facts, policy)
         if made.wanted and made.reason is not None and facts.off is None:
-            complaints[
-                f"{made.rule} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {made.reason}"
-            ] = None
+            told = f"{made.rule} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {made.reason}"
+            complaints[told] = None
     if whole is None:
-        lost = [
-            label for rule, label in zip(policy.rules, policy.labels, strict=True) if rule.blocks is not None
-        ]
+        labelled = zip(policy.rules, policy.labels, strict=True)
+        lost = [label for rule, label in labelled if rule.blocks is not None]
         if sites and lost and not inputs.containers:
             why = f"{inputs.root} is compiled alone, and has no first or last block"
             complaints[f"{', '.join(dict.fromkeys(lost))}: ignored, as {why}; name a module instead"] = None
-        joint.complaints = [
-            *complaints,
-            *unmatched(policy, sites, inputs.modules, inputs.parameter_names, inputs.whole),
-        ]
+        unfit = unmatched(policy, sites, inputs.modules, inputs.parameter_names, inputs.whole)
+        joint.complaints = [*complaints, *unfit]
     return sum(matmul.fp8 for matmul in matmuls)
 
 
@@ -71,13 +62,9 @@ def _facts(matmul: Matmul, inputs: Inputs, gpu: Gpu | None, evaluation: str | No
     assert matmul.weight is not None
     a, b = (role for _, role in matmul.roles)
     evaluated = matmul.weight_among(inputs.evaluated)
-    off = (
-        evaluation
-        if evaluation is not None and not in_fp8
-        else "eval mode"
-        if evaluated and evaluation is None
-        else None
-    )
+    off = None if in_fp8 else evaluation
+    if evaluated and evaluation is None:
+        off = "eval mode"
     return Facts(
         gpu=gpu,
         roles=(a, b),

@@ -1,5 +1,4 @@
-"""The parts of `quantize` that know of groups of rows: the padded order, and the FP8 matmul of groups (see
-`ir.grouped`)."""
+"""What `quantize` does for groups of rows: the padded order, and the FP8 matmul of groups (`ir.grouped`)."""
 
 from __future__ import annotations
 
@@ -56,9 +55,8 @@ class Groups:
         rows, _, groups = self.order(operand, source)
         amax = emit(grouped.group_amax, source, operand.offs, rows, groups)
         emit.meta["recompute"] = compat.inductor.MUST_SAVE
-        scale = emit(
-            ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2
-        )
+        scaling = operand.scaling
+        scale = emit(ops.current_scale, amax, operand.format.max, scaling.margin, scaling.power_of_2)
         inverse = emit(ops.inverse, scale)
         emit.meta.pop("recompute")
         return emit(grouped.of_groups, scale, groups), inverse
@@ -80,28 +78,16 @@ class Groups:
         offs, (b8, b_inv) = matmul.offs, (copies[1], inverses[1])
         if stack.stack > 1 or b.offs is None:
             b8 = _stacked(emit, b8, stack.stack, transposed, turned)
-            b_inv = (
-                b_inv if b.scaling.block == WHOLE else _stacked(emit, b_inv, stack.stack, transposed, turned)
-            )
+            if b.scaling.block != WHOLE:
+                b_inv = _stacked(emit, b_inv, stack.stack, transposed, turned)
         else:
             offs = self.order(a, source)[1]
-        blocks = [list(x.scaling.block) for x in (a, b)]
-        return emit(
-            grouped.grouped_mm,
-            copies[0],
-            b8,
-            inverses[0],
-            b_inv,
-            offs,
-            value(matmul.node).dtype,
-            fast,
-            *blocks,
-        )
+        dtype, blocks = value(matmul.node).dtype, [list(x.scaling.block) for x in (a, b)]
+        return emit(grouped.grouped_mm, copies[0], b8, inverses[0], b_inv, offs, dtype, fast, *blocks)
 
 
 def _first_of_rows(node: Node) -> Node:
-    """An early tensor with as many rows as this one. A kernel that makes this one reads the order, which
-    needs their number."""
+    """An early tensor with as many rows: the kernel of this one reads the order, which needs their number."""
     rows = value(node).shape[0]
     while True:
         inputs = (x for x in node.all_input_nodes if is_tensor(x) and value(x).dim() > 0)
@@ -122,6 +108,5 @@ def _stacked(emit: Emitter, copy: Node, count: int, transposed: bool, turned: bo
     if not transposed:
         matrices = emit(aten.view.default, copy, [count, rows // count, columns])
         return emit(aten.permute.default, matrices, [0, 2, 1]) if turned else matrices
-    return emit(
-        aten.permute.default, emit(aten.view.default, copy, [rows, count, columns // count]), [1, 0, 2]
-    )
+    parts = emit(aten.view.default, copy, [rows, count, columns // count])
+    return emit(aten.permute.default, parts, [1, 0, 2])

@@ -60,11 +60,10 @@ class Seed:
     @property
     def sinks(self) -> list[Output]:
         casts = [node for node in self.nodes if not _is_amax(node)]
-        return [
-            output
-            for node in self.nodes
-            for output in (_of_amax(node, casts) if _is_amax(node) else [_of_cast(node)])
-        ]
+        found: list[Output] = []
+        for node in self.nodes:
+            found += _of_amax(node, casts) if _is_amax(node) else [_of_cast(node)]
+        return found
 
 
 def fuse(graph: Graph) -> int:
@@ -97,34 +96,26 @@ class _Finder:
         for i, seed in enumerate(seeds):
             if seed in taken:
                 continue
-            group = self.grouping(seed.domain, seed.sinks)
-            # Inductor keeps no strides of copies whose sizes are data (`GraphLowering.run_node`): a kernel is
-            # needed
+            source, group = seed.source.name, self.grouping(seed.domain, seed.sinks)
+            # if sizes are data: Inductor keeps no strides of such copies (`GraphLowering.run_node`)
             needed = is_data(value(seed.source).shape[0])
             if isinstance(group, str) and needed:
                 self.stored.add(seed.source)
                 self.changed({seed.source})
                 group = self.grouping(seed.domain, seed.sinks)
             if isinstance(group, str):
-                logger.debug("%s stays with Inductor: %s", seed.source.name, group)
+                logger.debug("%s stays with Inductor: %s", source, group)
                 continue
-            alone = group
-            group, joined = self.joined(
-                group, seed, [x for x in seeds[i + 1 : i + 1 + WINDOW] if x not in taken]
-            )
+            alone, others = group, [x for x in seeds[i + 1 : i + 1 + WINDOW] if x not in taken]
+            group, joined = self.joined(group, seed, others)
             ours, theirs = compare(group, self.sizes, self.stored, OURS)
             if ours > theirs and joined:
                 group, joined = alone, []
                 ours, theirs = compare(group, self.sizes, self.stored, OURS)
             if ours > theirs and not needed:
-                logger.debug(
-                    "%s stays with Inductor: a kernel would move %d bytes, not %d",
-                    seed.source.name,
-                    ours,
-                    theirs,
-                )
+                why = f"a kernel would move {ours} bytes, not {theirs}"
+                logger.debug("%s stays with Inductor: %s", source, why)
                 continue
-            source = seed.source.name
             try:
                 kernels = self.kernels(group, [seed, *joined])
             except Unwritable as error:
@@ -132,14 +123,8 @@ class _Finder:
                 continue
             taken.update([seed, *joined])
             for node, (_, kernel) in kernels.items():
-                logger.debug(
-                    "%s: %s, %d bytes, %d by Inductor; reads %s",
-                    source,
-                    kernel.name,
-                    ours,
-                    theirs,
-                    _reads(node),
-                )
+                moved = f"{ours} bytes, {theirs} by Inductor"
+                logger.debug("%s: %s, %s; reads %s", source, kernel.name, moved, _reads(node))
             done.update(kernels)
         return done
 
@@ -165,9 +150,8 @@ class _Finder:
         if isinstance(first, str):
             raise Unwritable(first)
         needed = _nearest(sources, {x.node for x in first.outputs}, group.members)
-        first.outputs = [
-            x for x in first.outputs if x.node in needed or not set(x.replaces.users) <= first.members.keys()
-        ]
+        inside = first.members.keys()
+        first.outputs = [x for x in first.outputs if x.node in needed or set(x.replaces.users) - inside]
         kernels = self.replaced(first, _written(first))
         second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
         if not isinstance(second, str) and launch.apart(second):
@@ -225,8 +209,7 @@ class _Finder:
     # -- in the graph --
 
     def replaced(self, group: Group, kernel: Kernel) -> dict[Node, Made]:
-        """Put a functional node for a group into the graph; the graph may be out of order until it is
-        sorted."""
+        """Put a functional node for a group into the graph, which may be out of order until it is sorted."""
         anchor = next(iter(group.outputs)).replaces
         with self.graph.inserting_before(anchor):
             order = [x for x in (group.domain.order, group.groups) if x is not None]
@@ -255,13 +238,8 @@ class _Finder:
         """Erase `dead` and then their inputs, as far as no node reads them any more."""
         while dead:
             node = dead.pop()
-            if (
-                not node.users
-                and not node._erased
-                and not node.is_impure()
-                and node.op == "call_function"
-                and node not in self.stored
-            ):
+            unread = not node.users and not node._erased and node not in self.stored
+            if unread and node.op == "call_function" and not node.is_impure():
                 dead += node.all_input_nodes
                 self.graph.erase_node(node)
 
@@ -277,8 +255,7 @@ def _tensors(group: Group) -> int:
 
 def _written(group: Group) -> Kernel:
     """The kernel of a group. It also writes the scales that its programs compute, and their inverses, if
-    others read them. If the matrix may be empty, they are left to `lower`, because then no program may
-    run."""
+    others read them. `lower` does that if the matrix may be empty, because then no program may run."""
     if all(size.is_Integer and size > 0 for size in (group.domain.walked, group.domain.columns)):
         for scale in [x.node for x in group.scales.values() if x.computed]:
             for node in (scale, *(user for user in scale.users if user.target is ops.inverse)):

@@ -47,15 +47,13 @@ def unite(joint: Joint) -> int:
 
 
 def gather(joint: Joint) -> int:
-    """Note which parameters of a training graph may arrive in FP8. Those that only matmuls without rows read
-    are left out."""
+    """Note which parameters of a training graph may arrive in FP8; not those that only empty matmuls read."""
     if joint.inference or not joint.inputs.training:
         return 0
     known, seen = {matmul.node: matmul for matmul in joint.matmuls}, set[int | None]()
     for node in joint.graph.find_nodes(op="placeholder"):
         index = compat.dynamo.input_index(node)
-        # the second one of a weight in FP8 is its scale
-        if index not in joint.inputs.parameters or index in seen:
+        if index not in joint.inputs.parameters or index in seen:  # the second of FP8 values is their scale
             continue
         seen.add(index)
         weight = next((user for user in node.users if call_function(user, (ops.dequantize,))), node)
@@ -110,11 +108,9 @@ def arrived(base: Node | None) -> bool:
 
 def arrives(base: Node, scaling: Scaling) -> bool:
     """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
-    return (
-        arrived(base)
-        and not scaling.delayed
-        and scaling.block == tuple(arg(base, 3) if len(base.args) > 3 else WHOLE)
-    )
+    if not arrived(base) or scaling.delayed:
+        return False
+    return scaling.block == tuple(arg(base, 3) if len(base.args) > 3 else WHOLE)
 
 
 def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: bool) -> Gatherable | None:
@@ -123,11 +119,9 @@ def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: 
     for reader in reading:
         matmul = known.get(reader)
         if matmul is None:
-            what = (
-                "returned by the graph"
-                if reader.op == "output"
-                else f"read by {reader.target}".removesuffix(".default")
-            )
+            what = f"read by {reader.target}".removesuffix(".default")
+            if reader.op == "output":
+                what = "returned by the graph"
             return Gatherable(what, shared=any(other in known and known[other].fp8 for other in reading))
         operand = matmul.weight_operand
         if matmul.reason == NO_ROWS:

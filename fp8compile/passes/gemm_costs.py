@@ -27,10 +27,8 @@ class Gemm:
     """A matmul that may become FP8."""
 
     matmul: Matmul
-    # each cast, with the layout that is read
-    reads: list[tuple[CastCost, tuple[str, bool]]] = field(default_factory=list)
-    # results of `seconds`, which a search asks often
-    known: dict[tuple[bool, float], float] = field(default_factory=dict)
+    reads: list[tuple[CastCost, tuple[str, bool]]] = field(default_factory=list)  # casts, with the layouts
+    known: dict[tuple[bool, float], float] = field(default_factory=dict)  # of `seconds`, asked often
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
@@ -75,9 +73,9 @@ class Gemm:
     def _seconds(self, device: Device, fp8: bool, grown: float) -> float:
         groups = max(1, self.matmul.groups)  # each of them is taken to have equally many tokens
         grown /= groups
-        m, n, k = (
-            max(1, round(size * grown)) if i == self.tokens else size for i, size in enumerate(self.sizes)
-        )
+        sizes = list(self.sizes)
+        sizes[self.tokens] = max(1, round(self.m * grown))
+        m, n, k = sizes
         dtype, size = SHORT[self.dtype], self.dtype.itemsize
         if fp8:
             scaling, emulated = COSTS[self.recipe], self.matmul.decision.emulated
@@ -95,14 +93,11 @@ class Base:
     casts: list[CastCost] = field(default_factory=list)
 
     def seconds(self, device: Device, chosen: set[Gemm], grown: float = 1.0) -> float:
-        """Seconds for the FP8 copies that `chosen` read, and for the copy that readers in high precision
-        need."""
+        """Seconds for the FP8 copies that `chosen` read, and for the copy of readers in high precision."""
         factor = 1.0 if self.weight else grown
-        readers = [gemm for cast in self.casts for gemm, _ in cast.readers]
+        readers = {gemm for cast in self.casts for gemm, _ in cast.readers} - chosen
         demanded = [(cast, cast.layouts(chosen)) for cast in self.casts]
-        high = max(
-            (gemm.dtype.itemsize for gemm in readers if gemm not in chosen), default=2 if self.outside else 0
-        )
+        high = max((gemm.dtype.itemsize for gemm in readers), default=2 if self.outside else 0)
         tensor = replace(
             self.source,
             elements=round(self.source.elements * factor),
@@ -159,30 +154,26 @@ def gemms_of(
     casts: dict[OperandKey, CastCost] = {}
     nodes = {matmul.node for matmul in candidates}
     for matmul in candidates:
-        gemm = Gemm(matmul)
+        gemm, recipe = Gemm(matmul), matmul.recipe
         gemms.append(gemm)
         operands = zip(matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True)
         for (matrix, role), transposed in operands:
+            weight, key = role == "weight", matmul.operand_key(matrix, role)
             # a weight that is recast, or whose region is recomputed, is read once more for its second copy
-            again = role == "weight" and (
-                matmul.recipe.recast_weights is True or "recompute" in matmul.node.meta
-            )
-            transposed = transposed and (again or not matmul.decision.either or role != "weight")
-            asked = role == "weight" and not matmul.computed and matmul.recipe.frozen == "fp8"
-            stored = arrives(matrix.base, matmul.operand_key(matrix, role).scaling) or (
-                asked and matmul.weight_among(frozen)
-            )
+            again = weight and (recipe.recast_weights is True or "recompute" in matmul.node.meta)
+            transposed = transposed and (again or not matmul.decision.either or not weight)
+            asked = weight and not matmul.computed and recipe.frozen == "fp8"
+            stored = arrives(matrix.base, key.scaling) or (asked and matmul.weight_among(frozen))
             if matrix.base not in bases:
                 found = source(matrix)
                 found = replace(found, itemsize=1) if stored else found
-                bases[matrix.base] = Base(found, role == "weight", not found.readers <= nodes)
+                bases[matrix.base] = Base(found, weight, not found.readers <= nodes)
             base = bases[matrix.base]
-            key = matmul.operand_key(matrix, role)
             if key not in casts:
-                cached = role == "weight" and matmul.recipe.cache_weights and not matmul.computed
+                cached = weight and recipe.cache_weights and not matmul.computed
                 stays = cached and matmul.weight_among(kept)
                 square = key.scaling.block.rows == key.scaling.block.columns
-                turned = stays and square and matmul.recipe.recast_weights is True
+                turned = stays and square and recipe.recast_weights is True
                 casts[key] = CastCost(base, key.scaling.recipe, again, stored, stays, turned)
                 base.casts.append(casts[key])
             layout = (str(matrix.shape), transposed)

@@ -48,16 +48,13 @@ class Grouping:
             walk = self.walk(domain, sinks, stops)
             totals = self.column_sums(domain, walk, {x.replaces for x in sinks} | stops) if sums else {}
             outputs = [*sinks, *totals.values()]
-            outputs += self.others(
-                domain, walk, {x.replaces for x in outputs} | set(totals) | set(walk.tiles)
-            )
+            outputs += self.others(domain, walk, {*(x.replaces for x in outputs), *totals, *walk.tiles})
             walk.outputs = outputs
             replaced = {x.replaces for x in outputs}
             reads = [*walk.inputs, *walk.scales, *orders]
             if not self.ranks.reach(reads, replaced):
                 break
-            # the group would read a tensor that depends on one of its own outputs: leave such outputs to
-            # others, and read them
+            # a tensor to read may depend on outputs of the group: leave such outputs to others, and read them
             others = {x.replaces for x in outputs if x.content in ("value", "row", "sum")} - stops
             late = {x for x in others if self.ranks.reach(reads, {x})}
             if not late:
@@ -74,9 +71,7 @@ class Grouping:
         """Members that someone else reads, and that are cheaper to write than to compute again."""
         found: list[Output] = []
         self.follow_rows(domain, walk, sinks)
-        full = {
-            node for node, index in walk.seen if node in walk.members and index == domain.full(sizes(node))
-        }
+        full = {x for x, index in walk.seen if x in walk.members and index == domain.full(sizes(x))}
         for node in walk.members:
             if node.target in VIEWS or node in sinks or not is_tensor(node):
                 continue
@@ -103,19 +98,16 @@ class Grouping:
             for user in _readers(node, walk.members, sinks):
                 index = domain.row_index(user) if is_tensor(user) else None
                 operands = domain.operands(user, index) if index is not None else None
-                if operands is not None and all(
-                    x[0] in walk.members for x in operands if isinstance(x, tuple)
-                ):
+                read = [x[0] for x in operands or () if isinstance(x, tuple)]
+                if operands is not None and all(x in walk.members for x in read):
                     walk(user, index)  # type: ignore[arg-type]
                     rows.append(user)
 
     @staticmethod
     def of_sums(node: Node, walk: Walk) -> bool:
         """Is this node computed from a sum over rows that the group computes?"""
-        return any(
-            x in walk.levels
-            for x in reached([node], lambda x: x.all_input_nodes if x in walk.members else ())
-        )
+        sources = reached([node], lambda x: x.all_input_nodes if x in walk.members else ())
+        return any(x in walk.levels for x in sources)
 
     def cost_again(self, domain: Domain, node: Node, walk: Walk) -> int:
         """Bytes to read for computing a member once more."""
@@ -137,31 +129,21 @@ class Grouping:
                 for user in node.users:
                     if user.op != "call_function" or user in candidates:
                         continue
+                    passed = user.target in VIEWS or supported(user)
                     if user.target is aten.sum.dim_IntList:
                         candidates[user] = None
-                    elif (
-                        user not in walk.members
-                        and (user.target in VIEWS or supported(user))
-                        and domain.is_full(user)
-                    ):
+                    elif passed and user not in walk.members and domain.is_full(user):
                         following.append(user)
             stack = following
         for node in candidates:
-            reduced = domain.reduction(node)
-            if (
-                reduced is None
-                or reduced[1]
-                or replaced & {node, _rounded(node)}
-                or not _same_columns(node, domain)
-            ):
+            reduced, taken = domain.reduction(node), replaced & {node, _rounded(node)}
+            if taken or reduced is None or reduced[1] or not _same_columns(node, domain):
                 continue
             source = reduced[0]
             index = domain.full(sizes(source))
             probe = Walk(domain, walk.stop)
             probe(source, index)  # type: ignore[arg-type]
-            if {x for x in probe.inputs if domain.is_full(x)} <= big and all(
-                readable(x) for x in probe.inputs
-            ):
+            if {x for x in probe.inputs if domain.is_full(x)} <= big and all(map(readable, probe.inputs)):
                 walk(source, index)  # type: ignore[arg-type]
                 found[node] = Output("sum", source, _rounded(node))
         return found
@@ -170,11 +152,9 @@ class Grouping:
 def readable(node: Node) -> bool:
     """Can a kernel read it?"""
     tensor = node.meta.get("val")
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dtype in TRITON_DTYPE
-        and tensor.device.type in launch.DEVICES
-    )
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return tensor.dtype in TRITON_DTYPE and tensor.device.type in launch.DEVICES
 
 
 def _described(node: Node) -> str:
@@ -196,11 +176,8 @@ def _rounded(total: Node) -> Node:
     node = total
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if (
-            user.target not in (*RESHAPES, *CASTS)
-            or user.target in CASTS
-            and node.meta["val"].dtype != torch.float32
-        ):
+        cast = user.target in CASTS and node.meta["val"].dtype == torch.float32
+        if user.target not in RESHAPES and not cast:
             break
         node = user
     return node

@@ -35,22 +35,19 @@ class Rewritten:
     inference: bool = False  # nothing to differentiate
     forward: tuple[SlotKey, ...] = ()  # slots, by row of their page
     backward: tuple[SlotKey, ...] = ()
-    # names of the state inputs of forward and backward, where some slot needs them
-    pages: tuple[str, ...] = ()
+    pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where a slot needs them
     added: list[str] = field(default_factory=list)  # inputs that a pass has given their sizes
     complaints: list[str] = field(default_factory=list)  # what the policy's author should know
     remarks: list[str] = field(default_factory=list)  # what the report says beside its table
     groups: dict[str, None] = field(default_factory=dict)  # process groups whose ranks have to do the same
-    # parameters that may arrive in FP8, and others
-    gatherable: dict[int, Gatherable] = field(default_factory=dict)
+    gatherable: dict[int, Gatherable] = field(default_factory=dict)  # which parameters may arrive in FP8
     results: Extras = field(default_factory=Extras)  # of features, as plain data
     findings: Findings | None = None  # what the backend has told of it
 
 
 @dataclass(kw_only=True)
 class Joint(Rewritten):
-    """The joint graph of forward and backward, what is given with it, and what the passes before have
-    found."""
+    """The joint graph of forward and backward, what is given with it, and what earlier passes have found."""
 
     graph: Graph
     inputs: Inputs

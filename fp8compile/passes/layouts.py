@@ -63,14 +63,10 @@ def layouts(joint: Joint) -> int:
             _join(written, plain, late, kept)
             joined += 1
     for copy, node in written.casts.items():
-        if (
-            copy.operand.either
-            and copy.operand in written.late
-            and copy.operand.reader.meta.get("recompute") is None
-        ):
-            node.meta["recompute"] = (
-                compat.inductor.MUST_SAVE if weight_kept(copy.operand) else compat.inductor.MUST_RECOMPUTE
-            )
+        operand = copy.operand
+        if operand.either and operand in written.late and operand.reader.meta.get("recompute") is None:
+            kept = weight_kept(operand)
+            node.meta["recompute"] = compat.inductor.MUST_SAVE if kept else compat.inductor.MUST_RECOMPUTE
     return joined
 
 
@@ -81,8 +77,7 @@ def weight_kept(operand: Operand) -> bool:
 
 
 def _join(written: Written, plain: Copy, late: Copy, kept: bool) -> None:
-    """One operator and one read for both layouts: forward writes its own copy and the one that backward
-    reads."""
+    """One operator and one read for both layouts: forward writes its own copy and that of backward."""
     one, other = (written.casts[copy] for copy in (plain, late))
     operand = plain.operand
     recompute = compat.inductor.MUST_SAVE if kept else operand.reader.meta.get("recompute")
@@ -104,15 +99,11 @@ def read_again(source: Node, most: int | None = None) -> bool:
     def computed(node: Node) -> bool:
         return node.op == "call_function" and (_pointwise(node) or node.target in _RESHAPES)
 
-    made = [
-        *reached([source], lambda node: filter(is_tensor, node.all_input_nodes) if computed(node) else ())
-    ]
+    made = [*reached([source], lambda x: filter(is_tensor, x.all_input_nodes) if computed(x) else ())]
     large = [x for x in made if not computed(x) and hint(value(x).numel()) * 16 > hint(value(source).numel())]
-    if not any(computed(x) and _pointwise(x) and x.target not in CASTS for x in made) or not all(
-        map(_read_in_backward, large)
-    ):
+    if not any(computed(x) and _pointwise(x) and x.target not in CASTS for x in made):
         return False
-    return most is None or len(large) <= most
+    return all(map(_read_in_backward, large)) and (most is None or len(large) <= most)
 
 
 def kept_anyway(source: Node) -> bool:
@@ -122,9 +113,8 @@ def kept_anyway(source: Node) -> bool:
 
 
 def _read_in_backward(node: Node) -> bool:
-    return any(
-        compat.dynamo.is_backward(user) and _pointwise(user) for user in readers(node, (*_RESHAPES, *CASTS))
-    )
+    users = readers(node, (*_RESHAPES, *CASTS))
+    return any(compat.dynamo.is_backward(user) and _pointwise(user) for user in users)
 
 
 def _pointwise(node: Node) -> bool:

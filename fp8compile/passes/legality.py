@@ -1,7 +1,7 @@
-"""Which matmuls FP8 tensor cores and our rewriting can take at all: facts, not choices. Each objection is a
-reason in the report.
+"""Which matmuls FP8 tensor cores and our rewriting can take at all: facts, not choices.
 
-The policy makes the choices (`config.policy`), and the cost model finds what pays (`profitability`).
+Each objection is a reason in the report. The policy makes the choices (`config.policy`), and the cost model
+finds what pays (`profitability`).
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def _rows(matmul: Matmul) -> str | None:
 
 
 def flippable(matmul: Matmul) -> bool:
-    """Do the sizes fit if the matmul computes its result's transpose? The number of rows is free, that of
-    columns is not."""
+    """Would the sizes fit for the result's transpose? The number of rows is free, that of columns is not."""
     plain = matmul.offs is None and matmul.addend is None and value(matmul.node).dim() == 2
     return plain and not _fits(matmul.n) and _fits(matmul.m)
 
@@ -95,14 +94,11 @@ def unfit(weight: Matrix | None, recipe: Recipe) -> str | None:
 
 def late(matmul: Matmul) -> str | None:
     """Why the operands of a matmul have no FP8 copies; None if they may have."""
-    made_late = any(
-        role != "gradient" and compat.dynamo.is_backward(matrix.base) for matrix, role in matmul.roles
-    )
-    return "an input that is made in backward" if made_late else None
+    given = [matrix.base for matrix, role in matmul.roles if role != "gradient"]
+    return "an input that is made in backward" if any(map(compat.dynamo.is_backward, given)) else None
 
 
 def fits(matmul: Matmul) -> bool:
-    """Do the dtype and the sizes of a matmul without a weight fit FP8, so that a warning about it is
-    worthwhile?"""
+    """Do the dtype and sizes of a matmul without a weight fit FP8, so that a warning is worthwhile?"""
     large = hint(matmul.k) >= 128 and max(hint(matmul.m), hint(matmul.n)) >= 128
     return large and objection(matmul) is None and misaligned(matmul) is None

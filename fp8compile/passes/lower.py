@@ -1,5 +1,4 @@
-"""lower: replace our operators in the forward and in the backward graph, where `fuse` has put no generated
-kernel.
+"""lower: replace our operators in the forward and backward graph, where `fuse` has put no generated kernel.
 
     x8 = fp8compile.quantize(x, scale, e4m3, 448, False)
     y = fp8compile.scaled_mm(x8, w8, inv_x, inv_w, None, bf16, True)
@@ -71,9 +70,8 @@ def split_casts(graph: Graph) -> int:
         copies = copies_at(node)
         for item in node.users:
             if item.op != "call_function" or item.target is not operator.getitem:
-                raise Fp8CompileError(
-                    f"{node.name}: its copies are taken one by one, not by {item.format_node()}"
-                )
+                how = item.format_node()
+                raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {how}")
         for item in sorted(node.users, key=lambda x: arg(x, 1)):
             with graph.inserting_before(node):
                 copy = graph.call_function(ops.quantize, copies[arg(item, 1)].args)
@@ -115,25 +113,22 @@ def _emulated(node: Node) -> bool:
     """Does this operator stay, to run by its reference implementation? It does with block scales on a CPU:
     there, Inductor's C++ kernels split a loop where an index is divided, and get sizes wrong if loops are
     fused or do not divide evenly."""
-    tensor = next(x for x in node.all_input_nodes if is_tensor(x))
+    if value(next(filter(is_tensor, node.all_input_nodes))).device.type != "cpu":
+        return False
     if node.target in grouped.ALL or grouped.order_of(node) is not None:
-        return value(tensor).device.type == "cpu"
-    lists: list[Any] = [x for x in node.args if isinstance(x, (list, tuple))]
-    return value(tensor).device.type == "cpu" and any(
-        isinstance(size, int) and size > 1 for sizes in lists for size in sizes
-    )
+        return True
+    sizes: list[Any] = [size for x in node.args if isinstance(x, (list, tuple)) for size in x]
+    return any(isinstance(size, int) and size > 1 for size in sizes)
 
 
 class _Lowering:
     def __init__(self, graph: Graph):
         self.graph, self.inline = graph, Inliner()
-        # of a grouped matmul: its scales, spread over vectors
-        self.spread: dict[Node, tuple[Node, Node]] = {}
+        self.spread: dict[Node, tuple[Node, Node]] = {}  # a grouped matmul's scales, spread over vectors
         self.rows: dict[Node, Node] = {}  # a lowered amax -> its first stage, one number a row
 
     def run(self, which: tuple, chosen: Callable[[Node], bool] = lambda node: True) -> int:
-        """Replace the nodes that call an operator of `which` and for which `chosen` holds; returns how
-        many."""
+        """Replace the nodes that call an operator of `which` and are `chosen`; returns how many."""
         replaced = 0
         for node in list(self.graph.nodes):
             if node.op != "call_function" or node.target not in which or not chosen(node):
@@ -159,9 +154,8 @@ class _Lowering:
         """Amaxes lowered here still have a stage of one number a row: neighbours with equally many rows share
         their last reduction. Amaxes from kernels are complete."""
         vectors: list[Node] = []
-        for shape, group in groupby(
-            amaxes, lambda x: str(value(self.rows[x]).shape) if x in self.rows else ""
-        ):
+        shapes = {x: str(value(rows).shape) for x, rows in self.rows.items()}
+        for shape, group in groupby(amaxes, lambda x: shapes.get(x, "")):
             same = list(group)
             vectors += [self.inline(node, forms.last_amaxes, [self.rows[x] for x in same])] if shape else same
         return vectors[0] if len(vectors) == 1 else self.inline(node, torch.cat, vectors)
@@ -184,20 +178,12 @@ class _Lowering:
 
     @staticmethod
     def stored(node: Node, scales: Node, slot: int, column: int) -> Node:
-        """One number of a snapshot, as a view: `as_strided` makes Inductor keep the snapshot as one
-        buffer."""
-        emit = Emitter(node.graph, node, node)
-        return emit(
-            aten.as_strided.default, scales, [1], [1], state_page.APART * (state_page.BEFORE * slot + column)
-        )
+        """One number of a snapshot, as a view: by `as_strided` Inductor keeps the snapshot as one buffer."""
+        place = state_page.APART * (state_page.BEFORE * slot + column)
+        return Emitter(node.graph, node, node)(aten.as_strided.default, scales, [1], [1], place)
 
     def update(self, node: Node, *args) -> Node | None:
-        page = value(node)
-        if (
-            page.device.type not in launch.DEVICES
-            or state_page.Rows(page).length > LONGEST
-            or compat.triton.reorders()
-        ):
+        if not _in_kernels(node) or state_page.Rows(value(node)).length > LONGEST:
             return self.inline(node, state_page.next_page, *args)
         launch_update(node, *args)
         return None

@@ -1,10 +1,11 @@
 """origins: which inputs a tensor is computed from, and whose gradient it becomes.
 
-w = g * v / norm(v)        w is computed from the parameters g and v alone, element by element: it is a weight
-y = x * scale              x is an activation, so is y
-q = matrix_exp(a - a.t())  computed from a alone, by a matrix function: no weight
+    w = g * v / norm(v)        computed from the parameters g and v alone, element by element: a weight
+    y = x * scale              x is an activation, so is y
+    q = matrix_exp(a - a.t())  computed from a alone, by a matrix function: no weight
+    gw = mm(permute(dy), x); output: permute(gw)
 
-gw = mm(permute(dy), x); output: permute(gw)      gw becomes w's gradient; no other matmul is in between
+gw becomes w's gradient: no other matmul is in between.
 """
 
 from __future__ import annotations
@@ -38,56 +39,22 @@ from ..ir.matmul import addend_of
 
 # The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among
 # them: it may look up tokens.
-_LAYOUT: tuple = (
-    *CASTS,
-    *VIEWS,
-    *PERMUTES,
-    *SLICES,
-    *SAME,
-    operator.getitem,
-    aten.expand.default,
-    aten.repeat.default,
-)
-_LAYOUT += (
-    aten.cat.default,
-    aten.stack.default,
-    aten.constant_pad_nd.default,
-    aten.flip.default,
-    aten.copy.default,
-)
-_LAYOUT += (aten.slice_scatter.default, aten.select_scatter.default, aten.tril.default, aten.triu.default)
+_LAYOUT: tuple = (*CASTS, *VIEWS, *PERMUTES, *SLICES, *SAME, operator.getitem, aten.copy.default)
+_LAYOUT += (aten.expand.default, aten.repeat.default, aten.cat.default, aten.stack.default, aten.flip.default)
+_LAYOUT += (aten.constant_pad_nd.default, aten.slice_scatter.default, aten.select_scatter.default)
+_LAYOUT += (aten.tril.default, aten.triu.default)
 # a model may gather its shards itself
 _LAYOUT += (*compat.process_groups.ALL_GATHER, *compat.process_groups.WAIT)
 _LAYOUT += (aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default)
-_REDUCTIONS: tuple = (
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mean.default,
-    aten.mean.dim,
-    aten.amax.default,
-)
-_REDUCTIONS += (
-    aten.amin.default,
-    aten.prod.default,
-    aten.prod.dim_int,
-    aten.var.correction,
-    aten.var_mean.correction,
-)
-_REDUCTIONS += (
-    aten.std.correction,
-    aten.linalg_vector_norm.default,
-    aten.norm.ScalarOpt_dim,
-    aten.norm.Scalar,
-)
+_REDUCTIONS: tuple = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+_REDUCTIONS += (aten.amax.default, aten.amin.default, aten.prod.default, aten.prod.dim_int)
+_REDUCTIONS += (aten.var.correction, aten.var_mean.correction, aten.std.correction)
+_REDUCTIONS += (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar)
 _REDUCTIONS += (aten._weight_norm_interface.default, aten.native_layer_norm.default, aten._softmax.default)
 _REDUCTIONS += (aten.mv.default, aten.dot.default, aten.vdot.default)  # spectral norms
-_FILLS: tuple = (
-    aten.full_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.rand_like.default,
-)
-_FILLS += (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.bernoulli.p)
+_FILLS: tuple = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
+_FILLS += (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)
+_FILLS += (aten.rand_like.default, aten.bernoulli.p)
 _KEEPS = frozenset((*_LAYOUT, *_REDUCTIONS, *_FILLS))
 
 
@@ -141,16 +108,13 @@ class Origins:
         may be cast."""
         gather = all_gather_of(base)
         if gather is not None:
-            base = behind(
-                gather.local,
-                (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default, aten.constant_pad_nd.default),
-            )
+            through = (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.clone.default, aten.constant_pad_nd.default)
+            base = behind(gather.local, through)
         found = behind(base, (operator.getitem, *SLICES, *VIEWS, *SAME, ops.dequantize))
         return found if found in self.weights else None
 
     def computed(self, base: Node) -> Node | None:
-        """The parameter that a computed weight counts as: the largest of its sources, the first among
-        equals."""
+        """The parameter that a computed weight counts as: its largest source, the first among equals."""
         origin = self.known[base]
         if origin.activation or origin.by or compat.dynamo.is_backward(base):
             return None
@@ -160,9 +124,8 @@ class Origins:
 
 
 def _name(node: Node) -> str:
-    return (
-        str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.").removeprefix("prims.")
-    )
+    name = str(getattr(node.target, "overloadpacket", node.target))
+    return name.removeprefix("aten.").removeprefix("prims.")
 
 
 class Gradients:
@@ -174,8 +137,7 @@ class Gradients:
         outputs = compat.dynamo.gradient_outputs(graph)
         self.known = outputs is not None
         self.inputs = {index for _, index in outputs or ()}
-        # a bit for each input whose gradient a tensor becomes, with no barrier in between and with any number
-        # of them
+        # a bit for each input whose gradient a tensor becomes: with no barrier in between; with any number
         self.near, self.far = defaultdict[Node | None, int](int), defaultdict[Node, int](int)
         for node, index in outputs or ():
             self.near[node] |= 1 << index
@@ -197,20 +159,16 @@ class Gradients:
         if not self.known:
             return True
         bits = self.far[node] if far else self.near[node]
-        return bool(bits) and any(
-            index is not None and bits >> index & 1 for index in map(compat.dynamo.input_index, sources)
-        )
+        indices = map(compat.dynamo.input_index, sources)
+        return bool(bits) and any(index is not None and bits >> index & 1 for index in indices)
 
 
 def ingredients(node: Node, origins: Origins, barriers: frozenset[Node]) -> set[Node]:
-    """The activations that a tensor is computed from with no matmul in between, including the tensor itself
-    and inputs."""
+    """The activations that a tensor is computed from with no matmul in between: itself and inputs, too."""
 
     def activations(x: Node) -> list[Node]:
-        return (
-            [y for y in x.all_input_nodes if is_tensor(y) and origins[y].activation]
-            if x not in barriers
-            else []
-        )
+        if x in barriers:
+            return []
+        return [y for y in x.all_input_nodes if is_tensor(y) and origins[y].activation]
 
     return set(reached([root(node)], activations))

@@ -1,5 +1,4 @@
-"""Find the last matmuls of the model, which are output heads, by the nodes before and after them in the
-graph.
+"""Find the last matmuls of the model, its output heads, by the nodes before and after them in the graph.
 
     hidden -> norm -> mm -> softcap, view, loss -> output  a head: nothing with a weight follows
     hidden -> norm -> mm, gelu, mm -> + hidden -> output   no head: its output goes back into what it read
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import permutations
 
 from torch.fx import Graph, Node
 
@@ -35,33 +35,16 @@ from ..ir.fx_utils import (
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 
-# names of operators that multiply features by other data or weights and sum them up, whether we rewrite the
-# operator or not
+# names of operators that multiply features by data or weights and sum them up, rewritten or not
 CONTRACTS = re.compile(
     r"(^|_)(add|badd)?b?mm(_|$)|matmul|convolution|attention|dot|lstm|gru|rnn|mv$|einsum|mkldnn|weight_int"
 )
 POOLS = re.compile(r"sum|mean|^var|amax|pool|norm|select|index|gather")
-TRANSPARENT = (
-    "aten",
-    "prims",
-    "prim",
-    "_c10d_functional",
-    "c10d",
-    "inductor",
-    "inductor_prims",
-    "profiler",
-    "rngprims",
-)
+TRANSPARENT = "aten prims prim _c10d_functional c10d inductor inductor_prims profiler rngprims".split()
 TABLES = (aten.embedding.default, aten._embedding_bag.default)
 # operators that add to a stream of features, or write into one
-ADDS: tuple = (
-    aten.add.Tensor,
-    aten.addcmul.default,
-    aten.index_add.default,
-    aten.scatter_add.default,
-    aten.index_put.default,
-)
-ADDS += (aten.slice_scatter.default, aten.select_scatter.default)
+ADDS: tuple = (aten.add.Tensor, aten.addcmul.default, aten.index_add.default, aten.scatter_add.default)
+ADDS += (aten.index_put.default, aten.slice_scatter.default, aten.select_scatter.default)
 JOINS = (*ADDS, aten.mul.Tensor)
 THROUGH = (*CASTS, *SAME, *VIEWS, aten.add.Tensor, aten.clone.default)
 
@@ -104,8 +87,7 @@ def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
 
 
 def contracts(node: Node) -> bool:
-    """Is this node a product, or may it hide one, so that the features of its result are not those of its
-    input?"""
+    """Is this node a product, or may it hide one, so that its features are not those of its input?"""
     if node.op != "call_function" or not hasattr(node.target, "namespace"):
         return False
     if not isinstance(node.target, compat.OpOverload) or node.target.namespace not in TRANSPARENT:
@@ -127,8 +109,7 @@ class _Flow:
         self.bits: dict[Node, int] = {}
         self.made = 0  # the sources that are computed in this graph
         self.before: dict[Node, int] = {}  # all sources that a node depends on; for a source, without itself
-        # the sources that a node depends on with no other in between; for a source, itself
-        self.near: dict[Node, int] = {}
+        self.near: dict[Node, int] = {}  # those with no other source in between; for a source, itself
         self.widths: list = []  # of the features among the graph's inputs
         for node in graph.nodes:
             if node.op == "output" or compat.dynamo.is_backward(node):
@@ -147,8 +128,7 @@ class _Flow:
             self.before[node], self.near[node] = before, near
 
     def is_head(self, matmul: Matmul) -> bool:
-        """Does this matmul, which no other follows, end a model, and is its output not added to a residual
-        stream?"""
+        """Does this last matmul end a model, and is its output not added to a residual stream?"""
         node, (_, n, k) = matmul.node, matmul.features
         if not (self.before[node] & self.made or self.inputs.rest) or self._is_added(matmul):
             return False
@@ -157,9 +137,8 @@ class _Flow:
         if not self.widths:  # tokens or pixels: the graph begins where the model does
             return True
         pooled, summed = self._reads(matmul.other_operand.base)
-        return summed or (
-            (pooled or self.inputs.rest) and not any(same_size(n, width) for width in self.widths)
-        )
+        other_width = not any(same_size(n, width) for width in self.widths)
+        return summed or ((pooled or self.inputs.rest) and other_width)
 
     def _is_handed(self, node: Node) -> bool:
         """Is this node a floating-point input of the graph, and no weight? Such an input may be a stream of
@@ -170,8 +149,7 @@ class _Flow:
         return index is not None and index < len(self.inputs.names) and index not in self.inputs.weights
 
     def _features(self, matmul: Matmul, near: int) -> list:
-        """The widths of the inputs of the graph among the sources `near` whose features this matmul
-        contracts."""
+        """The widths of the graph's inputs among the sources `near` whose features this matmul contracts."""
         k = matmul.features[2]
         handed = (value(x) for x in self._nodes(near & ~self.made))
         return [k for x in handed if x.dim() >= 2 and same_size(x.shape[-1], k)]
@@ -187,13 +165,8 @@ class _Flow:
         computed from, or multiplied with such a stream as a gate?"""
         node = matmul.node
         behind_it = set(reached([node], lambda x: (user for user in x.users if user in self.before)))
-        sums = [
-            (x, side)
-            for x in behind_it
-            if call_function(x, JOINS)
-            for side in x.all_input_nodes
-            if side not in behind_it
-        ]
+        sums = [(x, side) for x in behind_it if call_function(x, JOINS) for side in x.all_input_nodes]
+        sums = [(x, side) for x, side in sums if side not in behind_it]
         if matmul.addend is not None:
             sums.append((node, matmul.addend))
         return any(self.near.get(side, 0) & self.before[node] and _as_large(side, x) for x, side in sums)
@@ -212,22 +185,18 @@ class _Flow:
     def _is_residual(self, node: Node) -> bool:
         """Is this node a sum of which one side is computed from the other through a product?"""
         sides = [x for x in node.all_input_nodes if self.near.get(x, 0) and _as_large(x, node)]
-        return any(
-            self.before[source] & self.near[other]
-            for one in sides
-            for other in sides
-            if one is not other
-            for source in self._nodes(self.near[one] & self.made)
-        )
+        for one, other in permutations(sides, 2):
+            products = self._nodes(self.near[one] & self.made)
+            if any(self.before[x] & self.near[other] for x in products):
+                return True
+        return False
 
 
 def _as_large(side: Node, total: Node) -> bool:
-    if not is_tensor(side) or not is_tensor(total):
+    if not is_tensor(side) or not is_tensor(total) or value(total).dim() < 2:
         return False
-    return value(total).dim() >= 2 and (
-        same_shape(value(side).shape, value(total).shape)
-        or same_size(value(side).numel(), value(total).numel())
-    )
+    one, whole = value(side), value(total)
+    return same_shape(one.shape, whole.shape) or same_size(one.numel(), whole.numel())
 
 
 def _is_squashed(node: Node) -> bool:

@@ -49,8 +49,7 @@ JOINT = (  # each a function of a `Joint`
     Pass("gather", gather),  # which weights may arrive in FP8
     Pass("plan", plan),  # which tensors are quantized, and in which slot the scale of each lives
     Pass("amax_groups", amax_groups),  # over which ranks amaxes are reduced
-    # casts and FP8 matmuls in the graph: the canonical form, which the following rewrite
-    Pass("quantize", quantize),
+    Pass("quantize", quantize),  # casts and FP8 matmuls: the canonical form, which the following rewrite
     Pass("substitute", substitute),  # weights that arrive in FP8
     Pass("layouts", layouts),  # which copies are kept for backward
     Pass("reduce_current", reduce_current),  # current amaxes over the ranks that share a tensor
@@ -94,8 +93,7 @@ def run_early_post_grad(graph: Graph) -> None:
 
 
 def run_post_grad(graph: Graph) -> None:
-    """Lower a partitioned graph in place: no operator of ours is left, except on a CPU those with scales of
-    blocks."""
+    """Lower a partitioned graph in place. No operator of ours is left, except those of blocks on a CPU."""
     _run("post_grad", graph, graph)
 
 
@@ -105,9 +103,8 @@ def skipped() -> tuple[str, ...]:
     optional = [step.name for stage in STAGES for step in passes(stage) if step.optional]
     for name in names:
         if name not in optional:
-            raise OptionError.of(
-                SKIP_VARIABLE, name, f"a comma-separated list of {', '.join(map(repr, optional))}"
-            )
+            allowed = f"a comma-separated list of {', '.join(map(repr, optional))}"
+            raise OptionError.of(SKIP_VARIABLE, name, allowed)
     return names
 
 
@@ -142,7 +139,6 @@ def _name(target: Any) -> str:
 
 def _changes(before: Counter[str], after: Counter[str]) -> str:
     """ "; -12 aten.mm.default, +12 fp8compile.scaled_mm.default", "" where nothing changed."""
-    changed = {
-        name: after[name] - before[name] for name in sorted({*before, *after}) if after[name] != before[name]
-    }
+    names = sorted({*before, *after})
+    changed = {name: after[name] - before[name] for name in names if after[name] != before[name]}
     return "; " + ", ".join(f"{count:+d} {name}" for name, count in changed.items()) if changed else ""

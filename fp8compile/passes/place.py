@@ -56,19 +56,17 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     order = [node for node in graph.nodes if node in groups]
     numbers: dict[Node, int] = {}
     gathers = graph.find_nodes(op="call_function", target=ops.gather)
-    amaxes = [item for node in order for item in _items(node, groups[node][0]) if item[1].content == "amax"]
+    amaxes = [item for node in order for item, x in _items(node, groups[node][0]) if x.content == "amax"]
     counts = [product(sizes(x.replaces)) for node in order for x in groups[node][0].column_amaxes]
     wide = [int(count) for count in counts if count.is_Integer]
     others = {gather: _raisable(gather) for gather in gathers}
-    known = {*(item for item, _ in amaxes), *(item for some in others.values() for item in some)}
-    for item in [x for gather in gathers for x in arg(gather, 0) if x in known] + [
-        item for item, _ in amaxes
-    ]:
+    known = {*amaxes, *(item for some in others.values() for item in some)}
+    gathered = [x for gather in gathers for x in arg(gather, 0) if x in known]
+    for item in (*gathered, *amaxes):
         numbers.setdefault(item, len(numbers))
     like: Any = order[0].args[0]
-    launcher = launch.Launcher(
-        graph, len(numbers), like, sum(map(launch.aligned, wide)), _parts(graph, groups)
-    )
+    columns = sum(map(launch.aligned, wide))
+    launcher = launch.Launcher(graph, len(numbers), like, columns, _parts(graph, groups))
     for gather, some in others.items():
         gather.args = (_runs(gather, numbers, launcher),)
         _raise_amaxes(gather, some, numbers, launcher)
@@ -177,9 +175,8 @@ def _raise_amaxes(
     the amaxes."""
     inline = Inliner()
     rows = {x: inline(x, forms.row_amax, arg(x, 0)) for x in amaxes}
-    for _, same in groupby(
-        sorted(amaxes, key=lambda x: str(value(rows[x]).shape)), lambda x: str(value(rows[x]).shape)
-    ):
+    shapes = {x: str(value(rows[x]).shape) for x in amaxes}
+    for _, same in groupby(sorted(amaxes, key=shapes.__getitem__), shapes.__getitem__):
         while some := [*islice(same, launcher.MOST_RAISED)]:
             launcher.raise_amaxes(gather, {numbers[x]: rows[x] for x in some})
     for x in amaxes:

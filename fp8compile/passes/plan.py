@@ -56,10 +56,8 @@ class Plan:
 
     def direction(self, backward: bool) -> list[Operand]:
         """The operands of the forward or of the backward that have a slot, by slot."""
-        return sorted(
-            (x for x in self.operands.values() if x.backward is backward and x.slot >= 0),
-            key=lambda x: x.slot,
-        )
+        found = [x for x in self.operands.values() if x.backward is backward and x.slot >= 0]
+        return sorted(found, key=lambda x: x.slot)
 
 
 def plan(joint: Joint) -> int:
@@ -70,9 +68,8 @@ def plan(joint: Joint) -> int:
     slots = [tuple(operand.key for operand in joint.plan.direction(backward)) for backward in (False, True)]
     if any(slots) and joint.stateful:
         joint.forward, joint.backward = slots
-        by_index = {
-            compat.dynamo.input_index(node): node for node in joint.graph.find_nodes(op="placeholder")
-        }
+        placeholders = joint.graph.find_nodes(op="placeholder")
+        by_index = {compat.dynamo.input_index(node): node for node in placeholders}
         first = len(joint.inputs.names)
         joint.state = by_index[first], by_index[first + 1]
         joint.pages = tuple(page.name for page in joint.state)

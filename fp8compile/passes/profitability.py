@@ -36,8 +36,7 @@ MOST_MOVES = 64  # gemms; in larger components only layers and the whole are dro
 
 
 def weigh(joint: Joint) -> int:
-    """Drop the matmuls that do not gain from FP8 on the device, and fill in the estimates; returns how many
-    were dropped."""
+    """Fill in the estimates, and drop matmuls that do not gain from FP8 on the device; returns how many."""
     matmuls, device = joint.matmuls, joint.device
     if device is None:
         return 0

@@ -1,5 +1,4 @@
-"""quantize: cast each operand in each layout that matmuls read, and replace the decided matmuls by FP8
-matmuls.
+"""quantize: cast each operand in each layout that matmuls read, and replace the decided matmuls by FP8 ones.
 
     mm = mm(view(x), permute(w))
 
@@ -67,8 +66,7 @@ class _Quantizer:
         self.graph, self.plan, self.pages = graph, plan, pages
         self.written = Written(graph, next(node for node in graph.nodes if node.op != "placeholder"))
         self.after = self.written.after
-        # matmul -> its FP8 result, which may be an operand of the next matmul
-        self.replaced: dict[Node, Node] = {}
+        self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which the next matmul may read
         self.matrices: dict[tuple[Node, str], Node] = {}
         self.groups = Groups(self.after)
 
@@ -76,9 +74,8 @@ class _Quantizer:
         """For a and b: the operand, its matrix, and whether the FP8 copy is transposed. Both copies are
         K-major, [m, k] and [n, k]."""
         found = []
-        for (matrix, role), transposed in zip(
-            matmul.roles, (matmul.a.transposed, not matmul.b.transposed), strict=True
-        ):
+        turned = (matmul.a.transposed, not matmul.b.transposed)
+        for (matrix, role), transposed in zip(matmul.roles, turned, strict=True):
             operand = self.plan.of(matrix, role, matmul)
             found.append((operand, matrix, transposed and not operand.either))
         return found
@@ -191,15 +188,13 @@ class _Quantizer:
             assert self.pages is not None
             page = self.pages[backward]
             tag = "is_backward" if backward else "is_forward"
-            emit = Emitter(
-                self.graph, self.written.start, page, partitioner_tag=tag, recompute=compat.inductor.MUST_SAVE
-            )
+            kept = compat.inductor.MUST_SAVE
+            emit = Emitter(self.graph, self.written.start, page, partitioner_tag=tag, recompute=kept)
             self.written.snapshots[backward] = emit(ops.snapshot, page)
         return self.written.snapshots[backward]
 
     def matrix(self, matrix: Matrix, operand: Operand) -> Node:
-        """The base as a 2-D node: a view, or a copy if its strides allow no view. (Inductor fuses the copy
-        into the casts.)"""
+        """The base in 2-D: a view, or if strides allow none, a copy, which Inductor fuses into the casts."""
         base = self.replaced.get(matrix.base, matrix.base)
         rows, columns = matrix.shape
         key = (base, f"{rows} {columns}")
@@ -208,11 +203,9 @@ class _Quantizer:
         if key not in self.matrices:
             emit = self.after(base, operand)
             shape = view_sizes(rows, columns)
-            # Inductor's patterns of attention end in a view of a bmm, and take its sizes for those of the
-            # heads
-            view = (
-                aten._unsafe_view.default if call_function(base, (aten.bmm.default,)) else aten.view.default
-            )
+            # Inductor's patterns of attention end in a view of a bmm, and take its sizes for the heads'
+            of_bmm = call_function(base, (aten.bmm.default,))
+            view = aten._unsafe_view.default if of_bmm else aten.view.default
             try:
                 self.matrices[key] = emit(view, base, shape)
             except (RuntimeError, ValueError):
@@ -223,9 +216,8 @@ class _Quantizer:
 
 def current(emit: Emitter, operand: Operand, amax: Node) -> tuple[Node, Node]:
     """(scale, inverse) from the amax of the tensor itself, or of each block."""
-    scale = emit(
-        ops.current_scale, amax, operand.format.max, operand.scaling.margin, operand.scaling.power_of_2
-    )
+    scaling = operand.scaling
+    scale = emit(ops.current_scale, amax, operand.format.max, scaling.margin, scaling.power_of_2)
     return scale, emit(ops.inverse, scale)
 
 

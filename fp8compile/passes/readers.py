@@ -24,14 +24,8 @@ STEEP = tuple(
     getattr(aten, name).default
     for name in "sin cos tan floor ceil round trunc frac sign exp expm1 exp2".split()
 )
-SHIFTS = (
-    aten.sub.Tensor,
-    aten.add.Tensor,
-    aten.mul.Scalar,
-    aten.div.Scalar,
-    aten.sub.Scalar,
-    aten.add.Scalar,
-)
+SHIFTS: tuple = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
+SHIFTS += (aten.mul.Scalar, aten.div.Scalar)
 SCALED = (aten.mul.Tensor, aten.div.Tensor)
 
 
@@ -42,11 +36,8 @@ def delicate(x: Node) -> str:
         x = arg(x, 0)
     if call_function(x, (aten.sin.default, aten.cos.default)):
         return "it is a sine or cosine"
-    return (
-        "it is a softmax"
-        if call_function(x, (aten.div.Tensor,)) and call_function(arg(x, 0), (aten.exp.default,))
-        else ""
-    )
+    softmax = call_function(x, (aten.div.Tensor,)) and call_function(arg(x, 0), (aten.exp.default,))
+    return "it is a softmax" if softmax else ""
 
 
 def unreadable(x: Node, joint: bool = False) -> str:
@@ -62,10 +53,10 @@ def unreadable(x: Node, joint: bool = False) -> str:
             return "the user's checkpointing starts from it"
         if not through and not call_function(user, CAST) and not fusable(user, ()):
             return f"{user.target} reads it"
-        if user.target in COMPARED and (
-            isinstance(arg(user, 1), Node) or arg(user, 1) != 0 or "eq" in str(user.target)
-        ):
-            return f"{user.target} compares it"
+        if user.target in COMPARED:
+            other = arg(user, 1)
+            if isinstance(other, Node) or other != 0 or "eq" in str(user.target):
+                return f"{user.target} compares it"
     return _steep(x, joint)
 
 

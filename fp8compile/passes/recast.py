@@ -57,8 +57,6 @@ def recast(joint: Joint) -> int:
 
 def _share(matmuls: list[Matmul], size: int, itemsize: int, device: Device) -> float:
     """The time to read a weight once more, as a share of that of its three matmuls."""
-    flops = max(
-        2 * hint(matmul.m) * hint(matmul.n) * hint(matmul.k) * hint(matmul.batch) for matmul in matmuls
-    )
+    flops = max(2 * hint(x.m) * hint(x.n) * hint(x.k) * hint(x.batch) for x in matmuls)
     rates = device.flops
     return size * itemsize / device.bandwidth / (flops / rates.fp8 + 2 * flops / rates.fp8_precise)

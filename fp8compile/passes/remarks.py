@@ -15,11 +15,7 @@ FLOAT32 = "without FP8 these experts would multiply in float32{}: grouped matmul
 def remarks(matmuls: Collection[Matmul], others: Sequence[str]) -> tuple[str, ...]:
     """`others`: those that passes have made."""
     found = [*_overrides(matmuls), *others]
-    experts = [
-        matmul
-        for matmul in matmuls
-        if matmul.fp8 and matmul.groups and value(matmul.node).dtype == torch.float32
-    ]
+    experts = [x for x in matmuls if x.fp8 and x.groups and value(x.node).dtype == torch.float32]
     if experts:
         found.append(FLOAT32.format(_gain(experts)))
     return tuple(found)

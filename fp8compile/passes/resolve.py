@@ -1,5 +1,4 @@
-"""resolve: the decision about one matmul, from what the policy says and the facts of the graph. A pure
-function.
+"""resolve: the decision about one matmul, by the policy and the facts of the graph. A pure function.
 
 A policy gives settings to a layer. What a graph does with the layer may rule some of them out; then other
 settings run. `OVERRIDES` lists all such changes: when, what, and why. They apply in this order, and the
@@ -134,16 +133,14 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
         a, b = (recipe.scaling(role, site.gemm).block for role in facts.roles)
         emulated |= how_grouped(facts.gpu, a, b, not compat.triton.reorders()) == EMULATED
         either = b == recipe.built_in.tile and support.has_mx_of_either_major(facts.gpu) and not emulated
+    named = rule is not None and bool(rule.module or rule.parameter)
     return Decision(
         recipe=recipe,
         overrides=overrides,
         reason=facts.off or facts.objection or chosen or misfit or facts.late,
         rule=choice.label,
         auto=choice.fp8 == "auto",
-        wanted=choice.fp8 == "on"
-        and chosen is None
-        and rule is not None
-        and bool(rule.module or rule.parameter),
+        wanted=choice.fp8 == "on" and chosen is None and named,
         # a shipped rule that goes by sizes alone is nobody's choice
         on_purpose=chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule)),
         emulated=emulated,
@@ -157,11 +154,8 @@ def _kept(site: Site, choice: Choice, rule: Rule | None, recipe: Recipe) -> str 
         if rule is not None and rule.kind is not None:
             return site.kind
         why = choice.label if rule is not None and rule.name else f"policy: {choice.label}"
-        return (
-            f"{why}: {site.n} x {site.k}, {site.m} rows"
-            if rule is not None and rule.where is not None
-            else why
-        )
+        by_size = rule is not None and rule.where is not None
+        return f"{why}: {site.n} x {site.k}, {site.m} rows" if by_size else why
     if recipe.override_linear_precision[GEMMS.index(site.gemm)]:
         if recipe.name == "rowwise_with_gw_hp" and site.gemm == "wgrad":
             return f"recipe {recipe.name} keeps {site.gemm}"
@@ -171,7 +165,6 @@ def _kept(site: Site, choice: Choice, rule: Rule | None, recipe: Recipe) -> str 
 
 def _difference(before: Recipe, after: Recipe) -> str:
     """The settings that `after` has and `before` has not: "current_scaling=(False, True, False)"."""
-    names = [
-        field.name for field in fields(Recipe) if getattr(before, field.name) != getattr(after, field.name)
-    ]
+    names = [field.name for field in fields(Recipe)]
+    names = [x for x in names if getattr(before, x) != getattr(after, x)]
     return ", ".join(f"{'recipe' if name == 'name' else name}={getattr(after, name)!r}" for name in names)

@@ -1,5 +1,4 @@
-"""The memory traffic that FP8 copies of a tensor would cause, from the nodes that compute and read it in the
-joint graph.
+"""The memory traffic that FP8 copies of a tensor cause, by the nodes that make and read it in a joint graph.
 
     g = mm(..); h = silu(g) * u  h: a kernel computes it from g and u, so a cast joins that kernel (`fused`),
     mm(h, w0); mm(h, w1)            and if all its readers take FP8, nobody writes it in bf16
@@ -35,17 +34,8 @@ from ..ir.fx_utils import (
 )
 from ..ir.matmul import form_of
 
-_MOVES = (
-    *VIEWS,
-    *PERMUTES,
-    *SAME,
-    *CASTS,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    operator.getitem,
-)
-_MOVES += (aten.clone.default,)
+_MOVES: tuple = (*VIEWS, *PERMUTES, *SAME, *CASTS, operator.getitem, aten.expand.default)
+_MOVES += (aten.slice.Tensor, aten.select.int, aten.clone.default)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)
 MOST_NODES = 64  # of a producer's kernel; a longer chain has a tensor in memory somewhere
 
@@ -96,11 +86,8 @@ def _producer_bytes(base: Node) -> int | None:
                 inputs[node] = None
         if not stack and len(members) < MOST_NODES:
             # with an empty stack only: a node may be met before its other readers are known to be members
-            stack = [
-                x
-                for x in inputs
-                if _part(x) and compat.dynamo.is_backward(x) == late and _internal(x, members, late)
-            ]
+            parts = [x for x in inputs if _part(x) and compat.dynamo.is_backward(x) == late]
+            stack = [x for x in parts if _internal(x, members, late)]
             members.update(stack)
             inputs = {node: None for node in inputs if node not in members}
     return sum(_bytes(node) for node in inputs)
@@ -142,9 +129,8 @@ def _readers(base: Node) -> tuple[set[Node], bool]:
         elif form_of(user) is not None:
             matmuls.add(user)
         elif not call_function(user, _MOVES):
-            shared |= not fusable(user, ()) or (
-                compat.dynamo.is_backward(user) == late and not _reduces(user)
-            )
+            alike = compat.dynamo.is_backward(user) == late
+            shared |= not fusable(user, ()) or (alike and not _reduces(user))
     return matmuls, shared
 
 

@@ -1,5 +1,4 @@
-"""try_matmuls: call each kind and size of FP8 matmul once, on the GPU of this process, in the form that it
-would be lowered to.
+"""try_matmuls: call each kind and size of FP8 matmul once, on this process's GPU, in its lowered form.
 
 Libraries lack some (cuBLASLt on Hopper has no row-wise matmul with few tiles of output and a large K,
 pytorch/ao#4582; sm_120 none at all, pytorch#192707), and which ones depends on their version. They refuse at
@@ -104,9 +103,8 @@ def _described(x: Any) -> Any:
 
 
 def _empty(x: Tensor) -> Tensor:
-    made = torch.empty_strided(
-        [*map(hint, x.shape)], [*map(hint, x.stride())], dtype=x.dtype, device=x.device
-    )
+    sizes, strides = [*map(hint, x.shape)], [*map(hint, x.stride())]
+    made = torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
     return made if x.is_floating_point() else made.zero_()  # ends of groups: none has a row
 
 

@@ -22,13 +22,7 @@ def update_state(joint: Joint) -> int:
 
     The amaxes of a graph are reduced over the ranks of a group if the recipe of any of its operands says so.
     """
-    graph, plan, written, pages, groups = (
-        joint.graph,
-        joint.plan,
-        joint.written,
-        joint.state,
-        joint.amax_groups,
-    )
+    graph, plan, written, pages = joint.graph, joint.plan, joint.written, joint.state
     if pages is None or written is None:
         return 0
     moved, end = 0, graph.output_node()  # there, nothing waits for an all-reduce any more
@@ -49,7 +43,7 @@ def update_state(joint: Joint) -> int:
         if written.groups.keys() & set(operands):
             emit.anchor = end
         vector = emit(ops.gather, vectors)
-        for group in groups.state:
+        for group in joint.amax_groups.state:
             vector = reduced(emit, vector, group, end)
         following = emit(ops.update, page, written.snapshots[backward], vector)
         emit.meta["partitioner_tag"] = f"must_be_in_{tag}"

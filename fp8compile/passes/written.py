@@ -75,8 +75,7 @@ class Written:
         self.graph.erase_node(node)
 
     def replace_scale(self, operand: Operand, scale: Node, inverse: Node) -> None:
-        """Let everything read another scale of an operand that has one; `scale` itself may be made of the old
-        one."""
+        """Let all read another scale of an operand that has one; `scale` may itself be made of the old."""
         old, old_inverse = self.scales[whole(operand)]
         self.scales[whole(operand)] = scale, inverse
         old_inverse.replace_all_uses_with(inverse)
