@@ -1,2 +1,1 @@
-"""The data that passes work on: operators, scales and their page, matmuls, and facts about a graph's
-inputs."""
+"""The data that passes work on: operators, scales and their page, matmuls, and facts about graphs' inputs."""

@@ -4,8 +4,7 @@
     parts = split(wait, 2); whole = cat([parts[0], .., parts[3]], 1)                     [2, 32, 128]
 
 `whole` is the `AllGather` of `local` along dimension 1, after the steps wait, split and cat. A gather along
-dimension 0 needs no cat. Where shards are uneven, the last ranks pad theirs, and a slice after the gather
-drops the padding.
+dimension 0 needs no cat. Where shards are uneven, the last ranks pad theirs, which a slice drops again.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ def _direct(node: Node) -> AllGather | None:
 
 
 def _cat(node: Node) -> AllGather | None:
-    """Parts of a gather along dimension 0, all of them and in their order, put together along another
-    dimension."""
+    """All parts of a gather along dimension 0, in their order, put together along another dimension."""
     parts = arg(node, 0)
     dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))  # type: ignore[arg-type]
     cut = parts[0]

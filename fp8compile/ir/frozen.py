@@ -1,5 +1,4 @@
-"""FrozenWeight: a weight that does not train, kept in FP8 only (`frozen="fp8"`). It looks like a parameter of
-its own dtype.
+"""FrozenWeight: a weight that does not train, kept in FP8 only (`frozen="fp8"`). Its dtype seems unchanged.
 
     w.dtype is bfloat16; w.shape is (N, K)
     w.data_ [N, K] FP8, w.inv_ [1] float32                       one scale for the weight; or

@@ -71,8 +71,7 @@ def freeze(graph: Graph) -> tuple[NodeRecord, ...]:
 
 
 def thaw(steps: Iterable[NodeRecord]) -> GraphModule:
-    """A graph that computes the same, whose nodes have the same names. It has no other metadata than casts'
-    operands."""
+    """A graph that computes the same, with the nodes' names, and no metadata but the operands of casts."""
     graph, nodes = Graph(), list[Node]()
 
     def real(x: Any) -> Any:

@@ -114,8 +114,7 @@ fakes: dict[Any, Callable[..., Any]] = {}  # of our operators: returns an empty 
 class Emitter:
     """Inserts `call_function` nodes before `anchor`, each with its fake value and the metadata of `like`.
 
-    `meta` overrides single entries (None drops one). An operator that refuses its arguments leaves no node
-    behind.
+    `meta` overrides single entries (None drops one). An operator that refuses its arguments leaves no node.
     """
 
     KEEP = "stack_trace nn_module_stack fwd_nn_module_stack seq_nr partitioner_tag recompute".split()

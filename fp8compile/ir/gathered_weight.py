@@ -6,8 +6,7 @@
 With `block`, inv is [N / block, K / block], rounded up: one for each square block.
 
 Under torch.compile, `data` and `inv` are two inputs of the graph. There, `dequantize` is a node that our
-passes know: an FP8 matmul reads `data` itself. What else reads the weight gets the values that FP8 has left
-of it.
+passes know: an FP8 matmul reads `data` itself. All other readers get the values that FP8 has left.
 """
 
 from __future__ import annotations

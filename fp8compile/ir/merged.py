@@ -38,6 +38,5 @@ side_by_side = define_op("side_by_side(Tensor[] parts, int dim) -> Tensor")(join
 
 @define_op("both_sides(Tensor[] parts, Tensor[] transposed) -> (Tensor, Tensor)")
 def both_sides(parts: Sequence[Tensor], transposed: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """One operator, whose first result the forward reads: so the partitioner saves the second one if it must,
-    instead of its parts."""
+    """One operator, whose first result forward reads: so the partitioner saves the second, not its parts."""
     return joined(parts, 0), joined(transposed, 1)

@@ -1,8 +1,7 @@
 """The intermediate representation: a handful of functional operators in the namespace `fp8compile::`.
 
 The passes write them into the joint graph and lower them to ATen before Inductor generates code. Their eager
-implementations below, plain torch on any device, are the reference: a cold call runs on them (see
-`runtime.calls`).
+implementations below, plain torch on any device, are the reference: cold calls run on them (`runtime.calls`).
 
     amax(x)                                         [..] -> [1] float32
     amax_blocks(x, transposed, block)               [R, C] -> one amax a block of the copy
@@ -69,7 +68,7 @@ def define_op(schema: str, fake=None):
 
 
 def padded_rows(rows):
-    """`rows`, int or SymInt, rounded up to a multiple of 16 (at least 16): the columns of a transposed copy."""
+    """`rows` (int or SymInt) rounded up to a multiple of 16 (at least 16): columns of a transposed copy."""
     if isinstance(rows, int):
         return max(16, -(-rows // 16) * 16)
     return (rows + 15) // 16 * 16
@@ -184,9 +183,8 @@ _DELAYED = (
 def delayed_scale(
     scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False
 ) -> Tensor:
-    """The slot's scale. While the slot is cold, and with `covers` also where the slot's scale would saturate
-    or flush the tensor, the scale of the current amax, if that is finite. (The lowering always takes the
-    slot's scale.)"""
+    """The slot's scale. While the slot is cold, and with `covers` also where this scale would saturate or
+    flush the tensor, that of the current amax, if it is finite. (The lowering always takes the slot's.)"""
     row = state_page.Rows(state_page.numbers_of(scales[slot]))
     return _stored_or_current(row.scale.reshape(1), row.cold, amax, fp8_max, margin, covers)
 
@@ -226,12 +224,10 @@ votes = define_op("votes(Tensor scales, int[] slots, bool cold=True) -> Tensor")
 def agreed_scale(
     agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int, covers: bool = False
 ) -> Tensor:
-    """The scale of this rank's part of a tensor, the same on all ranks of the group. `agreed`: the minimum of
-    their votes.
+    """The scale of this rank's part of a tensor, the same on all ranks. `agreed`: the minimum of their votes.
 
     It is the scale that they agree on. Only if the call is cold on all ranks, they reduce their amaxes, and
-    decide as `delayed_scale`: so either all ranks wait for this all-reduce, or none. (The lowering always
-    takes the agreed scale.)
+    decide as `delayed_scale`: so all ranks wait for this all-reduce, or none. (The lowering takes `agreed`.)
     """
     stored = agreed[index : index + 1]
     if not bool(agreed[-1]):

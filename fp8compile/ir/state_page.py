@@ -62,8 +62,7 @@ E5M2_LIMIT = E5M2.max  # the least limit of E5M2; those of E4M3 are below
 
 
 def floor_of(reach: Tensor, limit: Tensor) -> Tensor:
-    """An amax above zero that is scaled to less than this is an underflow. 0 without a limit: the slot is not
-    watched."""
+    """An amax above zero that is scaled to less than this is an underflow. 0: no limit, so not watched."""
     least = torch.where(limit < E5M2_LIMIT, E4M3_LEAST, E5M2_LEAST)
     return torch.where(limit < float("inf"), torch.minimum(least, reach / DROP), 0.0)
 

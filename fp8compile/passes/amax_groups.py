@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class AmaxGroups:
     """Names of process groups. `state`: the amaxes of a direction are reduced over each of them, one after
-    the other, before the state moves. `shards`: by the recipe's `amax_group`, for tensors that are scaled by
-    their current amax."""
+    the other, before the state moves. `shards`: by `amax_group`, for tensors scaled by their current amax."""
 
     state: tuple[str, ...] = ()
     shards: Mapping[bool | str, str] = field(default_factory=dict)
@@ -36,10 +35,8 @@ class AmaxGroups:
 
 
 def amax_groups(joint: Joint) -> int:
-    """OptionError where that is impossible: for two groups in one graph, for a name of nothing, and for the
-    group of all ranks in a pipeline, because each stage of a pipeline runs other graphs and waits for the
-    stage before.
-    """
+    """OptionError where that is impossible: for two groups in one graph, for a name of nothing, and for all
+    ranks in a pipeline, because each stage runs other graphs and waits for the stage before."""
     operands, dimensions = joint.plan.operands.values(), joint.inputs.groups
     every = _named("reduce_amax", {x.recipe.reduce_amax for x in operands if x.slot >= 0}, dimensions)
     shared = {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}
@@ -119,8 +116,7 @@ def reduced(emit: Emitter, amaxes: Node, group: str, until: Node | None = None) 
     """The maximum over a group. As integers: so NaN is above all numbers. A maximum of floats may drop it.
     `until`: where the result is waited for, and where `emit` goes on; None: at once.
 
-    The partitioner leaves a collective in backward that could be computed again there, although nobody reads
-    it: hence the tag.
+    The partitioner leaves a collective in backward that can be computed again there, read or not: so the tag.
     """
     emit.meta["partitioner_tag"] = emit.meta["partitioner_tag"].replace("is_", "must_be_in_")
     bits = emit(aten.view.dtype, amaxes, torch.int32)

@@ -5,9 +5,8 @@
     mm_2 = mm(dy, w)                ->  Matmul(mm_2, "up", dgrad, a=dy [M, N], b=w [N, K])
     mm_3 = mm(permute(dy), view_1)  ->  Matmul(mm_3, "up", wgrad, a=dy [M, N] transposed, b=x [M, K])
 
-A forward matmul with a weight as operand is an fprop; `attribute` finds its dgrad and wgrad. The other
-matmuls are activation x activation, the gradients of these products, and the products of hooks. The graph is
-not changed.
+A forward matmul with a weight as operand is an fprop; `attribute` finds its dgrad and wgrad. All others are
+activation x activation, the gradients of these products, and hooks' products. The graph is not changed.
 """
 
 from __future__ import annotations

@@ -86,8 +86,7 @@ def _facts(matmul: Matmul, inputs: Inputs, gpu: Gpu | None, evaluation: str | No
 
 def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:
     """The kinds of the forward matmuls with a weight. In a part of a larger graph, the matmuls of a weight
-    take the kinds that they have there, if the larger graph has as many of them or gives all of them one
-    kind; else the kinds found here."""
+    take the kinds from there, if there are as many or all are of one kind; else those found here."""
     found = kinds(matmuls, inputs)
     uses = defaultdict(list)
     for matmul in found:

@@ -27,8 +27,7 @@ def block_of(operand: Operand, transposed: bool) -> Block:
 
 
 class Groups:
-    """Writes each node that depends on the ends of groups once. `after` makes an emitter after a node
-    (`Written.after`)."""
+    """Writes each node that depends on the ends of groups once, by emitters after nodes (`Written.after`)."""
 
     def __init__(self, after: Callable[..., Emitter]):
         self.after = after

@@ -1,5 +1,4 @@
-"""fuse: find the operators that one walk over a matrix can compute together with its FP8 casts, and replace
-them by a generated kernel.
+"""fuse: put the operators that one walk over a matrix can compute with its FP8 casts into a generated kernel.
 
     h = silu(g) * u; a = amax(h)
     h8 = quantize(h, scale); h8t = ..  ->  h8, h8t, a = fp8_silu_mul_cast_transpose_amax(g, u, scale)
@@ -10,8 +9,8 @@ scale waits for an amax of the whole matrix, or of its columns, needs another wa
 of other matrices join a group if they read the same tensors. A group becomes a kernel unless the kernel would
 move more bytes than Inductor's own kernels (`codegen.traffic`).
 
-Runs on a partitioned graph, after Inductor's own passes. Operators that are not fused stay in the graph for
-`lower`; the debug log says why.
+Runs on a partitioned graph, after Inductor's own passes. What is not fused stays in the graph for `lower`;
+the debug log says why.
 """
 
 from __future__ import annotations
@@ -265,8 +264,7 @@ def _written(group: Group) -> Kernel:
 
 
 def _nearest(sources: Iterable[Node], written: set[Node], members: Collection[Node]) -> set[Node]:
-    """The written values that the sources are computed from, without those from which only other written
-    values are."""
+    """The written values that the sources are computed from, with no other written value in between."""
 
     def inputs(node: Node) -> list[Node]:
         return [x for x in node.all_input_nodes if x in members] if node not in written else []

@@ -65,8 +65,7 @@ def gather(joint: Joint) -> int:
 
 def substitute(joint: Joint) -> int:
     """Let matmuls read the FP8 values that are there, instead of casting them again; returns how many weights
-    that are. The copy that dgrad reads is made of them in forward and kept, or in backward, as for any other
-    weight."""
+    that are. Forward makes and keeps the copy that dgrad reads, or backward makes it, as for any weight."""
     written = joint.form
     if written is None:
         return 0

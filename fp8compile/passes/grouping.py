@@ -1,5 +1,4 @@
-"""Extend a few casts and amaxes of one matrix to a group: all nodes that one kernel should compute together
-with them.
+"""Extend a few casts and amaxes of one matrix to a group: all nodes that one kernel should compute with them.
 
 The search goes back from the matrix as long as values are pointwise or sums over rows, and not in memory
 already. Then it looks forward for outputs that come almost for free: column sums of values that the kernel

@@ -17,8 +17,7 @@ NO_ROWS = "no rows"
 
 
 def objection(matmul: Matmul) -> str | None:
-    """Why a matmul with a weight cannot be FP8, whatever the policy says; None if it may be. (`misaligned`
-    comes last.)"""
+    """Why no policy can make a matmul with a weight FP8; None if one can. (`misaligned` comes last.)"""
     overload = f"the overload {matmul.op} is not rewritten" if "." in matmul.op else None
     single = isinstance(matmul.batch, int) and matmul.batch == 1
     batched = None if single else "batched: one weight matrix per batch entry"

@@ -132,8 +132,7 @@ class Gradients:
     """Tells which weights' gradients the tensors of a joint graph become."""
 
     def __init__(self, graph: Graph, barriers: frozenset[Node]):
-        """`barriers`: the operators that multiply matrices. After a barrier, a gradient counts as another
-        tensor."""
+        """`barriers`: operators that multiply matrices. After one, a gradient counts as another tensor."""
         outputs = compat.dynamo.gradient_outputs(graph)
         self.known = outputs is not None
         self.inputs = {index for _, index in outputs or ()}

@@ -68,8 +68,7 @@ def _index(matmul: Matmul) -> int | None:
 
 def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
     """The matmuls whose output reaches an output of the forward and, on every path, no other weight. One
-    product of two activations may be on a path: similarities of two projections are logits. Two may not: they
-    are an attention."""
+    product of two activations may be on a path: similarities are logits. Two may not: they are attention."""
     products: dict[Node, int] = {}  # the most products on a path after a node; 2 also stands for a weight
     reaches: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -141,8 +140,7 @@ class _Flow:
         return summed or ((pooled or self.inputs.rest) and other_width)
 
     def _is_handed(self, node: Node) -> bool:
-        """Is this node a floating-point input of the graph, and no weight? Such an input may be a stream of
-        features."""
+        """Is this node a floating-point input of the graph, and no weight? It may be a stream of features."""
         if node.op != "placeholder" or not is_tensor(node) or not value(node).is_floating_point():
             return False
         index = compat.dynamo.input_index(node)
@@ -172,8 +170,7 @@ class _Flow:
         return any(self.near.get(side, 0) & self.before[node] and _as_large(side, x) for x, side in sums)
 
     def _reads(self, node: Node) -> tuple[bool, bool]:
-        """(is this operand computed by a norm, a pool or a selection of tokens?, is it computed from a sum of
-        residuals?)"""
+        """(does a norm, a pool or a selection of tokens make this operand?, does a sum of residuals?)"""
 
         def between(x: Node) -> bool:
             return x not in self.bits and x.op == "call_function"

@@ -171,8 +171,7 @@ def _raisable(gather: Node) -> list[Node]:
 def _raise_amaxes(
     gather: Node, amaxes: list[Node], numbers: dict[Node, int], launcher: launch.Launcher
 ) -> None:
-    """Launch the second stages before the gather, which reads their places in the vector already, and erase
-    the amaxes."""
+    """Launch the second stages before the gather, which reads their places already, and erase the amaxes."""
     inline = Inliner()
     rows = {x: inline(x, forms.row_amax, arg(x, 0)) for x in amaxes}
     shapes = {x: str(value(rows[x]).shape) for x in amaxes}

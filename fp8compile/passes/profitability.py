@@ -163,8 +163,7 @@ class _Component:
                 matmul.keep(settled or self.reason(gemm))
 
     def reason(self, gemm: Gemm) -> str:
-        """The reason for dropping a gemm: what its layer would lose in FP8, or the gemm alone if part of the
-        layer is FP8."""
+        """Why a gemm is dropped: what its layer loses in FP8, or it alone if part of the layer is FP8."""
         layer = self.layers[gemm.layer]
         dropped = layer - self.chosen
         whole = dropped == layer
@@ -193,8 +192,7 @@ class _Component:
         return total
 
     def break_even(self, key: Matmul) -> int | None:
-        """The number of tokens from which a layer gains, if all its gemms and all gemms that share its
-        operands are FP8."""
+        """The tokens from which a layer gains, if all its gemms and all that share its operands are FP8."""
         layer = self.layers[key]
         signature = tuple(self.described(gemm) for gemm in self.gemms if gemm in layer)
         if signature not in self.known:

@@ -71,8 +71,7 @@ class _Quantizer:
         self.groups = Groups(self.after)
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
-        """For a and b: the operand, its matrix, and whether the FP8 copy is transposed. Both copies are
-        K-major, [m, k] and [n, k]."""
+        """For a and b: operand, matrix, is its copy transposed? Copies are K-major: [m, k] and [n, k]."""
         found = []
         turned = (matmul.a.transposed, not matmul.b.transposed)
         for (matrix, role), transposed in zip(matmul.roles, turned, strict=True):

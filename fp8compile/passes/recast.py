@@ -8,8 +8,7 @@ backward casts again, which reads the weight once more. bf16 keeps no copy of a 
   tokens decides, 7,400 for bf16 on an H200.
 * as long as all kept copies are no larger than what FP8 saves on the inputs of matmuls, which it keeps in one
   byte an element instead of two. So FP8 keeps no more than bf16;
-* or where casting again takes more than `DEAR`, which is most of what FP8 gains: of experts with few tokens
-  each.
+* or where casting again takes more than `DEAR`, most of what FP8 gains: of experts with few tokens each.
 """
 
 from __future__ import annotations

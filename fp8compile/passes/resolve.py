@@ -46,8 +46,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Override:
-    """A change of settings. `change` returns the settings by name; None: `Recipe.current`, without any
-    history."""
+    """A change of settings. `change` returns them by name; None: `Recipe.current`, without any history."""
 
     when: Callable[[Facts, Recipe], Any]
     change: Callable[[Recipe], dict[str, Any]] | None

@@ -42,9 +42,8 @@ MOST_NODES = 64  # of a producer's kernel; a longer chain has a tensor in memory
 
 @dataclass(frozen=True, kw_only=True)
 class Source(CastInput):
-    """A tensor that matmuls read. `shared`: a reader that is no matmul needs the tensor in memory (a
-    residual, an attention, the caller), whatever the matmuls read. `readers`: the matmuls that read the
-    tensor."""
+    """A tensor that matmuls, its `readers`, read. `shared`: another reader needs the tensor in memory (a
+    residual, an attention, the caller), whatever the matmuls read."""
 
     shared: bool
     readers: frozenset[Node]
@@ -103,8 +102,7 @@ def _part(node: Node) -> bool:
 
 
 def _computes(node: Node) -> bool:
-    """Does a pointwise kernel compute this tensor? (A view of the output of a matmul or an attention is not
-    computed.)"""
+    """Does a pointwise kernel compute this tensor? (None does a view of a matmul's or attention's output.)"""
     node = _moved(node)
     return _part(node) and not call_function(node, _JOINS)
 

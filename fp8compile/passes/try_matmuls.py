@@ -6,8 +6,7 @@ the call: without this pass, in the middle of a training. Here the next form tak
 is always legal, and a report says so.
 
 An attempt takes empty operands, and some microseconds. None is made where the GPU is only described
-(`estimate`). `FP8COMPILE_SKIP=try_matmuls` switches them off, for a compilation whose code will run
-elsewhere.
+(`estimate`). `FP8COMPILE_SKIP=try_matmuls` switches them off, for code that will run elsewhere.
 """
 
 from __future__ import annotations

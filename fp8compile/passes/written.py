@@ -37,8 +37,7 @@ class Written:
     """`casts`: the node of each copy. `scales`: (scale, inverse) by copy; an operand with one scale has it
     under `whole`. `amaxes`: of each operand that has one scale. `snapshots`: of the state, by direction
     (backward: True). `products`: the FP8 matmul of each matmul. `late`: the operands that are read in
-    backward. `groups`: for operands whose amax is that of this rank's part, the ranks that have the other
-    parts."""
+    backward. `groups`: for operands whose amax is that of a rank's part, the ranks with the other parts."""
 
     graph: Graph
     start: Node  # readers of inputs go before it
