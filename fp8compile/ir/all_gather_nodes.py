@@ -125,6 +125,5 @@ def _dim(node: Node, position: int) -> int:
 
 
 def wire_dtype(like: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What an FP8 tensor is sent as. NCCL sends FP8, and torch's fusion of a gather with a matmul expects
-    that; gloo sends bytes."""
+    """What an FP8 tensor is sent as: FP8 by NCCL, as torch's fusion with a matmul expects; bytes by gloo."""
     return torch.uint8 if like.device.type == "cpu" else dtype

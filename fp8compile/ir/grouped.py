@@ -175,9 +175,8 @@ def borders(offs: Tensor, size: int) -> list[tuple[int, int]]:
     ends = [0, *offs.tolist()]
     pairs = list(zip(ends, ends[1:], strict=False))
     if any(start > end for start, end in pairs) or ends[-1] > size:
-        raise Fp8CompileError(
-            f"offs of a grouped matmul have to rise from 0 to at most {size}, not {ends[1:]}"
-        )
+        wrong = f"offs of a grouped matmul have to rise from 0 to at most {size}, not {ends[1:]}"
+        raise Fp8CompileError(wrong)
     return pairs
 
 

@@ -179,7 +179,7 @@ def _scores(node: Node) -> Iterator[Node]:
 
 
 def _reached(node: Node, through: Callable[[Node], bool], most: float = math.inf) -> Iterator[Node]:
-    """The nodes of forward that read a tensor, or what it becomes `through` others; stops at `most` nodes."""
+    """The nodes of forward that read a tensor, or what it becomes `through` others (`most` nodes at most)."""
     seen, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:

@@ -34,9 +34,8 @@ class Groups:
         self.orders: dict[tuple[Node, str, int], tuple[Node, ...]] = {}
 
     def order(self, operand: Operand, source: Node) -> tuple[Node, ...]:
-        """The results of `group_order` for an operand (the matrix `source`) whose rows are divided into
-        groups: the padded order, the ends of the groups there, and the group of each `align` rows; () for any
-        other operand."""
+        """The results of `group_order` for an operand (the matrix `source`) that is divided into groups: the
+        padded order, the ends of the groups there, and the group of each `align` rows; () for any other."""
         if operand.offs is None:
             return ()
         key = (operand.offs, str(value(source).shape[0]), _align(operand))

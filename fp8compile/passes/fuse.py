@@ -85,8 +85,7 @@ class _Finder:
         self.walks: dict[Seed, tuple[set[Node], set[Node]]] = {}  # of `shares`: what it visits, what it reads
 
     def run(self) -> dict[Node, Made]:
-        """The functional node of each group, with the group and its kernel. The users of such a node take its
-        outputs by number."""
+        """The functional node of each group, with its group and kernel. Users take its outputs by number."""
         seeds = self.seeds()
         if len({value(seed.source).device for seed in seeds}) > 1:  # a graph has one vector of amaxes
             return {}

@@ -143,8 +143,8 @@ class _Quantizer:
         snapshot = self.snapshot(operand.backward)
         scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, *delayed(operand))
         if operand.offs is not None or operand.matrix.stack > 1:
-            # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. A
-            # stored inverse is not at one: the backward takes it from the snapshot, which is
+            # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. The
+            # snapshot is at one, a stored inverse is not: the backward takes it from the snapshot
             emit.meta["recompute"] = compat.inductor.MUST_RECOMPUTE
         return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
 
