@@ -109,8 +109,7 @@ def check_device(name: str | None) -> None:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """ "margin=1" -> ("margin", 1). The value is read as JSON, else as a Python literal, else it is the text
-    itself."""
+    """ "margin=1" -> ("margin", 1). The value is read as JSON, else as a Python literal, else as text."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise usage(f"--option {text!r} is not KEY=VALUE, as in recipe=tensorwise")

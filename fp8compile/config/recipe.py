@@ -1,20 +1,16 @@
 """Recipe: how tensors are scaled into FP8. Frozen, hashable, plain data: it is part of every cache key.
 
-``delayed``             one scale per tensor, from the amaxes of earlier training calls: the cast needs no
-                        pass of its own
+``delayed``             one scale per tensor, from the amaxes of earlier training calls: no pass of its own
 ``tensorwise``          one scale per tensor, from its own amax ("current" scaling); no state
-``rowwise``             one scale per row of the operand: a token's features, or a feature's tokens; E4M3
-                        throughout
-``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in
-                        dgrad
+``rowwise``             one scale per row of the operand: a token's features, or a feature's tokens; all E4M3
+``rowwise_with_gw_hp``  the same, but the weight's gradient in high precision, and one scale of dgrad's weight
 ``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers
                         of two; E4M3
 ``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3
                         throughout. With `weight_tiles` one for 32 x 32 elements of a weight
 
 In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are
-TransformerEngine's and torchao's; the blocks are those of DeepSeek-V3 and of the OCP Microscaling
-specification.
+TransformerEngine's and torchao's; blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
 """
 
 from __future__ import annotations
@@ -51,8 +47,7 @@ HEADROOM, HEADROOM_OF_E4M3 = 11, 3
 
 
 class Block(NamedTuple):
-    """The elements that share a scale, in a copy whose contracted dimension is the columns; 0 stands for all
-    of them."""
+    """The elements that share a scale, in a copy whose columns are the contracted dimension; 0: all."""
 
     rows: int
     columns: int
@@ -114,12 +109,10 @@ def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
     """The recipe that scales all tensors in this way: with or without a history, with such blocks."""
     if block == WHOLE:
         return "delayed" if delayed else "tensorwise"
-    found = (
-        name
-        for name in COSTS
-        if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block, BUILT_IN[name].tile)
-    )
-    return next(found, "rowwise")  # a scale for a row of one group, or of one matrix of a stack
+    for name in COSTS:
+        if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block, BUILT_IN[name].tile):
+            return name
+    return "rowwise"  # a scale for a row of one group, or of one matrix of a stack
 
 
 class Scaling(NamedTuple):
@@ -131,8 +124,7 @@ class Scaling(NamedTuple):
     margin: int
     power_of_2: bool
     encoding: str
-    # delayed: window, interval, whether an overflow asks for the current amax
-    history: tuple[int, int, bool] = (0, 0, False)
+    history: tuple[int, int, bool] = (0, 0, False)  # delayed: window, interval, current amax on overflow
 
     @property
     def recipe(self) -> str:
@@ -174,8 +166,7 @@ class Recipe:
     margin: int | tuple[int, int, int] | None = setting(
         None,
         "Headroom: scale = FP8 maximum / (amax * 2^margin). Three are for (inputs, weights, gradients). "
-        "Default: 0, but 11 for gradients with delayed scaling (3 in E4M3), which may outgrow their "
-        "history.",
+        "Default: 0, but 11 for gradients with delayed scaling (3 in E4M3), which may outgrow their history.",
         unless_none(margins),
         "an integer from 0 to 64, or three",
     )
@@ -279,9 +270,8 @@ class Recipe:
     )
     power_of_2_scale: bool | None = setting(
         None,
-        "Round scales down to powers of two. Default: True with "
-        f"{_with_powers((True,), (True, False))} (always: {_with_powers((True,))}), else False (always: "
-        f"{_with_powers((False,))}).",
+        f"Round scales down to powers of two. Default: True with {_with_powers((True,), (True, False))} "
+        f"(always: {_with_powers((True,))}), else False (always: {_with_powers((False,))}).",
         unless_none(boolean),
         "bool",
     )
@@ -315,20 +305,15 @@ class Recipe:
         if self.power_of_2_scale is None:
             self._set("power_of_2_scale", allowed[0])
         elif self.power_of_2_scale not in allowed:
-            self._refuse(
-                "power_of_2_scale", str(allowed[0]), ": its scales are powers of two" if allowed[0] else ""
-            )
+            why = ": its scales are powers of two" if allowed[0] else ""
+            self._refuse("power_of_2_scale", str(allowed[0]), why)
         if self.amax_group and self.fine:
             self._refuse("amax_group", "False", ", whose scales are of rows or blocks of a shard")
         if self.frozen == "fp8" and len({*self.weight_block}) > 1:
-            why = (
-                ", whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
-            )
-            self._refuse(
-                "frozen",
-                "'high_precision'",
-                why + ("; or set weight_tiles to True" if self.built_in.tile else ""),
-            )
+            why = ", whose dgrad needs other scales of a weight than its fprop: "
+            why += "one FP8 copy cannot serve both"
+            why += "; or set weight_tiles to True" if self.built_in.tile else ""
+            self._refuse("frozen", "'high_precision'", why)
         if self.name == "rowwise_with_gw_hp":
             self._set("override_linear_precision", (*self.override_linear_precision[:2], True))
 
@@ -365,11 +350,8 @@ class Recipe:
     def scaling(self, role: str, gemm: str) -> Scaling:
         """How the "input", "weight" or "gradient" of a "fprop", "dgrad" or "wgrad" is scaled."""
         i = ROLES.index(role)
-        delayed = (
-            self.name == "delayed"
-            and not self.current_scaling[i]
-            and not (role == "weight" and self.cache_weights)
-        )
+        cached = role == "weight" and self.cache_weights
+        delayed = self.name == "delayed" and not self.current_scaling[i] and not cached
         block = self.weight_block if role == "weight" else self.built_in.block
         if self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad"):
             block = WHOLE

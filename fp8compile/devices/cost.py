@@ -1,5 +1,4 @@
-"""How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes, no
-graph, no tensors.
+"""How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes only.
 
     gemm(device, m, n, k, "bf16")           seconds of out[m, n] = a[m, k] @ b[k, n]
     compute(device, m, n, k, "bf16")        its seconds on the tensor cores alone, in waves of tiles
@@ -39,8 +38,7 @@ FP8 = ("fp8", "fp8_precise")  # with and without fast accumulation
 RAMP = dict.fromkeys(FP8, 512)
 RAMP_OTHERS = 256
 FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, one in bf16 3.7
-# slowdown of a walk along columns of memory: Inductor's transposes reach 58% of the bandwidth
-STRIDED = 1 / 0.58
+STRIDED = 1 / 0.58  # slowdown along columns of memory: Inductor's transposes reach 58% of the bandwidth
 ITEMSIZE = {"fp8": 1, "fp8_precise": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 LARGEST = 1 << 20
 
@@ -180,8 +178,7 @@ class CastInput:
 def casts(
     device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int = 2, again: bool = False
 ) -> float:
-    """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy
-    (`high_copy`).
+    """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its `high_copy`.
 
     `layouts` is the number of FP8 copies that are read, 1 or 2 (row-major, transposed). `again`: a separate
     walk in backward writes the second copy (a weight that is cast again).
@@ -192,8 +189,7 @@ def casts(
         moved: float = (scaling.walks - 1) * tensor.producer_bytes
         kernels = scaling.walks - 1
     else:
-        # a fused tensor that is also written in high precision counts as read again: such casts are not
-        # always fused
+        # a fused tensor that is also written in high precision is read again: such casts may not be fused
         read = tensor.elements * (tensor.high_bytes if tensor.fused else tensor.itemsize)
         parts = layouts if tensor.scattered or again else 1
         kernels = scaling.walks - 1 + parts + (tensor.scattered and scaling.amax_apart)
@@ -203,14 +199,12 @@ def casts(
 
 
 def transposed(device: Device, elements: int) -> float:
-    """Seconds for the transposed copy of a tensor that is in memory in FP8: a weight that FSDP2 has gathered
-    so."""
+    """Seconds for the transposed copy of a tensor in memory in FP8: a weight that FSDP2 has gathered so."""
     return 2 * elements / device.bandwidth + device.launch
 
 
 def high_copy(device: Device, tensor: CastInput) -> float:
-    """Seconds for the high precision copy of a tensor: a write by its fused producer, or a conversion. 0 if
-    none is needed."""
+    """Seconds for a tensor's high precision copy: its fused producer's write, or a conversion; 0: neither."""
     if tensor.fused:
         return tensor.high_bytes * tensor.elements / device.bandwidth
     if tensor.high_bytes in (0, tensor.itemsize):
@@ -226,9 +220,8 @@ def _each_layout(device: Device, tensor: CastInput, scaling: ScalingCost, layout
     walks = scaling.walks - tensor.fused
     seconds = (walks * read + written) / device.bandwidth + walks * device.launch
     if layouts > 1:
-        seconds += (
-            scaling.walks * STRIDED * read + written
-        ) / device.bandwidth + scaling.walks * device.launch
+        walked = scaling.walks * STRIDED * read + written
+        seconds += walked / device.bandwidth + scaling.walks * device.launch
     return seconds
 
 
@@ -238,10 +231,8 @@ def break_even(gain: Callable[[int], float], largest: int = LARGEST) -> int | No
     Tries powers of two and 1.5 times each of them, then bisects between the last size that loses and the next
     one. It can miss a dip between two sizes (a last wave with few tiles). None if `largest` still loses.
     """
-    sizes = sorted(
-        {size for power in range(4, largest.bit_length()) for size in (1 << power, 3 << power >> 1)}
-    )
-    sizes = [size for size in sizes if size <= largest]
+    powers = range(4, largest.bit_length())
+    sizes = sorted({size for power in powers for size in (1 << power, 3 << power >> 1) if size <= largest})
     losing = [i for i, size in enumerate(sizes) if not gain(size) > 0]
     if not losing:
         return sizes[0]
