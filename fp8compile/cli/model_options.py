@@ -29,10 +29,8 @@ OPTIONS = {
         "inputs",
         multiple=True,
         metavar="SHAPE[:DTYPE]",
-        help=(
-            "Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces "
-            "those that TARGET returns."
-        ),
+        help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that "
+        "TARGET returns.",
     ),
     "loss": click.option(
         "--loss",
@@ -42,10 +40,8 @@ OPTIONS = {
     "autocast": click.option(
         "--autocast/--no-autocast",
         default=None,
-        help=(
-            "Run the step under bf16 autocast, or as the model is (default: under autocast if "
-            "a parameter is float32)."
-        ),
+        help="Run the step under bf16 autocast, or as the model is (default: under autocast if a "
+        "parameter is float32).",
     ),
     "json": click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
     "html": click.option("--html", metavar="FILE", help="Write an HTML page, too."),

@@ -74,8 +74,7 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
     """The model and inputs of the function that `spec` names. `inputs` ("8x1024:int64", "mask=8x1024:bool")
     replace the inputs that the function returns.
 
-    Raises TargetError if the file, module or function does not exist, if the user's code raises, or returns
-    something else.
+    TargetError if the file, module or function does not exist, if the code raises, or if it returns no model.
     """
     source, _, name = spec.rpartition(":")
     if not source or not all(part.isidentifier() for part in name.split(".")):
@@ -100,8 +99,7 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
 def parse_inputs(inputs: Sequence[str]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Zeros for `inputs`: "8x1024:int64" is shape and dtype (default float32), "name=..." a keyword argument.
 
-    Zeros are valid indices of every embedding, and large tensors of zeros use no memory until they are
-    written. Raises TargetError.
+    Zeros are valid indices of every embedding; large ones take no memory until written. Raises TargetError.
     """
     import torch
 
@@ -195,9 +193,8 @@ def _found(module: ModuleType, source: str, name: str) -> Any:
 def _required(function: Callable[..., Any]) -> list[str]:
     """The names of the parameters that a call of `function` must give."""
     parameters = inspect.signature(function).parameters.values()
-    return [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
 def _run(function: Callable[[], Any], what: str) -> Any:

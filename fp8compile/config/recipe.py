@@ -53,7 +53,7 @@ class Block(NamedTuple):
     columns: int
 
 
-WHOLE, ROW = Block(0, 0), Block(1, 0)
+WHOLE, ROW, MX = Block(0, 0), Block(1, 0), Block(1, 32)
 ROW_OF_GROUP = Block(1, 16)  # a scale for a row of a group of columns, repeated for each 16 of them
 
 
@@ -78,6 +78,8 @@ class BuiltIn(NamedTuple):
         return self.needs is None or self.needs(gpu)
 
 
+_OF_BLOCKS = ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True)
+_OF_MX = ScalingCost(copy_bytes=1 + 4 / 32)
 # From coarse to fine: a matmul whose operands are scaled in different ways costs as much as the finer way.
 # docs/cost-model.md has the sources of the costs.
 BUILT_IN = {
@@ -85,21 +87,8 @@ BUILT_IN = {
     "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, once=2)),
     "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True), tile=WHOLE),
     "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None, tile=WHOLE),
-    "blockwise": BuiltIn(
-        Block(1, 128),
-        Block(128, 128),
-        (True, False),
-        ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True),
-    ),
-    "mxfp8": BuiltIn(
-        Block(1, 32),
-        Block(1, 32),
-        (True,),
-        ScalingCost(copy_bytes=1 + 4 / 32),
-        needs=support.has_mx,
-        whose="Blackwell",
-        tile=Block(32, 32),
-    ),
+    "blockwise": BuiltIn(Block(1, 128), Block(128, 128), (True, False), _OF_BLOCKS),
+    "mxfp8": BuiltIn(MX, MX, (True,), _OF_MX, support.has_mx, whose="Blackwell", tile=Block(32, 32)),
 }
 RECIPES = tuple(BUILT_IN)
 COSTS = {name: made.cost for name, made in BUILT_IN.items() if made.cost is not None}
@@ -150,16 +139,15 @@ class Recipe:
     """How tensors are scaled, and what runs in FP8. Each setting is described at its field.
 
     Validated on construction: OptionError (a ValueError) names the field, the value and what is allowed.
-    Lists are stored as tuples, process groups by their names. A setting that is None takes the recipe's own
-    value.
+    Lists are stored as tuples, process groups by their names. None stands for the recipe's own value.
     """
 
     name: str = "delayed"
     fp8_format: str | None = setting(
         None,
         "The FP8 formats. hybrid: E4M3 for activations and weights, E5M2 for gradients; e4m3: E4M3 for all "
-        "three. Default: hybrid with one scale per tensor, e4m3 with finer scales, "
-        "which support nothing else.",
+        "three. Default: hybrid with one scale per tensor, e4m3 with finer scales, which support nothing "
+        "else.",
         unless_none(in_any_case(*FP8_FORMATS)),
         "'hybrid', 'e4m3'",
     )
@@ -232,8 +220,8 @@ class Recipe:
     )
     frozen: str = setting(
         "high_precision",
-        "What weights that do not train are kept in. fp8: 1 byte per parameter, where nothing but FP8 matmuls"
-        " read them; they are scaled by their current amax.",
+        "What weights that do not train are kept in. fp8: 1 byte per parameter, where nothing but FP8 "
+        "matmuls read them; they are scaled by their current amax.",
         one("high_precision", "fp8"),
         "'high_precision', 'fp8'",
         feature="frozen",
@@ -277,8 +265,8 @@ class Recipe:
     )
     fp8_encoding: str = setting(
         "auto",
-        "How FP8 numbers are encoded. auto: as the device does; ocp: e4m3fn and e5m2 (NVIDIA, MI350); fnuz:"
-        " MI300.",
+        "How FP8 numbers are encoded. auto: as the device does; ocp: e4m3fn and e5m2 (NVIDIA, MI350); "
+        "fnuz: MI300.",
         one("auto", "ocp", "fnuz"),
         "'auto', 'ocp', 'fnuz'",
     )

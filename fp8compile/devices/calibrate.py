@@ -7,8 +7,7 @@ A rate is the median over a few large sizes. For each size, the time is the medi
 has a cold cache: a buffer larger than L2 is written before it. FP8 matmuls are `torch._scaled_mm` with both
 operands K-major, as FP8 tensor cores require; `fp8` is their rate with fast accumulation, `fp8_precise`
 without. The other properties of the device (units, memory, architecture) come from its shipped description,
-or from torch. The result is stored (`catalog.store`). From then on, `catalog.of` finds it for devices of this
-name.
+or from torch. The result is stored (`catalog.store`): then `catalog.of` finds it for devices of this name.
 
 The measuring functions take a timer: `Timer.seconds(function)` is the time of one call. It contains a
 constant: events are recorded in a few microseconds. So the time of a launch is a slope, that of many launches

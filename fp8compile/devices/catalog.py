@@ -139,8 +139,7 @@ class Device:
 def find(name: str) -> Device:
     """The description called `name`: a key ("h200"), in any case and spelling ("RTX 4090"), or a full name.
 
-    Finds a description measured on this machine by the full name of its device. Raises OptionError, which
-    lists the known keys.
+    Finds one measured on this machine by the full name of its device. OptionError lists the known keys.
     """
     if isinstance(name, str):
         for device in stored().values():

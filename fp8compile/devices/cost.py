@@ -80,8 +80,7 @@ def gemm(
 
     `out_bytes` is the itemsize of the output. For FP8, `instead` is the dtype that the matmul would have
     without FP8. FP8 is never credited with more than it saves over `instead` at full efficiency: the part of
-    a wave that bf16 wastes is too uncertain to count as FP8's gain. ValueError for FP8 on a device without
-    FP8.
+    a wave that bf16 wastes is too uncertain to count as FP8's gain. ValueError if the device has no FP8.
     """
     if dtype in FP8 and not device.has_fp8:
         raise ValueError(f"{device.name} has no FP8")
@@ -104,9 +103,8 @@ def block_gemm(
     groups: int = 1,
     fast: bool = True,
 ) -> float:
-    """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device does not support
-    this scaling, so the FP8 copies are converted to bf16 and multiplied in bf16. `fast`: with fast
-    accumulation."""
+    """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device does not support it,
+    so the FP8 copies are converted to bf16 and multiplied in bf16. `fast`: with fast accumulation."""
     if emulated:
         widened = 3 * groups * (m * k + n * k) / device.bandwidth + 2 * device.launch
         return gemm(device, m, n, k, "bf16", out_bytes, groups=groups) + widened
@@ -135,8 +133,7 @@ def start(device: Device, dtype: str) -> float:
 @functools.lru_cache(maxsize=1 << 16)
 def compute(device: Device, m: int, n: int, k: int, dtype: str, groups: int = 1) -> float:
     """Seconds that the tensor cores take for `groups` matmuls [m, k] @ [k, n] in one kernel: whole waves of
-    the best tiles and the best split of k, with the reads and writes of partial sums, and without the time to
-    start and to move operands."""
+    the best tiles and split of k, with the traffic of partial sums, without start and moves of operands."""
     unit_rate = device.flops.of(dtype) / device.sms
     ramp = RAMP.get(dtype, RAMP_OTHERS)
     ways = []

@@ -44,7 +44,7 @@ NAMED = 5  # layers in the line that says which ones gain
 
 @dataclass(frozen=True)
 class Bench:
-    """The first of `rows` is the arm in bf16, the last FP8. A row: `error`, or times, memory and kernels."""
+    """The first of `rows` is the arm in bf16, the last FP8. A row has `error`, or times, memory, kernels."""
 
     device: str
     rows: tuple[dict[str, Any], ...]
@@ -151,14 +151,13 @@ def bench(
     progress: Callable[[str], None] = lambda what: None,
     **kwargs: Any,
 ) -> Bench:
-    """Time steps of `model(*args, **kwargs)` in training mode on `device`, where model and inputs go.
+    """Time training steps of `model(*args, **kwargs)` on `device`. Model and inputs go there, to train.
 
     `options` are those of the backend; Inductor's among them hold for all arms. `loss` is that of `compare`,
     `autocast` that of `explain`. `torchao`: also its float8 linears; None: where it is installed.
     `optimizer`: whether a step has one.
 
-    Raises Fp8CompileError if the model refuses the batch in bf16, OptionError for bad options and for a model
-    without a loss.
+    Fp8CompileError if the model refuses the batch in bf16; OptionError for bad options, and without a loss.
     """
     from ..backend import fp8
     from ..config.options import parse

@@ -80,9 +80,8 @@ def compare(
     results of all forward matmuls, and of all tensors that FP8 casts.
 
     Raises Fp8CompileError if the model refuses the batch, if its loss is not finite, or if no matmul becomes
-    FP8; OptionError (a ValueError) for bad options, a loss that is none, a model on the meta device,
-    parameters that are DTensors, and a model without a trained parameter; TypeError if `model` is neither a
-    module nor a function.
+    FP8; OptionError (a ValueError) for bad options, a loss that is none, parameters on the meta device,
+    DTensors, and a model without a trained parameter; TypeError if `model` is no module and no function.
     """
     return Session(model, options, device).run(args, kwargs, loss)
 
@@ -156,10 +155,8 @@ class Session:
             weights |= {prefix + name: weight for name, weight in named_weights(root).items()}
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         if not trained:
-            raise OptionError(
-                f"{self.who}: no parameter of {self.name} requires gradients, so there "
-                f"is no step to {self.who}"
-            )
+            why = f"no parameter of {self.name} requires gradients"
+            raise OptionError(f"{self.who}: {why}, so there is no step to {self.who}")
         check_places(weights, self.who)
         self._compile(self._options(weights))
         self.tap.names = {id(weight): name for name, weight in weights.items()}
@@ -213,10 +210,8 @@ class Session:
             if every:
                 first = every[0]
                 if any(one is not first and one.policy != first.policy for one in every):
-                    logger.warning(
-                        "fp8: compare: parts of %s have other options; all are compared with the first",
-                        self.name,
-                    )
+                    text = "fp8: compare: parts of %s have other options; all are compared with the first"
+                    logger.warning(text, self.name)
                 options = {"policy": first.policy, **first.inductor}
         chosen = parse(options if self.device is None else {**options, "device": self.device})
         return {"policy": _of_one_rank(chosen.policy), **chosen.inductor}

@@ -4,7 +4,7 @@ Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2), so 20 dB is an error of
 kinds of them:
 
     own         of each of its FP8 matmuls, against the float32 product of the tensors that were cast for it
-    output      of its result, against the run in high precision: with all that it inherits from earlier ones
+    output      of its result, against the run in high precision: with all that earlier layers left in it
     gradient    of its weight, against the run in high precision: with all errors of forward and backward
 
 The band. What a matmul's own error is in good order follows from its formats, not from the model: rounding to
@@ -116,7 +116,7 @@ class Comparison:
         * name: the parameter. kind: "layer" for the weight of an FP8 matmul, "parameter" for any other.
         * fprop, dgrad, wgrad: the own SQNR of each FP8 matmul.
         * output, gradient: SQNR against high precision. output_bf16, gradient_bf16: what bf16 would have.
-        * cosine: of the angle between the two gradients. norm: FP8's length over that of the other.
+        * cosine: of the angle between the two gradients. norm: the length of FP8's over the other's.
         * overflows%, underflows%: the most of the layer's casts, as in `Stats.rows`.
         * peak: the largest magnitude of its input or its weight, over the median of those that are not 0.
         * flag: why it is out of range, or "".
@@ -270,11 +270,9 @@ def _own(fp8: ComparedStep, name: str, gemm: str, casts: Sequence[Mapping[str, A
     its operands leave, whose errors add. None if that is not known, either."""
     if (name, gemm) in fp8.watched.own:
         return _sqnr(fp8.watched.own[name, gemm])
-    known = {
-        role: [row["sqnr"] for row in casts if row["role"] == role and row["sqnr"] is not None]
-        for role in ROLES[gemm]
-    }
-    errors = sum(10 ** (-min(found) / 10) for found in known.values() if found)
+    seen = [row for row in casts if row["sqnr"] is not None]
+    known = [[row["sqnr"] for row in seen if row["role"] == role] for role in ROLES[gemm]]
+    errors = sum(10 ** (-min(found) / 10) for found in known if found)
     return -10 * math.log10(errors) if errors else None
 
 

@@ -267,8 +267,7 @@ def _by_block(names: Iterable[str], apart: Collection[str] = ()) -> list[list[st
 
 
 def _part(fqn: str) -> str:
-    """The part of the model that a module belongs to: a child of a numbered block, "layers.0.mlp" for
-    "layers.0.mlp.up"."""
+    """The part that a module belongs to, a child of a numbered block: "layers.0.mlp" of "layers.0.mlp.up"."""
     found = re.match(r"((?:[^.]+\.)*?\d+(?:\.[^.]+)?)(?:\.|$)", fqn)
     return found[1] if found else fqn or NOWHERE
 

@@ -90,8 +90,7 @@ class Estimate:
     """One training step without FP8 (in bf16, or in the model's own dtype) and with FP8. The costs of
     `layers` add up to `bf16` and `fp8`. `attention` is the rate that fused attention counts at.
 
-    A cast counts where its copy is read. A norm that is fused with a cast may therefore look as if it cost
-    nothing in FP8.
+    A cast counts where its copy is read. So a norm that is fused with a cast may seem to cost nothing in FP8.
     """
 
     device: str

@@ -24,8 +24,7 @@ Mark = tuple[str, Any, Any]  # a part of a step, its start and its end
 class Runner:
     """Trains step by step: `accumulate` forwards and backwards, then `update`, the optimizer and the rest.
 
-    `forward` takes the next batch, of `tokens`. `grad` is the gradient of what it returns; None: it returns
-    the loss.
+    `forward` takes the next batch, of `tokens`. `grad`: the gradient of what it returns, None for a loss.
     """
 
     def __init__(

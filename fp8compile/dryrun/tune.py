@@ -253,9 +253,8 @@ class _Study:
     # -- whole policies
 
     def _descend(self, rows: Sequence[Mapping[str, tuple[float, float]]], name: str) -> None:
-        """From the fastest choice, change one group after the other, each time where the most error goes for
-        the least time, until the whole policy is exact enough. `rows`: (seconds saved, squared error) of each
-        group's candidates."""
+        """From the fastest choice, change groups one by one, where most error goes for the least time, until
+        the policy is exact enough. `rows`: (seconds saved, squared error) of each group's candidates."""
         choice = [max(row, key=lambda c: (row[c][0], -row[c][1])) for row in rows]
         while set(choice) != {HIGH}:
             total = sum(row[c][1] for row, c in zip(rows, choice, strict=True))

@@ -76,8 +76,7 @@ def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[LayerGro
 
 
 def _condition(name: str, members: Collection[str], names: set[str]) -> str | list[str]:
-    """What fits these members and no other of `names`: a glob (where * is any text), a regular expression, or
-    their names."""
+    """What fits these and no other of `names`: a glob (* is any text), a regular expression, or a list."""
     for text in (name, "re:" + r"\d+".join(re.escape(part) for part in name.split("*"))):
         if {other for other in names if matcher(text)(other)} <= set(members):
             return text
@@ -232,12 +231,10 @@ class Tuned:
         if extends.endswith(".toml") or "/" in extends or os.sep in extends:
             extends = os.path.relpath(extends, folder)
         made = tables(self.groups, self.chosen.choice, extends)
+        others = "Layers that no rule names are left to the policy that is extended."
         lines = [
             f"# Chosen by `fp8compile tune`: {self.summary()}.",
-            (
-                "# Times are estimates: docs/tune.md. Layers that no rule names are left to the "
-                "policy that is extended."
-            ),
+            f"# Times are estimates: docs/tune.md. {others}",
             "",
             f"extends = {json.dumps(made['extends'])}",
         ]

@@ -6,8 +6,7 @@ and the gradients that came back to its outputs. So no loss has to be given: the
 the same gradients (for a model that returns its loss, that is the loss itself). Copies of the batch and of
 these gradients are kept from that call to the end of the step.
 
-The call is seen from outside of what Dynamo compiles, so nothing is compiled anew, and the training is
-bitwise the same.
+The call is seen from outside of what Dynamo compiles: nothing is compiled anew, training is bitwise the same.
 """
 
 from __future__ import annotations

@@ -85,10 +85,8 @@ class Layer:
         if any(record.bf16_us is None for record in self.records):
             return None
         before = sum(record.bf16_us or 0.0 for record in self.records)
-        decided = [
-            r.fp8_us if r.decision == FP8 and r.fp8_us is not None else r.bf16_us for r in self.records
-        ]
-        after = sum(us or 0.0 for us in decided)
+        times = [r.fp8_us if r.decision == FP8 and r.fp8_us is not None else r.bf16_us for r in self.records]
+        after = sum(us or 0.0 for us in times)
         casts = sum(record.cast_us or 0.0 for record in self.records if record.decision == FP8)
         return before, after, casts
 

@@ -47,8 +47,7 @@ class Addition(Protocol):
 
 
 class Monitor:
-    """Measures a model at every `every`-th step. As a context manager, it closes at the end. `written` counts
-    the measurements that were written."""
+    """Measures a model at every `every`-th step. `with` closes it. `written`: how many it has written."""
 
     def __init__(self, model: nn.Module, every: int, write: Write, close: Callable[[], Any]):
         self.every, self.written = every, 0

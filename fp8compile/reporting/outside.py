@@ -54,7 +54,7 @@ TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")
 
 
 def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
-    """The matrices of `model` whose ids are not in `read`, those of what its graphs read, with their owners.
+    """The matrices of `model` that its graphs do not read, with their owners. `read`: ids of what they read.
 
     Not counted as matrices: parameters of embeddings, norms and convolutions, vectors with a second dimension
     of size 1, and parameters whose name says embedding or position. The weight of a Linear always counts."""

@@ -29,8 +29,7 @@ MARKERS = {"input": "o", "weight": "s", "gradient": "^"}
 
 @dataclass(frozen=True)
 class Curves:
-    """The rows of one parameter. `overflows`: the most of any tensor at any step, in percent. `sqnr`: the
-    lowest, in dB."""
+    """The rows of a parameter. `overflows`: the most of any tensor and step, in %; `sqnr`: the least, dB."""
 
     name: str
     rows: tuple[Mapping[str, Any], ...]
@@ -87,8 +86,7 @@ def worst_first(rows: Iterable[Mapping[str, Any]]) -> list[Curves]:
 def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Curves]:
     """Draw the `worst` layers of a monitor's file into an image, in its suffix's format. Returns the layers.
 
-    OptionError if the file is not a monitor's, or `output` cannot be written; Fp8CompileError if matplotlib
-    is missing.
+    OptionError if the file is no monitor's, or `output` is not writable; Fp8CompileError without matplotlib.
     """
     shown = worst_first(read(path))[:worst]
     Figure = _figures()

@@ -176,8 +176,7 @@ def report(model: nn.Module | None = None) -> Report:
     `model`, the report also lists the weights of the model that no graph reads.
 
     `model` may be the original module, a part of it, or the wrapper that torch.compile or DDP made of it.
-    torch.compile is lazy: a graph is listed after the call that compiled it. TypeError if `model` is not a
-    module.
+    torch.compile is lazy: a graph is listed after the call that compiled it. TypeError if it is no module.
     """
     module = all(callable(getattr(model, name, None)) for name in ("parameters", "buffers"))
     if model is not None and not module:

@@ -272,8 +272,7 @@ class Policy(_Tables):
 
         None: the policy that the environment variable FP8COMPILE_POLICY names, else "default". A string that
         ends in .toml or has a separator, and any Path: a file. Another string: a shipped policy. A dict: the
-        tables of a file. A Policy: itself. Raises PolicyError (a ValueError), also where a file cannot be
-        read.
+        tables of a file. A Policy: itself. Raises PolicyError (a ValueError), also if a file cannot be read.
         """
         return importlib.import_module(".policy_files", __package__).load(source)  # which imports this module
 

@@ -89,8 +89,7 @@ class Launch:
     """One launch. `origin`: "triton" for a kernel that Inductor wrote, "user" for another Triton kernel,
     "extern" for cuBLAS or an ATen op. `bytes` are those that it reads and writes (`plan_traffic`).
 
-    `fqn` is the module that the kernel belongs to ("" for none). If it serves several, `fqn` is the one with
-    most of its operators.
+    `fqn` is the module that the kernel belongs to ("" for none); of several, that with most of its operators.
     """
 
     origin: str
