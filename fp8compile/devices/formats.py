@@ -45,7 +45,7 @@ FP8_FORMATS = ("hybrid", "e4m3")
 
 
 def fnuz() -> bool:
-    """Whether this process's GPU computes in fnuz encodings. On a CPU and on CUDA False: touches no device."""
+    """Whether this process's GPU computes in fnuz encodings; False on a CPU and CUDA, touching no device."""
     import torch
 
     if torch.version.hip is None or not torch.cuda.is_available():
