@@ -31,21 +31,13 @@ def env(as_json: bool) -> None:
     rows = [(name, version or "-") for name, version in found["versions"].items()]
     for i, gpu in enumerate(found["gpus"]):
         rows += [(f"GPU {i}", line) for line in _lines(gpu)]
-    rows += (
-        []
-        if found["gpus"]
-        else [("GPU", "none that torch sees; decisions are made without times, FP8 is emulated")]
-    )
+    if not found["gpus"]:
+        rows.append(("GPU", "none that torch sees; decisions are made without times, FP8 is emulated"))
     rows.append(("policy", found["policy"]))
     for name, value in found["environment"].items():
-        meant = (
-            did_you_mean(near(name, VARIABLES))
-            if name.startswith("FP8COMPILE_") and name not in VARIABLES
-            else None
-        )
-        rows.append(
-            (name, value if meant is None else f"{value} (fp8compile reads no such variable.{meant})")
-        )
+        if name.startswith("FP8COMPILE_") and name not in VARIABLES:
+            value += f" (fp8compile reads no such variable.{did_you_mean(near(name, VARIABLES))})"
+        rows.append((name, value))
     width = max(len(name) for name, _ in rows)
     click.echo("\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows))
 
@@ -72,8 +64,7 @@ def versions() -> dict[str, str | None]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Each GPU that torch sees, with the recipes that it supports natively and the description that decisions
-    use."""
+    """The GPUs that torch sees, each with its native recipes and the description that decisions use."""
     import torch
 
     return [_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]

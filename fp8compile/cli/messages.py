@@ -1,5 +1,4 @@
-"""Errors of the command line: one line on stderr that names the command, below the user's own traceback if
-there is one."""
+"""Errors of the command line: a line on stderr that names the command, below the user's traceback, if any."""
 
 from __future__ import annotations
 
@@ -38,15 +37,13 @@ def torch_device(name: str) -> torch.device:
 
 
 def complain(message: str, status: int, where: str = "fp8compile", color: bool | None = None) -> int:
-    """Print an error of the command `where`; returns `status`. `color` None: colours if the terminal, or the
-    context, allows them."""
+    """Print an error of the command `where`; returns `status`. `color` None: colours where allowed."""
     click.echo(f"{where}: {click.style('error:', fg='red')} {message}", err=True, color=color)
     return status
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of `error`, from the user's first frame on: as Python prints it if the user's code makes
-    the call."""
+    """The traceback of `error` from the user's first frame on, as if the user's code made the call."""
     trace = error.__traceback__
     while trace is not None and is_foreign(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

@@ -166,11 +166,8 @@ def tune(
     if loss_budget is not None:
         raise usage("--loss-budget is gone, since no study supports one; give --max-error, such as 0.05")
     hide_gpus("tune")
-    settings: dict[str, Any] = {
-        "options": prepared(device, {"--out": out}, policy),
-        "device": device,
-        "max_error": max_error,
-    }
+    settings: dict[str, Any] = {"device": device, "max_error": max_error}
+    settings["options"] = prepared(device, {"--out": out}, policy)
     with talk_on_stderr():
         loaded = load(target)
         settings["loss"] = loaded.function(loss)
@@ -203,8 +200,7 @@ def explained(
 
 
 def idle(labels: Sequence[str], report: Report, target: str) -> str:
-    """A sentence that names the rules of `labels` that match no matmul of `target`; "" if each matches
-    one."""
+    """A sentence that names the rules of `labels` that match no matmul of `target`; "" if there are none."""
     deciding = {record.rule for record in report.matmuls}
     names = [repr(label) for label in labels if label not in deciding]
     verb = "matches" if len(names) == 1 else "match"
@@ -215,10 +211,8 @@ def hide_gpus(command: str) -> None:
     """Hide this machine's GPUs: a process that uses one cannot describe another."""
     if "torch" not in sys.modules:
         if any(os.path.exists(file) for file in GPU_FILES) and os.environ.get(HIDDEN_GPUS[0]) != "":
-            click.echo(
-                f"note: {command} describes a GPU and uses none, so it hides this machine's GPUs from itself",
-                err=True,
-            )
+            note = f"{command} describes a GPU and uses none, so it hides this machine's GPUs from itself"
+            click.echo(f"note: {note}", err=True)
         os.environ.update(dict.fromkeys(HIDDEN_GPUS, ""))
 
 
@@ -227,8 +221,7 @@ def hide_gpus(command: str) -> None:
 
 @contextlib.contextmanager
 def talk_on_stderr() -> Iterator[None]:
-    """Inside the context, everything that writes to stdout writes to stderr: Python's print, libraries and
-    subprocesses."""
+    """Inside the context, what print, libraries and subprocesses write to stdout goes to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -242,8 +235,7 @@ def talk_on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_trained(target: Target, asked: bool | None) -> Iterator[None]:
-    """Inside the context, steps run under bf16 autocast if `asked` (--autocast) says so. A line on stderr
-    where it is the default."""
+    """Inside the context, steps run under bf16 autocast as `asked`. A line on stderr if it is the default."""
     from ..dryrun.autocast import autocast
     from ..dryrun.sandbox import modules_of
 

@@ -29,10 +29,8 @@ OPTIONS = {
         "inputs",
         multiple=True,
         metavar="SHAPE[:DTYPE]",
-        help=(
-            "Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces "
-            "those that TARGET returns."
-        ),
+        help="Input of the model, as 8x1024:int64 or name=8x1024:int64; repeatable. Replaces those that "
+        "TARGET returns.",
     ),
     "loss": click.option(
         "--loss",
@@ -42,10 +40,8 @@ OPTIONS = {
     "autocast": click.option(
         "--autocast/--no-autocast",
         default=None,
-        help=(
-            "Run the step under bf16 autocast, or as the model is (default: under autocast if "
-            "a parameter is float32)."
-        ),
+        help="Run the step under bf16 autocast, or as the model is (default: under autocast if a "
+        "parameter is float32).",
     ),
     "json": click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
     "html": click.option("--html", metavar="FILE", help="Write an HTML page, too."),
@@ -109,8 +105,7 @@ def check_device(name: str | None) -> None:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """ "margin=1" -> ("margin", 1). The value is read as JSON, else as a Python literal, else it is the text
-    itself."""
+    """ "margin=1" -> ("margin", 1). The value is read as JSON, else as a Python literal, else as text."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise usage(f"--option {text!r} is not KEY=VALUE, as in recipe=tensorwise")

@@ -1,5 +1,4 @@
-"""TARGET of the command line: "path.py:function" or "package.module:function". The function returns a model
-and its inputs.
+"""TARGET of the command line: "path.py:function" or "package.module:function", for a model and its inputs.
 
     def build():
         return model                        # inputs come from --input
@@ -75,8 +74,7 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
     """The model and inputs of the function that `spec` names. `inputs` ("8x1024:int64", "mask=8x1024:bool")
     replace the inputs that the function returns.
 
-    Raises TargetError if the file, module or function does not exist, if the user's code raises, or returns
-    something else.
+    TargetError if the file, module or function does not exist, if the code raises, or if it returns no model.
     """
     source, _, name = spec.rpartition(":")
     if not source or not all(part.isidentifier() for part in name.split(".")):
@@ -93,18 +91,15 @@ def load(spec: str, inputs: Sequence[str] = ()) -> Target:
     if needed:
         raise TargetError(
             f"{name}() returned a {type(target.model).__name__} without inputs, and its forward takes "
-            f"{', '.join(needed)}: return (model, args), or give --input for each, "
-            "as in --input 8x1024:int64"
+            f"{', '.join(needed)}: return (model, args), or give --input for each, as in --input 8x1024:int64"
         )
     return target
 
 
 def parse_inputs(inputs: Sequence[str]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Tensors of zeros for `inputs`: "8x1024:int64" is shape and dtype (default: float32), "name=..." is a
-    keyword argument.
+    """Zeros for `inputs`: "8x1024:int64" is shape and dtype (default float32), "name=..." a keyword argument.
 
-    Zeros are valid indices of every embedding, and large tensors of zeros use no memory until they are
-    written. Raises TargetError.
+    Zeros are valid indices of every embedding; large ones take no memory until written. Raises TargetError.
     """
     import torch
 
@@ -146,9 +141,8 @@ def _loaded(source: str) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     # a target json.py must not replace the real json
     taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
-    spec = importlib.util.spec_from_file_location(
-        f"fp8compile_target_{path.stem}" if taken else path.stem, path
-    )
+    name = f"fp8compile_target_{path.stem}" if taken else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     # dataclasses and pickle look up their module there
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -161,8 +155,7 @@ def _imported(source: str) -> ModuleType:
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
-        # the user's module exists and imports a missing one
-        if not f"{source}.".startswith(f"{error.name}."):
+        if not f"{source}.".startswith(f"{error.name}."):  # the user's module imports a missing one
             raise
         raise TargetError(
             f"there is no module {source!r} on the path ({os.getcwd()} is first on it)"
@@ -173,11 +166,8 @@ def _named(module: ModuleType, source: str, name: str) -> Any:
     try:
         return operator.attrgetter(name)(module)
     except AttributeError:
-        own = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
+        functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
+        own = [key for key, value in functions.items() if value.__module__ == module.__name__]
         hint = did_you_mean(near(name, own)) or f" It defines {', '.join(own[:12]) or 'none'}."
         raise TargetError(f"{source} has no function {name!r}.{hint}") from None
 
@@ -203,14 +193,12 @@ def _found(module: ModuleType, source: str, name: str) -> Any:
 def _required(function: Callable[..., Any]) -> list[str]:
     """The names of the parameters that a call of `function` must give."""
     parameters = inspect.signature(function).parameters.values()
-    return [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
 def _run(function: Callable[[], Any], what: str) -> Any:
-    """Call the user's code. TargetError if it exits, or raises: then with the traceback from the user's first
-    frame on."""
+    """Call the user's code. TargetError if it exits, or if it raises: then with the user's traceback."""
     try:
         return function()
     except TargetError:
@@ -231,10 +219,8 @@ def _understood(spec: str, module: ModuleType, value: Any) -> Target:
         given, shown = dict(value), f"a dict with the keys {', '.join(map(repr, value))}"
     else:
         items = value if isinstance(value, tuple) else (value,)
-        given, shown = (
-            dict(zip_longest(_PARTS, items)),
-            f"({', '.join(type(item).__name__ for item in items)})",
-        )
+        given = dict(zip_longest(_PARTS, items))
+        shown = f"({', '.join(type(item).__name__ for item in items)})"
     model, args, kwargs = map(given.get, _PARTS)
     if isinstance(args, Mapping) and kwargs is None:
         args, kwargs = (), args

@@ -52,19 +52,12 @@ def devices(as_json: bool) -> None:
         rates = device.sustained
         tflops = [f"{rate / 1e12:.0f}" if rate else "-" for rate in (rates.fp8, rates.bf16)]
         ratio = f"{rates.fp8 / rates.bf16:.2f}" if rates.fp8 else "-"
-        memory = f"{device.memory / 2**30:.0f}"
-        rows.append(
-            (device.key, device.name, *tflops, ratio, f"{rates.bandwidth / 1e12:.2f}", memory, device.origin)
-        )
+        sizes = (f"{rates.bandwidth / 1e12:.2f}", f"{device.memory / 2**30:.0f}")
+        rows.append((device.key, device.name, *tflops, ratio, *sizes, device.origin))
     head = ("device", "name", "FP8 TFLOP/s", "bf16 TFLOP/s", "ratio", "TB/s", "GiB", "from")
     click.echo(aligned(head, rows, "<<>>>>><"))
-    click.echo(
-        (
-            "Sustained rates of dense matmuls, and of a copy. `fp8compile calibrate` "
-            "measures a GPU of this machine."
-        ),
-        err=True,
-    )
+    hint = "`fp8compile calibrate` measures a GPU of this machine."
+    click.echo(f"Sustained rates of dense matmuls, and of a copy. {hint}", err=True)
 
 
 @click.command()

@@ -26,8 +26,7 @@ logger = get_logger(__name__)
 _RECIPE_FIELDS = {"recipe": "name", **dict(zip(SETTINGS, SETTINGS, strict=True))}  # by option
 OURS = ("policy", "exclude", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
 FUNCTION = "policy function"  # the rule that stands for it in reports
-# Inductor's switches of the passes that do our work
-_PASSES = ("use_joint_graph_passes", "use_post_grad_passes")
+_PASSES = ("use_joint_graph_passes", "use_post_grad_passes")  # Inductor's, which do our work
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,8 @@ class Options:
         # this rule is not the user's: nothing is said where it fits none
         policy, own = self.policy, self.policy.own or 0
         rule = Rule(name=FUNCTION, parameter="re:" + "|".join(map(re.escape, parameters)), fp8="off")
-        rules, labels = (
-            (*given[:own], new, *given[own:])
-            for given, new in ((policy.rules, rule), (policy.labels, FUNCTION))
-        )
+        rules = (*policy.rules[:own], rule, *policy.rules[own:])
+        labels = (*policy.labels[:own], FUNCTION, *policy.labels[own:])
         return dataclasses.replace(self, policy=dataclasses.replace(policy, rules=rules, labels=labels))
 
 
@@ -88,11 +85,9 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     given_policy = ours.pop("policy", None)
     choose = given_policy if callable(given_policy) else None
     policy = load(None if choose is not None else given_policy)
-    labels = tuple(str(rule.name) for rule in excluded)
+    labels = (*(str(rule.name) for rule in excluded), *policy.labels)
     own = None if policy.own is None else policy.own + len(excluded)
-    policy = dataclasses.replace(
-        policy, rules=(*excluded, *policy.rules), own=own, labels=(*labels, *policy.labels)
-    )
+    policy = dataclasses.replace(policy, rules=(*excluded, *policy.rules), own=own, labels=labels)
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
     named = isinstance(ours.get("recipe"), str) and ours["recipe"] in policy.recipes
     given = {name: value for name, value in ours.items() if not (named and name == "recipe")}
@@ -111,8 +106,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
 
 
 def _without_effect(policy: Policy, options: Mapping[str, Any]) -> list[str]:
-    """A message about options that no recipe of the policy looks at. (What a recipe cannot do is an error of
-    `Recipe`.)"""
+    """A message about options that no recipe of the policy looks at. What one cannot do, `Recipe` refuses."""
     given = ((name, value) for name, value in options.items() if name in SETTINGS)
     unused = [name for name, value in given if SETTINGS[name].ignored(value, *policy.possible)]
     names = ", ".join(map(repr, unused))
@@ -135,14 +129,9 @@ def _spelled(recipe: Recipe, beside: Mapping[str, Any]) -> dict[str, Any]:
 
 def _exclusions(given: Any) -> tuple[Rule, ...]:
     """Rules that come before all others: modules of these names, and all in them, stay in high precision."""
-    names = (
-        (given,)
-        if isinstance(given, str)
-        else tuple(given)
-        if isinstance(given, (list, tuple, set, frozenset))
-        else None
-    )
-    if names is None or not all(isinstance(name, str) and name for name in names):
+    names = [given] if isinstance(given, str) else given
+    listed = isinstance(names, (list, tuple, set, frozenset))
+    if not listed or not all(isinstance(name, str) and name for name in names):
         raise OptionError.of(
             "exclude", given, "a list of names of modules, such as ['lm_head', 'layers.0', '*.router']"
         )
@@ -160,9 +149,7 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
     # a mode without joint-graph passes ("lite") leaves no place for FP8 to happen
     every = compat.inductor.inductor_modes()
-    modes = {
-        name: patches for name, patches in every.items() if all(patches.get(key, True) for key in _PASSES)
-    }
+    modes = {name: given for name, given in every.items() if all(given.get(key, True) for key in _PASSES)}
     return dict(modes[one_of("mode", mode, modes)])
 
 
@@ -187,8 +174,7 @@ def _inductor_patches(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _meant(key: str, inductor: Collection[str]) -> str:
-    """What somebody who wrote `key` may have meant: another library's option, a near miss among ours, or
-    among Inductor's."""
+    """What `key` may have meant: another library's option, or a near miss among ours or Inductor's."""
     if instead := peers.option(key):
         return f" Here it is {instead}."
     if found := near(key, OURS) or near(key, inductor, least=0.85):
@@ -200,10 +186,8 @@ def _meant(key: str, inductor: Collection[str]) -> str:
 
 
 def _fits(value: Any, expected: Any) -> bool:
-    """isinstance, as far as `expected` allows: generics are not checked (torch's own wrapper does not
-    either)."""
+    """isinstance, as far as `expected` allows: generics are not checked (torch's wrapper does not either)."""
     if get_origin(expected) is not None or get_args(expected) or not isinstance(expected, type):
         return True
-    return isinstance(value, expected) or (
-        expected is float and isinstance(value, int) and not isinstance(value, bool)
-    )
+    whole = expected is float and isinstance(value, int) and not isinstance(value, bool)
+    return whole or isinstance(value, expected)

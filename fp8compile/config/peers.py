@@ -1,5 +1,4 @@
-"""What torchao and TransformerEngine call a thing, and what it is here: hints for the errors about a recipe
-or an option."""
+"""Names of torchao and TransformerEngine, and those here: hints for errors about a recipe or an option."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ _OPTIONS = {
 
 
 def recipe(given: Any) -> str | None:
-    """What to write for a recipe of another library (its name, class, object or enumeration); None for any
-    other value."""
+    """What to write for another library's recipe (its name, class, object or enumeration); None otherwise."""
     if isinstance(given, enum.Enum):
         return f"{given.value!r}, the value of that name"
     name = given if isinstance(given, str) else (given if isinstance(given, type) else type(given)).__name__

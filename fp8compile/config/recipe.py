@@ -1,20 +1,16 @@
 """Recipe: how tensors are scaled into FP8. Frozen, hashable, plain data: it is part of every cache key.
 
-``delayed``             one scale per tensor, from the amaxes of earlier training calls: the cast needs no
-                        pass of its own
+``delayed``             one scale per tensor, from the amaxes of earlier training calls: no pass of its own
 ``tensorwise``          one scale per tensor, from its own amax ("current" scaling); no state
-``rowwise``             one scale per row of the operand: a token's features, or a feature's tokens; E4M3
-                        throughout
-``rowwise_with_gw_hp``  the same with the weight's gradient in high precision, and one scale for the weight in
-                        dgrad
+``rowwise``             one scale per row of the operand: a token's features, or a feature's tokens; all E4M3
+``rowwise_with_gw_hp``  the same, but the weight's gradient in high precision, and one scale of dgrad's weight
 ``blockwise``           one scale for 1 x 128 elements along the contraction, or 128 x 128 of a weight; powers
                         of two; E4M3
 ``mxfp8``               one scale for 1 x 32 elements along the contraction, a power of two (E8M0); E4M3
                         throughout. With `weight_tiles` one for 32 x 32 elements of a weight
 
 In all, ``scale = fp8_max / (amax * 2**margin)`` multiplies into FP8. Names and meanings are
-TransformerEngine's and torchao's; the blocks are those of DeepSeek-V3 and of the OCP Microscaling
-specification.
+TransformerEngine's and torchao's; blocks are those of DeepSeek-V3 and of the OCP Microscaling specification.
 """
 
 from __future__ import annotations
@@ -51,14 +47,13 @@ HEADROOM, HEADROOM_OF_E4M3 = 11, 3
 
 
 class Block(NamedTuple):
-    """The elements that share a scale, in a copy whose contracted dimension is the columns; 0 stands for all
-    of them."""
+    """The elements that share a scale, in a copy whose columns are the contracted dimension; 0: all."""
 
     rows: int
     columns: int
 
 
-WHOLE, ROW = Block(0, 0), Block(1, 0)
+WHOLE, ROW, MX = Block(0, 0), Block(1, 0), Block(1, 32)
 ROW_OF_GROUP = Block(1, 16)  # a scale for a row of a group of columns, repeated for each 16 of them
 
 
@@ -83,6 +78,8 @@ class BuiltIn(NamedTuple):
         return self.needs is None or self.needs(gpu)
 
 
+_OF_BLOCKS = ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True)
+_OF_MX = ScalingCost(copy_bytes=1 + 4 / 32)
 # From coarse to fine: a matmul whose operands are scaled in different ways costs as much as the finer way.
 # docs/cost-model.md has the sources of the costs.
 BUILT_IN = {
@@ -90,21 +87,8 @@ BUILT_IN = {
     "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, once=2)),
     "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True), tile=WHOLE),
     "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None, tile=WHOLE),
-    "blockwise": BuiltIn(
-        Block(1, 128),
-        Block(128, 128),
-        (True, False),
-        ScalingCost(copy_bytes=1 + 4 / 128, gemm_rate=0.8, promotes=True),
-    ),
-    "mxfp8": BuiltIn(
-        Block(1, 32),
-        Block(1, 32),
-        (True,),
-        ScalingCost(copy_bytes=1 + 4 / 32),
-        needs=support.has_mx,
-        whose="Blackwell",
-        tile=Block(32, 32),
-    ),
+    "blockwise": BuiltIn(Block(1, 128), Block(128, 128), (True, False), _OF_BLOCKS),
+    "mxfp8": BuiltIn(MX, MX, (True,), _OF_MX, support.has_mx, whose="Blackwell", tile=Block(32, 32)),
 }
 RECIPES = tuple(BUILT_IN)
 COSTS = {name: made.cost for name, made in BUILT_IN.items() if made.cost is not None}
@@ -114,12 +98,10 @@ def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
     """The recipe that scales all tensors in this way: with or without a history, with such blocks."""
     if block == WHOLE:
         return "delayed" if delayed else "tensorwise"
-    found = (
-        name
-        for name in COSTS
-        if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block, BUILT_IN[name].tile)
-    )
-    return next(found, "rowwise")  # a scale for a row of one group, or of one matrix of a stack
+    for name in COSTS:
+        if block in (BUILT_IN[name].block, BUILT_IN[name].weight_block, BUILT_IN[name].tile):
+            return name
+    return "rowwise"  # a scale for a row of one group, or of one matrix of a stack
 
 
 class Scaling(NamedTuple):
@@ -131,8 +113,7 @@ class Scaling(NamedTuple):
     margin: int
     power_of_2: bool
     encoding: str
-    # delayed: window, interval, whether an overflow asks for the current amax
-    history: tuple[int, int, bool] = (0, 0, False)
+    history: tuple[int, int, bool] = (0, 0, False)  # delayed: window, interval, current amax on overflow
 
     @property
     def recipe(self) -> str:
@@ -158,24 +139,22 @@ class Recipe:
     """How tensors are scaled, and what runs in FP8. Each setting is described at its field.
 
     Validated on construction: OptionError (a ValueError) names the field, the value and what is allowed.
-    Lists are stored as tuples, process groups by their names. A setting that is None takes the recipe's own
-    value.
+    Lists are stored as tuples, process groups by their names. None stands for the recipe's own value.
     """
 
     name: str = "delayed"
     fp8_format: str | None = setting(
         None,
         "The FP8 formats. hybrid: E4M3 for activations and weights, E5M2 for gradients; e4m3: E4M3 for all "
-        "three. Default: hybrid with one scale per tensor, e4m3 with finer scales, "
-        "which support nothing else.",
+        "three. Default: hybrid with one scale per tensor, e4m3 with finer scales, which support nothing "
+        "else.",
         unless_none(in_any_case(*FP8_FORMATS)),
         "'hybrid', 'e4m3'",
     )
     margin: int | tuple[int, int, int] | None = setting(
         None,
         "Headroom: scale = FP8 maximum / (amax * 2^margin). Three are for (inputs, weights, gradients). "
-        "Default: 0, but 11 for gradients with delayed scaling (3 in E4M3), which may outgrow their "
-        "history.",
+        "Default: 0, but 11 for gradients with delayed scaling (3 in E4M3), which may outgrow their history.",
         unless_none(margins),
         "an integer from 0 to 64, or three",
     )
@@ -241,8 +220,8 @@ class Recipe:
     )
     frozen: str = setting(
         "high_precision",
-        "What weights that do not train are kept in. fp8: 1 byte per parameter, where nothing but FP8 matmuls"
-        " read them; they are scaled by their current amax.",
+        "What weights that do not train are kept in. fp8: 1 byte per parameter, where nothing but FP8 "
+        "matmuls read them; they are scaled by their current amax.",
         one("high_precision", "fp8"),
         "'high_precision', 'fp8'",
         feature="frozen",
@@ -279,16 +258,15 @@ class Recipe:
     )
     power_of_2_scale: bool | None = setting(
         None,
-        "Round scales down to powers of two. Default: True with "
-        f"{_with_powers((True,), (True, False))} (always: {_with_powers((True,))}), else False (always: "
-        f"{_with_powers((False,))}).",
+        f"Round scales down to powers of two. Default: True with {_with_powers((True,), (True, False))} "
+        f"(always: {_with_powers((True,))}), else False (always: {_with_powers((False,))}).",
         unless_none(boolean),
         "bool",
     )
     fp8_encoding: str = setting(
         "auto",
-        "How FP8 numbers are encoded. auto: as the device does; ocp: e4m3fn and e5m2 (NVIDIA, MI350); fnuz:"
-        " MI300.",
+        "How FP8 numbers are encoded. auto: as the device does; ocp: e4m3fn and e5m2 (NVIDIA, MI350); "
+        "fnuz: MI300.",
         one("auto", "ocp", "fnuz"),
         "'auto', 'ocp', 'fnuz'",
     )
@@ -315,20 +293,15 @@ class Recipe:
         if self.power_of_2_scale is None:
             self._set("power_of_2_scale", allowed[0])
         elif self.power_of_2_scale not in allowed:
-            self._refuse(
-                "power_of_2_scale", str(allowed[0]), ": its scales are powers of two" if allowed[0] else ""
-            )
+            why = ": its scales are powers of two" if allowed[0] else ""
+            self._refuse("power_of_2_scale", str(allowed[0]), why)
         if self.amax_group and self.fine:
             self._refuse("amax_group", "False", ", whose scales are of rows or blocks of a shard")
         if self.frozen == "fp8" and len({*self.weight_block}) > 1:
-            why = (
-                ", whose dgrad needs other scales of a weight than its fprop: one FP8 copy cannot serve both"
-            )
-            self._refuse(
-                "frozen",
-                "'high_precision'",
-                why + ("; or set weight_tiles to True" if self.built_in.tile else ""),
-            )
+            why = ", whose dgrad needs other scales of a weight than its fprop: "
+            why += "one FP8 copy cannot serve both"
+            why += "; or set weight_tiles to True" if self.built_in.tile else ""
+            self._refuse("frozen", "'high_precision'", why)
         if self.name == "rowwise_with_gw_hp":
             self._set("override_linear_precision", (*self.override_linear_precision[:2], True))
 
@@ -365,11 +338,8 @@ class Recipe:
     def scaling(self, role: str, gemm: str) -> Scaling:
         """How the "input", "weight" or "gradient" of a "fprop", "dgrad" or "wgrad" is scaled."""
         i = ROLES.index(role)
-        delayed = (
-            self.name == "delayed"
-            and not self.current_scaling[i]
-            and not (role == "weight" and self.cache_weights)
-        )
+        cached = role == "weight" and self.cache_weights
+        delayed = self.name == "delayed" and not self.current_scaling[i] and not cached
         block = self.weight_block if role == "weight" else self.built_in.block
         if self.name == "rowwise_with_gw_hp" and (role, gemm) == ("weight", "dgrad"):
             block = WHOLE

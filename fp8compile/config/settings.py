@@ -1,10 +1,8 @@
-"""The description of a setting of a recipe: what it means, which values it takes, and for which recipes it
-matters.
+"""The description of a setting of a recipe: its meaning, its values, and the recipes for which it matters.
 
     interval: int = setting(1, "How many steps lie between updates.", positive, "an integer >= 1", _delayed)
 
-`Recipe` checks its values with it. Options, keys of policies, the JSON Schema and the reference page come
-from it, too.
+`Recipe` checks its values with it. Options, keys of policies, JSON Schema and reference page use it, too.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from typing import Any
 
 from ..errors import OptionError, one_of
 
-# of a key and its value; returns the value as it is stored. Raises OptionError
-Check = Callable[[str, Any], Any]
+Check = Callable[[str, Any], Any]  # (key, value) -> the value as it is stored; raises OptionError
 MOST = 1 << 20
 
 
@@ -50,9 +47,8 @@ def setting(
     feature: str = "",
 ) -> Any:
     """A field of a recipe."""
-    return dataclasses.field(
-        default=default, metadata={"setting": Setting(meaning, values, check, matters, feature)}
-    )
+    described = Setting(meaning, values, check, matters, feature)
+    return dataclasses.field(default=default, metadata={"setting": described})
 
 
 def settings_of(recipe: type) -> Mapping[str, Setting]:
@@ -110,9 +106,8 @@ def switch(key: str, value: Any) -> bool | str:
 
 def three_bools(meaning: str) -> Check:
     def check(key: str, value: Any) -> tuple[bool, bool, bool]:
-        if not (
-            isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(x, bool) for x in value)
-        ):
+        three = isinstance(value, (tuple, list)) and len(value) == 3
+        if not three or not all(isinstance(x, bool) for x in value):
             raise OptionError.of(key, value, f"three bools {meaning}")
         return value[0], value[1], value[2]
 
@@ -130,8 +125,7 @@ def margins(key: str, value: Any) -> int | tuple[int, int, int]:
 
 
 def group(*others: bool) -> Check:
-    """A process group, also that of a DeviceMesh, is stored by its name. `others`: what stands for all ranks,
-    or for none."""
+    """A process group, also a DeviceMesh's, stored by its name. `others` stand for all ranks, or for none."""
     words = ", ".join({True: "True (all ranks)", False: "False"}[other] for other in others)
 
     def check(key: str, value: Any) -> bool | str:

@@ -1,8 +1,6 @@
-"""GPU architectures: which FP8 matmuls each one supports, in which encodings, and how many FLOP a compute
-unit does per clock.
+"""GPU architectures: which FP8 matmuls each one has, in which encodings, and the FLOP of a unit per clock.
 
-    of((9, 0))              Hopper; an unlisted compute capability takes the newest listed one that is not
-                            newer
+    of((9, 0))              Hopper; an unlisted compute capability takes the newest older one that is listed
     of((9, 4), "gfx942")    an AMD GPU, found by its name: the longest listed prefix of the name
 
 To add an architecture, add an entry to `ARCHITECTURES`. The support of torch's `_scaled_mm` was read in
@@ -58,27 +56,20 @@ class Architecture:
 
 # keys: the compute capability of NVIDIA's, a prefix of the name of AMD's
 ARCHITECTURES: dict[Version | str, Architecture] = {
-    # A100
-    (8, 0): Architecture(2048, 2048, 164, 163, 2048, fp8=False),
-    # A40, RTX 3090
-    (8, 6): Architecture(1024, 512, 100, 99, 1536, fp8=False),
-    # L40S, RTX 4090
-    (8, 9): Architecture(1024, 512, 100, 99, 1536),
+    (8, 0): Architecture(2048, 2048, 164, 163, 2048, fp8=False),  # A100
+    (8, 6): Architecture(1024, 512, 100, 99, 1536, fp8=False),  # A40, RTX 3090
+    (8, 9): Architecture(1024, 512, 100, 99, 1536),  # L40S, RTX 4090
     # H100. Only Hopper scales 128-blocks: `_check_deepseek_support` in ScaledBlas.cpp
     (9, 0): Architecture(4096, 4096, 228, 227, 2048, slow_rows=True, blocks_from=(12, 9), grouped=True),
-    # B200
-    (10, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 8), either_major=True),
-    # Thor
-    (11, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 9), either_major=True),
-    # RTX PRO 6000, RTX 5090
-    (12, 0): Architecture(1024, 512, 100, 99, 1536, mx_from=(12, 9)),
+    (10, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 8), either_major=True),  # B200
+    (11, 0): Architecture(8192, 8192, 228, 227, 2048, mx_from=(12, 9), either_major=True),  # Thor
+    (12, 0): Architecture(1024, 512, 100, 99, 1536, mx_from=(12, 9)),  # RTX PRO 6000, RTX 5090
     # MI300X, the first one whose hipBLASLt scales rows ("only supports BFloat16 output")
     "gfx94": Architecture(2048, 2048, 64, 64, 2048, warp=64, fnuz=True, row_dtypes=("bfloat16",)),
     # MI355X. We do not use its matmuls of 1 x 32 blocks: the layout of their scales differs between ROCm
     # versions, and K has to be a multiple of 128
     "gfx95": Architecture(4096, 4096, 160, 160, 2048, warp=64, row_dtypes=("bfloat16",)),
-    # RX 9070
-    "gfx12": Architecture(1024, 1024, 64, 64, 2048, row_dtypes=()),
+    "gfx12": Architecture(1024, 1024, 64, 64, 2048, row_dtypes=()),  # RX 9070
     # other AMD GPUs: no FP8; the other numbers are an MI300X's
     "gfx9": Architecture(2048, 2048, 64, 64, 2048, warp=64, fp8=False, row_dtypes=()),
     "gfx": Architecture(2048, 2048, 64, 64, 2048, fp8=False, row_dtypes=()),
@@ -89,8 +80,7 @@ AMD = tuple(key for key in WITH_FP8 if isinstance(key, str))
 
 
 def of(capability: tuple[int, int], gfx: str = "") -> Architecture:
-    """The architecture of a GPU. `gfx` is AMD's name of it; "" for an NVIDIA GPU, which is found by
-    `capability`."""
+    """The architecture of an NVIDIA GPU by its `capability`, or of an AMD GPU by AMD's name of it, `gfx`."""
     if gfx:
         known = [key for key in ARCHITECTURES if isinstance(key, str) and gfx.startswith(key)]
         return ARCHITECTURES[max(known, key=len, default="gfx")]

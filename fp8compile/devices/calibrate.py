@@ -7,8 +7,7 @@ A rate is the median over a few large sizes. For each size, the time is the medi
 has a cold cache: a buffer larger than L2 is written before it. FP8 matmuls are `torch._scaled_mm` with both
 operands K-major, as FP8 tensor cores require; `fp8` is their rate with fast accumulation, `fp8_precise`
 without. The other properties of the device (units, memory, architecture) come from its shipped description,
-or from torch. The result is stored (`catalog.store`). From then on, `catalog.of` finds it for devices of this
-name.
+or from torch. The result is stored (`catalog.store`): then `catalog.of` finds it for devices of this name.
 
 The measuring functions take a timer: `Timer.seconds(function)` is the time of one call. It contains a
 constant: events are recorded in a few microseconds. So the time of a launch is a slope, that of many launches
@@ -53,8 +52,7 @@ class NoDevice(Fp8CompileError, RuntimeError):
 
 
 class Timer:
-    """Times calls on a CUDA or ROCm device by events. Before each call, it writes a buffer larger than the
-    device's cache."""
+    """Times calls on a CUDA or ROCm device by events, each after writing a buffer larger than its cache."""
 
     def __init__(self, device: torch.device, cache_bytes: int):
         self.device = device
@@ -101,16 +99,14 @@ def calibrate(device: torch.device | str | None = None, write: bool = True) -> D
 def measured(
     known: Device, timer: Timer, device: torch.device, sizes=SIZES, copy_bytes: int = COPY_BYTES
 ) -> Device:
-    """`known`, with its sustained rates and launch time replaced by those that `timer` measures on
-    `device`."""
+    """`known`, with the sustained rates and the launch time that `timer` measures on `device`."""
     alone = timer.seconds(_launches(1, device))  # what the time of one kernel has beside its work
     rates = {name: matmul_rate(timer, device, name, sizes, alone, known) for name in DTYPES}
     for name in cost.FP8:
         rates[name] = matmul_rate(timer, device, name, sizes, alone, known) if known.has_fp8 else 0.0
     rates["bandwidth"] = copy_rate(timer, device, copy_bytes)
-    return dataclasses.replace(
-        known, sustained=Rates(**rates), launch=launch_time(timer, device), origin="calibrated"
-    )
+    launch = launch_time(timer, device)
+    return dataclasses.replace(known, sustained=Rates(**rates), launch=launch, origin="calibrated")
 
 
 def matmul_rate(
@@ -121,8 +117,7 @@ def matmul_rate(
     alone: float = 0.0,
     known: Device | None = None,
 ) -> float:
-    """FLOP/s of matmuls in "bf16", "fp16", "fp32" (under torch.set_float32_matmul_precision("high")), "fp8"
-    or "fp8_precise".
+    """FLOP/s of matmuls in "bf16", "fp16", "fp32" (torch's float32 precision "high"), "fp8" or "fp8_precise".
 
     The median over `sizes` (m, n, k). With `known`, a description of the device, it is the rate of whole
     waves of full tiles, as the cost model counts them. `alone`: seconds of a kernel without work, which are
@@ -141,17 +136,15 @@ def matmul_rate(
             logger.warning("no FP8 matmul here: %s", str(error).splitlines()[0])
             return 0.0
         seconds = timer.seconds(run) - alone - (cost.FP8_START_S if dtype in cost.FP8 else 0)
-        found.append(
-            2 * m * n * k / max(seconds, 1e-9) / (1.0 if known is None else _filled(known, m, n, k, dtype))
-        )
+        filled = 1.0 if known is None else _filled(known, m, n, k, dtype)
+        found.append(2 * m * n * k / max(seconds, 1e-9) / filled)
     if not found:
         raise NoDevice(f"{device} has not enough free memory to measure a matmul.")
     return statistics.median(found)
 
 
 def _filled(device: Device, m: int, n: int, k: int, dtype: str) -> float:
-    """The part of a matmul's time, by the cost model, that is not lost to ramps and to waves and tiles that
-    are not full."""
+    """The part of a matmul's time, by the cost model, that ramps and unfilled waves and tiles do not take."""
     rate = device.flops.of(dtype)
     return 2 * m * n * k / rate / cost.compute(device, m, n, k, dtype) if rate else 1.0
 
@@ -188,8 +181,7 @@ def _launches(count: int, device: torch.device) -> Callable[[], Any]:
 
 
 def matmul(m: int, n: int, k: int, dtype: str, device: torch.device) -> Callable[[], Any]:
-    """A call that multiplies [m, k] by [k, n] in one of the ways of `matmul_rate`. FP8: both K-major, bf16
-    output."""
+    """A call that multiplies [m, k] by [k, n] in a way of `matmul_rate`. FP8: both K-major, bf16 output."""
     own = formats.pick(False, formats.fnuz()).dtype if dtype in cost.FP8 else DTYPES[dtype]
     a, b = (torch.randn(rows, k, device=device).to(own) for rows in (m, n))
     if dtype in cost.FP8:

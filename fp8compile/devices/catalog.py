@@ -1,8 +1,6 @@
-"""Descriptions of GPUs: how fast each multiplies and copies. The compiler decides by them before anything
-runs.
+"""Descriptions of GPUs: how fast each multiplies and copies. The compiler decides by them before a run.
 
-    find("h200")                 a shipped description (devices.toml), by key or by the name that torch gives
-                                 the device
+    find("h200")                 a shipped description (devices.toml), by key or by torch's name of the device
     of(torch.device("cuda"))     the description of a device of this machine; None for a CPU
 
 A description that `fp8compile calibrate` measured takes precedence over the shipped one. A GPU without a
@@ -40,8 +38,7 @@ logger = get_logger(__name__)
 SHIPPED = Path(__file__).with_name("devices.toml")
 RATES = ("fp8", "fp8_precise", "bf16", "fp16", "fp32")
 LAUNCH_S = 2e-6
-# Hopper's FP8 rate without fast accumulation, as a part of the rate with it, as in devices.toml
-HOPPER_PRECISE = 1 / 1.1
+HOPPER_PRECISE = 1 / 1.1  # FP8's rate without fast accumulation, as a part of that with it (devices.toml)
 
 # of peak, as in devices.toml
 _SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth": 0.85}
@@ -49,8 +46,7 @@ _SUSTAINED = {"fp8": 0.65, "bf16": 0.75, "fp16": 0.75, "fp32": 0.65, "bandwidth"
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of dense matmuls by the dtype of their operands, and bytes/s of a copy (bytes read + bytes
-    written).
+    """FLOP/s of dense matmuls by the dtype of their operands, and bytes/s of a copy (read + written).
 
     `fp8` is the rate with fast accumulation, 0 for a device without FP8. `fp8_precise` is the rate without
     it; where it is not given, it is that with it. `fp32` is the rate of float32 matmuls under "high"
@@ -68,8 +64,7 @@ class Rates:
         object.__setattr__(self, "fp8_precise", self.fp8_precise or self.fp8)
 
     def of(self, dtype: str) -> float:
-        """FLOP/s for "fp8", "fp8_precise", "bfloat16", "float16", "float32" or short names; float32's for
-        anything else."""
+        """FLOP/s for "fp8", "fp8_precise", "bfloat16", "float16", "float32", a short name; else float32's."""
         short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
         return getattr(self, short if short in RATES else "fp32")
 
@@ -137,17 +132,14 @@ class Device:
 
     def matches(self, name: str) -> bool:
         """Whether `name`, a device name of torch's, is a name of this device."""
-        return any(
-            fnmatch.fnmatchcase(name.lower(), pattern.lower()) for pattern in (self.name, *self.patterns)
-        )
+        patterns = (self.name, *self.patterns)
+        return any(fnmatch.fnmatchcase(name.lower(), pattern.lower()) for pattern in patterns)
 
 
 def find(name: str) -> Device:
-    """The description called `name`: a key ("h200"), in any case and spelling ("RTX 4090"), or a device's
-    full name.
+    """The description called `name`: a key ("h200"), in any case and spelling ("RTX 4090"), or a full name.
 
-    Finds a description measured on this machine by the full name of its device. Raises OptionError, which
-    lists the known keys.
+    Finds one measured on this machine by the full name of its device. OptionError lists the known keys.
     """
     if isinstance(name, str):
         for device in stored().values():
@@ -175,8 +167,7 @@ def of(device: torch.device) -> Device | None:
 
 
 def of_properties(properties: Any) -> Device:
-    """The description for the result of `torch.cuda.get_device_properties`: measured, else shipped, else
-    derived."""
+    """The description for `torch.cuda.get_device_properties`: measured, else shipped, else derived."""
     measured = stored()
     if properties.name in measured:
         return measured[properties.name]
@@ -195,28 +186,22 @@ def of_properties(properties: Any) -> Device:
 
 
 def unmeasured(properties: Any) -> Device:
-    """As `of_properties`, but ignores measured descriptions: shipped, under this device's own name, else
-    derived."""
+    """As `of_properties`, without measured descriptions: shipped, under the device's name, else derived."""
     known = _shipped_for(properties)
     return derived(properties) if known is None else dataclasses.replace(known, name=properties.name)
 
 
 def derived(properties: Any) -> Device:
-    """A description from a device's properties alone: compute units x clock x FLOP per clock of its
-    architecture."""
+    """A description from a device's properties: compute units x clock x its architecture's FLOP per clock."""
     gfx = gfx_of(properties)
     capability = (int(properties.major), int(properties.minor))
     architecture = architectures.of(capability, gfx)
     units = int(properties.multi_processor_count)
     clock = float(getattr(properties, "clock_rate", 0) or 1.5e6) * 1e3  # kHz
-    bf16 = (
-        (architecture.geforce_flop if "geforce" in properties.name.lower() else architecture.flop)
-        * units
-        * clock
-    )
-    bus, memory_clock = (
-        int(getattr(properties, name, 0) or 0) for name in ("memory_bus_width", "memory_clock_rate")
-    )
+    geforce = "geforce" in properties.name.lower()
+    bf16 = (architecture.geforce_flop if geforce else architecture.flop) * units * clock
+    names = ("memory_bus_width", "memory_clock_rate")
+    bus, memory_clock = (int(getattr(properties, name, 0) or 0) for name in names)
     # 250 FLOP per byte: about the ratio of all known GPUs
     bandwidth = bus / 8 * 2e3 * memory_clock or bf16 / 250
     fp8 = 2 * bf16 if architecture.fp8 else 0.0
@@ -252,8 +237,7 @@ def shipped() -> dict[str, Device]:
 
 
 def stored_path() -> Path:
-    """Where measured descriptions are kept: FP8COMPILE_DEVICES, or fp8compile/devices.toml in the user's
-    cache."""
+    """Where measured descriptions are kept: FP8COMPILE_DEVICES, or fp8compile/devices.toml in the cache."""
     given = os.environ.get(DEVICES_VARIABLE)
     if given:
         return Path(given).expanduser()
@@ -265,10 +249,7 @@ def stored() -> dict[str, Device]:
     """The descriptions that `fp8compile calibrate` has written on this machine, by the device's name."""
     try:
         path = stored_path()
-        devices = [
-            dataclasses.replace(_device(key, table), origin="calibrated")
-            for key, table in _tables(path).items()
-        ]
+        devices = [_device(key, table) for key, table in _tables(path).items()]
     except (FileNotFoundError, NotADirectoryError, RuntimeError):  # no file; no home
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -276,7 +257,7 @@ def stored() -> dict[str, Device]:
         fix = "Remove it, or run `python -m fp8compile calibrate` again."
         say_once(logger, logging.WARNING, f"fp8: {path} is ignored: {error}. {fix}")
         return {}
-    return {device.name: device for device in devices}
+    return {device.name: dataclasses.replace(device, origin="calibrated") for device in devices}
 
 
 def store(device: Device) -> Path:
@@ -300,10 +281,9 @@ def to_toml(device: Device) -> str:
     ]
     if device.gfx:
         lines.append(f"gfx = {text(device.gfx)}")
-    for name in ("sms", "clock_mhz", "memory", "memory_bus", "memory_clock_mhz", "l2", "launch"):
-        lines.append(
-            f"{name} = {getattr(device, name):g}" if name == "launch" else f"{name} = {getattr(device, name)}"
-        )
+    sizes = ("sms", "clock_mhz", "memory", "memory_bus", "memory_clock_mhz", "l2")
+    lines += [f"{name} = {getattr(device, name)}" for name in sizes]
+    lines.append(f"launch = {device.launch:g}")
     for name in ("peak", "sustained"):
         rates = getattr(device, name)
         if rates is not None:
@@ -318,8 +298,7 @@ def _tables(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _device(key: str, table: dict[str, Any]) -> Device:
-    """The description in a table of a TOML file. Raises TypeError for a key that is missing, or one too
-    many."""
+    """The description in a table of a TOML file. Raises TypeError for a key missing, or one too many."""
     given = dict(table)
     for rates in {"peak", "sustained"} & given.keys():
         bf16 = given[rates].get("bf16", 0.0)
@@ -333,8 +312,7 @@ def _device(key: str, table: dict[str, Any]) -> Device:
 
 
 def _shipped_for(properties: Any) -> Device | None:
-    """Found by name; an AMD device with an unspecific name ("AMD Radeon Graphics") by its architecture, units
-    and memory."""
+    """By name; an AMD device with a vague name ("AMD Radeon Graphics") by architecture, units and memory."""
     gfx = gfx_of(properties)
     for device in shipped().values():
         if device.matches(properties.name):

@@ -1,5 +1,4 @@
-"""How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes, no
-graph, no tensors.
+"""How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes only.
 
     gemm(device, m, n, k, "bf16")           seconds of out[m, n] = a[m, k] @ b[k, n]
     compute(device, m, n, k, "bf16")        its seconds on the tensor cores alone, in waves of tiles
@@ -39,8 +38,7 @@ FP8 = ("fp8", "fp8_precise")  # with and without fast accumulation
 RAMP = dict.fromkeys(FP8, 512)
 RAMP_OTHERS = 256
 FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, one in bf16 3.7
-# slowdown of a walk along columns of memory: Inductor's transposes reach 58% of the bandwidth
-STRIDED = 1 / 0.58
+STRIDED = 1 / 0.58  # slowdown along columns of memory: Inductor's transposes reach 58% of the bandwidth
 ITEMSIZE = {"fp8": 1, "fp8_precise": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 LARGEST = 1 << 20
 
@@ -82,8 +80,7 @@ def gemm(
 
     `out_bytes` is the itemsize of the output. For FP8, `instead` is the dtype that the matmul would have
     without FP8. FP8 is never credited with more than it saves over `instead` at full efficiency: the part of
-    a wave that bf16 wastes is too uncertain to count as FP8's gain. ValueError for FP8 on a device without
-    FP8.
+    a wave that bf16 wastes is too uncertain to count as FP8's gain. ValueError if the device has no FP8.
     """
     if dtype in FP8 and not device.has_fp8:
         raise ValueError(f"{device.name} has no FP8")
@@ -106,9 +103,8 @@ def block_gemm(
     groups: int = 1,
     fast: bool = True,
 ) -> float:
-    """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device does not support
-    this scaling, so the FP8 copies are converted to bf16 and multiplied in bf16. `fast`: with fast
-    accumulation."""
+    """Seconds of an FP8 matmul under the scaling of its operands. `emulated`: the device does not support it,
+    so the FP8 copies are converted to bf16 and multiplied in bf16. `fast`: with fast accumulation."""
     if emulated:
         widened = 3 * groups * (m * k + n * k) / device.bandwidth + 2 * device.launch
         return gemm(device, m, n, k, "bf16", out_bytes, groups=groups) + widened
@@ -137,8 +133,7 @@ def start(device: Device, dtype: str) -> float:
 @functools.lru_cache(maxsize=1 << 16)
 def compute(device: Device, m: int, n: int, k: int, dtype: str, groups: int = 1) -> float:
     """Seconds that the tensor cores take for `groups` matmuls [m, k] @ [k, n] in one kernel: whole waves of
-    the best tiles and the best split of k, with the reads and writes of partial sums, and without the time to
-    start and to move operands."""
+    the best tiles and split of k, with the traffic of partial sums, without start and moves of operands."""
     unit_rate = device.flops.of(dtype) / device.sms
     ramp = RAMP.get(dtype, RAMP_OTHERS)
     ways = []
@@ -180,8 +175,7 @@ class CastInput:
 def casts(
     device: Device, tensor: CastInput, scaling: ScalingCost, layouts: int = 2, again: bool = False
 ) -> float:
-    """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its high precision copy
-    (`high_copy`).
+    """Seconds for the FP8 copies of one tensor, shared by all its readers, and for its `high_copy`.
 
     `layouts` is the number of FP8 copies that are read, 1 or 2 (row-major, transposed). `again`: a separate
     walk in backward writes the second copy (a weight that is cast again).
@@ -192,8 +186,7 @@ def casts(
         moved: float = (scaling.walks - 1) * tensor.producer_bytes
         kernels = scaling.walks - 1
     else:
-        # a fused tensor that is also written in high precision counts as read again: such casts are not
-        # always fused
+        # a fused tensor that is also written in high precision is read again: such casts may not be fused
         read = tensor.elements * (tensor.high_bytes if tensor.fused else tensor.itemsize)
         parts = layouts if tensor.scattered or again else 1
         kernels = scaling.walks - 1 + parts + (tensor.scattered and scaling.amax_apart)
@@ -203,14 +196,12 @@ def casts(
 
 
 def transposed(device: Device, elements: int) -> float:
-    """Seconds for the transposed copy of a tensor that is in memory in FP8: a weight that FSDP2 has gathered
-    so."""
+    """Seconds for the transposed copy of a tensor in memory in FP8: a weight that FSDP2 has gathered so."""
     return 2 * elements / device.bandwidth + device.launch
 
 
 def high_copy(device: Device, tensor: CastInput) -> float:
-    """Seconds for the high precision copy of a tensor: a write by its fused producer, or a conversion. 0 if
-    none is needed."""
+    """Seconds for a tensor's high precision copy: its fused producer's write, or a conversion; 0: neither."""
     if tensor.fused:
         return tensor.high_bytes * tensor.elements / device.bandwidth
     if tensor.high_bytes in (0, tensor.itemsize):
@@ -226,9 +217,8 @@ def _each_layout(device: Device, tensor: CastInput, scaling: ScalingCost, layout
     walks = scaling.walks - tensor.fused
     seconds = (walks * read + written) / device.bandwidth + walks * device.launch
     if layouts > 1:
-        seconds += (
-            scaling.walks * STRIDED * read + written
-        ) / device.bandwidth + scaling.walks * device.launch
+        walked = scaling.walks * STRIDED * read + written
+        seconds += walked / device.bandwidth + scaling.walks * device.launch
     return seconds
 
 
@@ -238,10 +228,8 @@ def break_even(gain: Callable[[int], float], largest: int = LARGEST) -> int | No
     Tries powers of two and 1.5 times each of them, then bisects between the last size that loses and the next
     one. It can miss a dip between two sizes (a last wave with few tiles). None if `largest` still loses.
     """
-    sizes = sorted(
-        {size for power in range(4, largest.bit_length()) for size in (1 << power, 3 << power >> 1)}
-    )
-    sizes = [size for size in sizes if size <= largest]
+    powers = range(4, largest.bit_length())
+    sizes = sorted({size for power in powers for size in (1 << power, 3 << power >> 1) if size <= largest})
     losing = [i for i, size in enumerate(sizes) if not gain(size) > 0]
     if not losing:
         return sizes[0]

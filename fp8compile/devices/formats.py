@@ -38,15 +38,14 @@ E5M2 = Format("e5m2", "float8_e5m2", 57344.0)
 E4M3_FNUZ = Format("e4m3_fnuz", "float8_e4m3fnuz", 240.0)
 E5M2_FNUZ = Format("e5m2_fnuz", "float8_e5m2fnuz", 57344.0)
 
-# wide, fnuz
+# by (wide, fnuz)
 FORMATS = {(False, False): E4M3, (True, False): E5M2, (False, True): E4M3_FNUZ, (True, True): E5M2_FNUZ}
 
 FP8_FORMATS = ("hybrid", "e4m3")
 
 
 def fnuz() -> bool:
-    """Whether this process's GPU computes in the fnuz encodings. False on a CPU and on CUDA, without touching
-    a device."""
+    """Whether this process's GPU computes in fnuz encodings; False on a CPU and CUDA, touching no device."""
     import torch
 
     if torch.version.hip is None or not torch.cuda.is_available():

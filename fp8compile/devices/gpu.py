@@ -1,5 +1,4 @@
-"""A GPU as torch describes it: one class for GPUs of this process, GPUs that are only described, and fake
-GPUs."""
+"""A GPU as torch describes it: one class for GPUs of this process, GPUs only described, and fake GPUs."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Properties of a GPU, by the names that `torch.cuda.get_device_properties` gives them. The defaults are
-    an H200's."""
+    """Properties of a GPU, by the names of `torch.cuda.get_device_properties`. The defaults are an H200's."""
 
     name: str = "NVIDIA H200"
     major: int = 9
@@ -67,8 +65,7 @@ def gfx_of(properties: Any) -> str:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU of this process that `device` names; None for a CPU. A property that this version of torch does
-    not give is taken from an H200."""
+    """The GPU of this process that `device` names; None for a CPU. What torch does not give is an H200's."""
     if device.type != "cuda":
         return None
     import torch

@@ -1,5 +1,4 @@
-"""Which devices multiply FP8, in which encodings, and which of them multiply blocks of 32 with one scale per
-block (MX)."""
+"""Which devices multiply FP8, in which encodings, and which multiply blocks of 32 with a scale each (MX)."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def has_mx(gpu: Gpu | None) -> bool:
 
 
 def has_mx_of_either_major(gpu: Gpu | None) -> bool:
-    """Whether one of our kernels multiplies 1 x 32 blocks whose bytes lie along either dimension at full
-    speed."""
+    """Whether our kernels multiply 1 x 32 blocks whose bytes lie along either dimension at full speed."""
     return gpu is not None and has_mx(gpu) and gpu.architecture.either_major
 
 
@@ -45,8 +43,7 @@ def _reached(version: tuple[int, int] | None) -> bool:
 
 
 def cuda_version() -> tuple[int, int]:
-    """The CUDA version that torch was built with. For a build without CUDA, which only describes GPUs, 13.0
-    is assumed."""
+    """The CUDA version that torch was built with; 13.0 for a build without, which only describes GPUs."""
     import torch
 
     found = re.match(r"(\d+)\.(\d+)", torch.version.cuda or "13.0")
@@ -65,15 +62,13 @@ def refusal(devices: Collection[torch.device]) -> str | None:
         if gpu.gfx:
             return f"{gpu.gfx} has no FP8 matmuls ({', '.join(AMD[:-1])} and {AMD[-1]} do)"
         have, need = (".".join(map(str, version)) for version in (gpu.capability, OLDEST_NVIDIA))
-        return (
-            f"{gpu.name} has compute capability {have}; FP8 matmuls need {need} (RTX 40, L4, H100 or later)"
-        )
+        needs = f"FP8 matmuls need {need} (RTX 40, L4, H100 or later)"
+        return f"{gpu.name} has compute capability {have}; {needs}"
     return None
 
 
 def encodings(devices: Collection[torch.device]) -> tuple[str, ...]:
-    """The FP8 encodings that these devices multiply. A GPU multiplies its own encoding; a CPU emulates
-    both."""
+    """The FP8 encodings that these devices multiply: a GPU multiplies its own, a CPU emulates both."""
     if not any(device.type == "cuda" for device in devices):
         return "ocp", "fnuz"
     return ("fnuz",) if formats.fnuz() else ("ocp",)

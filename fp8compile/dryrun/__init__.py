@@ -1,2 +1,1 @@
-"""Explain and estimate. Neither trains a model; explain compiles nothing, estimate compiles for a described
-GPU."""
+"""Explain and estimate. Neither trains a model; explain compiles nothing, estimate for a described GPU."""

@@ -1,5 +1,4 @@
-"""How the step of a dry run runs: as it is called, or under bf16 autocast. The same for explain, estimate,
-compare and tune."""
+"""How the step of explain, estimate, compare and tune runs: as it is called, or under bf16 autocast."""
 
 from __future__ import annotations
 
@@ -13,20 +12,17 @@ NOTE = "under bf16 autocast, since parameters are float32"
 
 
 def wanted(modules: Iterable[nn.Module], asked: bool | None) -> bool:
-    """Whether to turn on bf16 autocast. `asked` is what the caller said; None: where parameters are float32,
-    and no autocast is on already."""
+    """Whether to turn on bf16 autocast: `asked`; None: if parameters are float32 and no autocast is on."""
     if asked is not None:
         return asked
     parameters = [p for module in modules for p in module.parameters()]
-    return any(p.dtype == torch.float32 for p in parameters) and not torch.is_autocast_enabled(
-        _device(parameters)
-    )
+    already = torch.is_autocast_enabled(_device(parameters))
+    return not already and any(p.dtype == torch.float32 for p in parameters)
 
 
 @contextlib.contextmanager
 def autocast(modules: Iterable[nn.Module], asked: bool | None) -> Iterator[str]:
-    """Inside the context, bf16 autocast is on where it is `wanted`. Gives a note for the reader if nobody
-    asked for it."""
+    """Inside the context, bf16 autocast is on where it is `wanted`. Gives a note if nobody asked for it."""
     modules = list(modules)
     on = wanted(modules, asked)
     device = _device([p for module in modules for p in module.parameters()])

@@ -36,24 +36,15 @@ from .measure import Runner, by_torchao, in_turn, summarise
 EMULATED = "FP8 is emulated on a CPU: these times say nothing about a GPU"
 THEIRS = ("rowwise", "rowwise_with_gw_hp")  # recipes that torchao has, too; for all others, its "tensorwise"
 HEAD = (
-    "arm",
-    "ms a step",
-    "spread",
-    "speed",
-    "forward",
-    "backward",
-    "optimizer",
-    "peak GB",
-    "in step 1",
+    "arm", "ms a step", "spread", "speed", "forward", "backward", "optimizer", "peak GB", "in step 1",
     "FP8 matmuls",
-)
+)  # fmt: skip
 NAMED = 5  # layers in the line that says which ones gain
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The first of `rows` is the arm in bf16, the last one FP8. A row has `error`, or times, memory and
-    kernels."""
+    """The first of `rows` is the arm in bf16, the last FP8. A row has `error`, or times, memory, kernels."""
 
     device: str
     rows: tuple[dict[str, Any], ...]
@@ -69,8 +60,7 @@ class Bench:
 
     @property
     def layers(self) -> list[tuple[str, float]]:
-        """Equal layers, and the microseconds of a step that they are estimated to gain by FP8; the largest
-        gain first."""
+        """Equal layers, and the microseconds of a step that FP8 is estimated to gain; the largest first."""
         matmuls = [record for graph in self.report.graphs if not graph.note for record in graph.matmuls]
         timed = [(row, row.times) for row in rows_of(layers_of(matmuls)) if row.times]
         gains = [
@@ -94,44 +84,39 @@ class Bench:
         if rates["min"] > before["max"] or rates["max"] < before["min"]:
             said = "FP8 pays" if self.ratio > 1 else "FP8 does not pay"
         spread = max(rates["spread"], before["spread"])
-        said += (
-            f": {self.ratio:.2f}x as fast as {base['arm']}; the rounds of an arm differ by up to {spread:.1%}"
-        )
-        gains = [f"{name} {microseconds(us)}" for name, us in self.layers if us > 0]
+        times = f"{self.ratio:.2f}x as fast as {base['arm']}"
+        said += f": {times}; the rounds of an arm differ by up to {spread:.1%}"
+        layers = self.layers
+        gains = [f"{name} {microseconds(us)}" for name, us in layers if us > 0]
         more = f" and {len(gains) - NAMED} more" if gains[NAMED:] else ""
-        which = (
-            f"estimated gain a step: {', '.join(gains[:NAMED])}{more}"
-            if gains
-            else "by the estimate, no layer gains"
-        )
-        which = which if self.layers else "no estimate for this device says which layers gain"
+        which = "no estimate for this device says which layers gain"
+        if layers:
+            which = "by the estimate, no layer gains"
+        if gains:
+            which = f"estimated gain a step: {', '.join(gains[:NAMED])}{more}"
         return f"{said}\n{which}\n{self.report.summary()}"
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain dicts, lists, strings and numbers."""
-        layers = [{"name": name, "estimated_gain_us": us} for name, us in self.layers]
-        found = {
+        return {
             "device": self.device,
             "torch": torch.__version__,
             "emulated": self.emulated,
             "ratio": self.ratio,
-        }
-        found |= {
             "verdict": self.verdict,
             "notes": list(self.notes),
             "rows": list(self.rows),
-            "layers": layers,
+            "layers": [{"name": name, "estimated_gain_us": us} for name, us in self.layers],
+            "report": self.report.to_dict(),
         }
-        return found | {"report": self.report.to_dict()}
 
     def __str__(self) -> str:
         base = self.rows[0]["tokens_per_s"]["median"]
         table = aligned(HEAD, [_cells(row, base) for row in self.rows], "<" + ">" * 9)
         failed = [f"{row['arm']}: {row['error']}" for row in self.rows if row["error"]]
         notes = [f"* {note}" for note in self.notes]
-        return "\n".join(
-            [f"{self.device}, torch {torch.__version__}", *notes, "", table, *failed, "", self.verdict]
-        )
+        where = f"{self.device}, torch {torch.__version__}"
+        return "\n".join([where, *notes, "", table, *failed, "", self.verdict])
 
 
 def _cells(row: Mapping[str, Any], base: float) -> tuple[str, ...]:
@@ -140,12 +125,10 @@ def _cells(row: Mapping[str, Any], base: float) -> tuple[str, ...]:
     rates, seen = row["tokens_per_s"], row["kernels"]
     times = [f"{row['step_ms'][part]:.2f}" for part in ("forward", "backward", "optimizer")]
     memory = [f"{row[when]['allocated'] / 1e9:.2f}" if row[when] else "-" for when in ("peak", "first")]
-    fp8 = seen["classes"]["fp8_gemm"] if seen else {}
-    share = (
-        f"{fp8['count']:g}, {fp8['ms'] / seen['busy_ms']:.0%} of the time"
-        if seen and seen["busy_ms"]
-        else "-"
-    )
+    share = "-"
+    if seen and seen["busy_ms"]:
+        fp8 = seen["classes"]["fp8_gemm"]
+        share = f"{fp8['count']:g}, {fp8['ms'] / seen['busy_ms']:.0%} of the time"
     speed = f"{1e3 / rates['median']:.2f}", f"{rates['spread']:.1%}", f"{rates['median'] / base:.2f}x"
     return (row["arm"], *speed, *times, *memory, share)
 
@@ -168,15 +151,13 @@ def bench(
     progress: Callable[[str], None] = lambda what: None,
     **kwargs: Any,
 ) -> Bench:
-    """Time training steps of `model(*args, **kwargs)` on `device`, where model and inputs go, in training
-    mode.
+    """Time training steps of `model(*args, **kwargs)` on `device`. Model and inputs go there, to train.
 
     `options` are those of the backend; Inductor's among them hold for all arms. `loss` is that of `compare`,
     `autocast` that of `explain`. `torchao`: also its float8 linears; None: where it is installed.
     `optimizer`: whether a step has one.
 
-    Raises Fp8CompileError if the model refuses the batch in bf16, OptionError for bad options and for a model
-    without a loss.
+    Fp8CompileError if the model refuses the batch in bf16; OptionError for bad options, and without a loss.
     """
     from ..backend import fp8
     from ..config.options import parse
@@ -202,11 +183,8 @@ def bench(
     dtypes = {str(p.dtype).removeprefix("torch.") for p in trained}
     name = "bf16" if on or dtypes == {"bfloat16"} else " and ".join(sorted(dtypes))
     notes = [f"{under.NOTE} (--no-autocast times it without)"] if on and autocast is None else []
-    leaves = [
-        *trained,
-        *(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad),
-    ]
-    update = _update(trained if optimizer else [], leaves)
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    update = _update(trained if optimizer else [], [*trained, *given])
 
     def compiled(part: nn.Module, backend: Any, given: Mapping[str, Any] | None) -> Runner:
         step = torch.compile(entry(part), backend=backend, options=dict(given or {}) or None, dynamic=False)
@@ -259,15 +237,11 @@ def _measured(
         except OptionError:
             raise
         except Exception as error:
-            fix = (
-                " (--no-optimizer leaves out AdamW's states)"
-                if isinstance(error, torch.OutOfMemoryError)
-                else ""
-            )
+            full = isinstance(error, torch.OutOfMemoryError)
+            fix = " (--no-optimizer leaves out AdamW's states)" if full else ""
             if len(rows) == 1:
-                raise Fp8CompileError(
-                    f"bench: the step fails in {name}: {one_line_where(error)}{fix}"
-                ) from error
+                why = f"bench: the step fails in {name}: {one_line_where(error)}{fix}"
+                raise Fp8CompileError(why) from error
             row["error"] = one_line(error) + fix
         if row["error"]:
             runners.pop(name, None)
@@ -284,8 +258,7 @@ def _measured(
 
 
 def _update(trained: Sequence[nn.Parameter], leaves: Sequence[Tensor]) -> Callable[[], None]:
-    """What follows a backward: an AdamW that changes nothing, with its states, for `trained`; `leaves` lose
-    their gradients."""
+    """What follows a backward: an AdamW of `trained` that changes nothing; `leaves` lose their gradients."""
     optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
 
     def update() -> None:

@@ -1,15 +1,12 @@
-"""How far is a training step in FP8 from the same step in high precision? `compare` runs both, and shows it
-layer by layer.
+"""How far is a training step in FP8 from the same step in high precision? `compare` shows it by layer.
 
     print(fp8compile.compare(model, tokens, labels=labels))
 
 The step (forward, loss, backward) runs eagerly, four times, with the same weights, batch and random numbers:
 
-    in high precision       the reference: the graph that a high-precision phase runs
-                            (`features.schedule.phases`)
+    in high precision       the reference: the graph of a high-precision phase (`features.schedule.phases`)
     once more               is the model deterministic?
-    with noise              each matmul rounds to bf16 as another kernel might (`observe.dithered`): what bf16
-                            would cost
+    with noise              what bf16 costs: matmuls round as another kernel might (`observe.dithered`)
     in FP8                  with the options and the scaling state that the next training call would have
 
 A model that trains in FP8 already is compared with its own scales: a copy of its scaling state is loaded into
@@ -17,8 +14,7 @@ the sandbox, as into a resumed run. Nothing is left behind (`sandbox`): weights,
 states, scaling state, statistics, reports and compiled code are as before. A `Session` keeps its compiled
 graphs for the next comparison.
 
-Under DDP each rank compares its own batch, and waits for no other: DDP is passed by, and amaxes are not
-reduced.
+Under DDP each rank compares its own batch and waits for no other: DDP is passed by, amaxes are not reduced.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from .. import compat
-from ..config.options import Options, parse
+from ..config.options import parse
 from ..config.policy import Policy
 from ..errors import Fp8CompileError, OptionError, one_line_where
 from ..ir.records import FP8, HIGH_PRECISION
@@ -63,8 +59,7 @@ def compare(
     device: str | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Compare one training step of `model(*args, **kwargs)` in FP8 with the same step in high precision. See
-    `Comparison`.
+    """Compare one training step of `model(*args, **kwargs)` in FP8 and in high precision. See `Comparison`.
 
     `model` is a module, a compiled module, or any function that calls modules; it has to be where it trains,
     not on the meta device. A model in eval mode is compared as in training. Call `compare` in the context of
@@ -85,9 +80,8 @@ def compare(
     results of all forward matmuls, and of all tensors that FP8 casts.
 
     Raises Fp8CompileError if the model refuses the batch, if its loss is not finite, or if no matmul becomes
-    FP8; OptionError (a ValueError) for bad options, a loss that is none, a model on the meta device,
-    parameters that are DTensors, and a model without a trained parameter; TypeError if `model` is neither a
-    module nor a function.
+    FP8; OptionError (a ValueError) for bad options, a loss that is none, parameters on the meta device,
+    DTensors, and a model without a trained parameter; TypeError if `model` is no module and no function.
     """
     return Session(model, options, device).run(args, kwargs, loss)
 
@@ -103,8 +97,7 @@ class ComparedStep:
 
 
 class Session:
-    """Compares steps of one model. Its graphs are compiled at the first step, and again where Dynamo's guards
-    ask for it."""
+    """Compares steps of one model. Its graphs compile at the first step, and where Dynamo's guards ask."""
 
     def __init__(
         self,
@@ -117,14 +110,13 @@ class Session:
         self.model = taken(model)
         if isinstance(self.model, nn.Module):
             self.model = unwrapped(self.model)  # of DDP, whose hooks would communicate
+            self.name = compat.fsdp.class_name(type(self.model))
+        else:
+            self.name = getattr(self.model, "__name__", "model")
         self.given = (
             None if options is None else {name: value for name, value in options.items() if name != "strict"}
         )
         self.device = device
-        module = isinstance(self.model, nn.Module)
-        self.name = (
-            compat.fsdp.class_name(type(self.model)) if module else getattr(self.model, "__name__", "model")
-        )
         self.tap = Tap()
         self.graphs: list[Any] = []
         self.report: Report | None = None
@@ -134,8 +126,7 @@ class Session:
         self._options({})  # raises errors in the options here, without Dynamo's text around them
 
     def run(self, args: Any, kwargs: Any, loss: Loss | None = None, repeat: bool = True) -> Comparison:
-        """Compare one step. `repeat`: also find out whether the model is deterministic, which takes one more
-        run."""
+        """Compare one step. `repeat`: take it once more to find out whether the model is deterministic."""
         step = self.taking(args, kwargs, loss)
         reference = step(HIGH_PRECISION, Watched())
         self.check_finite(reference)
@@ -158,19 +149,14 @@ class Session:
         Without a `Watched` only loss and gradients are found."""
         modules = modules_of((self.model, args, kwargs))
         found = roots_of(modules)
-        # by a prefix of parameters' names
-        roots = {"" if len(found) == 1 else f"{i}.": root for i, root in enumerate(found)}
-        weights = {
-            prefix + name: weight
-            for prefix, root in roots.items()
-            for name, weight in named_weights(root).items()
-        }
+        roots = {"" if len(found) == 1 else f"{i}.": root for i, root in enumerate(found)}  # by prefix
+        weights: dict[str, Tensor] = {}
+        for prefix, root in roots.items():
+            weights |= {prefix + name: weight for name, weight in named_weights(root).items()}
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         if not trained:
-            raise OptionError(
-                f"{self.who}: no parameter of {self.name} requires gradients, so there "
-                f"is no step to {self.who}"
-            )
+            why = f"no parameter of {self.name} requires gradients"
+            raise OptionError(f"{self.who}: {why}, so there is no step to {self.who}")
         check_places(weights, self.who)
         self._compile(self._options(weights))
         self.tap.names = {id(weight): name for name, weight in weights.items()}
@@ -194,17 +180,15 @@ class Session:
                 except Fp8CompileError:
                     raise
                 except Exception as error:
-                    raise Fp8CompileError(
-                        f"{self.who}: {self.name} refuses this batch: {one_line_where(error)}"
-                    ) from error
+                    why = f"{self.who}: {self.name} refuses this batch: {one_line_where(error)}"
+                    raise Fp8CompileError(why) from error
                 finally:
                     self.tap.watched = None
                 if phase == FP8 and self.report is None:
                     self.report = report()
                 named = [(prefix, row) for prefix, root, made in measurements for row in table(root, made)]
-            found = {
-                name: grad.detach() for name, grad in zip(trained, gradients, strict=True) if grad is not None
-            }
+            pairs = zip(trained, gradients, strict=True)
+            found = {name: grad.detach() for name, grad in pairs if grad is not None}
             seen.sources.clear()
             rows = [{**row, "name": prefix + row["name"]} for prefix, row in named]
             return ComparedStep(float(value.detach()), found, seen, rows)
@@ -221,16 +205,13 @@ class Session:
     def _options(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         options = dict(self.given or {})
         if self.given is None:
-            every = [
-                record.options for weight in weights.values() if (record := find(weight)).options is not None
-            ]
+            records = [find(weight) for weight in weights.values()]
+            every = [record.options for record in records if record.options is not None]
             if every:
-                first: Options = every[0]  # type: ignore[assignment]
-                if any(one is not first and one.policy != first.policy for one in every):  # type: ignore[union-attr]
-                    logger.warning(
-                        "fp8: compare: parts of %s have other options; all are compared with the first",
-                        self.name,
-                    )
+                first = every[0]
+                if any(one is not first and one.policy != first.policy for one in every):
+                    text = "fp8: compare: parts of %s have other options; all are compared with the first"
+                    logger.warning(text, self.name)
                 options = {"policy": first.policy, **first.inductor}
         chosen = parse(options if self.device is None else {**options, "device": self.device})
         return {"policy": _of_one_rank(chosen.policy), **chosen.inductor}
@@ -254,16 +235,14 @@ class Session:
 
 
 def _of_one_rank(policy: Policy) -> Policy:
-    """The policy without `reduce_amax`, which waits for other ranks and changes no scale of this step: only
-    of later ones."""
+    """The policy without `reduce_amax`, which waits for other ranks and changes no scale of this step."""
 
     def alone(settings: Any) -> Any:
         return dataclasses.replace(settings, reduce_amax=False) if settings.reduce_amax else settings
 
     recipes = {name: alone(recipe) for name, recipe in policy.recipes.items()}
-    return dataclasses.replace(
-        policy, defaults=alone(policy.defaults), rules=tuple(map(alone, policy.rules)), recipes=recipes
-    )
+    rules = tuple(map(alone, policy.rules))
+    return dataclasses.replace(policy, defaults=alone(policy.defaults), rules=rules, recipes=recipes)
 
 
 def _rank() -> int | None:
@@ -301,12 +280,11 @@ def loss_of(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
         found, source = result, f"{name} returned"
     else:
         found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-        source = (
-            f"{name} returned {type(result).__name__} whose loss is"
-            if found is not None
-            else f"{name} returned"
-        )
-        found = result if found is None else found
+        source = f"{name} returned"
+        if found is None:
+            found = result
+        else:
+            source += f" {type(result).__name__} whose loss is"
         scalars = [leaf for leaf in pytree.tree_leaves(found) if _is_loss(leaf)]
         found = scalars[0] if len(scalars) == 1 else found
     if _is_loss(found):
@@ -314,9 +292,7 @@ def loss_of(result: Any, loss: Loss | None, name: str, who: str) -> Tensor:
     what = type(found).__name__
     if isinstance(found, Tensor):
         what = f"a tensor {list(found.shape)}" + ("" if found.requires_grad else " without a gradient")
-    wanted = (
-        "give loss= (--loss), such as lambda out: out[1]"
-        if loss is None
-        else "it has to return a scalar tensor"
-    )
+    wanted = "it has to return a scalar tensor"
+    if loss is None:
+        wanted = "give loss= (--loss), such as lambda out: out[1]"
     raise OptionError(f"{who} needs a scalar loss, but {source} {what}: {wanted}")

@@ -1,12 +1,10 @@
-"""The result of `fp8compile.compare`: a row for each layer and parameter, worst first, and which of them have
-left their band.
+"""The result of `fp8compile.compare`: rows of layers and parameters, worst first, and which left their band.
 
 Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2), so 20 dB is an error of a tenth. A layer has three
 kinds of them:
 
     own         of each of its FP8 matmuls, against the float32 product of the tensors that were cast for it
-    output      of its result, against the run in high precision: with all that it inherits from the layers
-                before it
+    output      of its result, against the run in high precision: with all that earlier layers left in it
     gradient    of its weight, against the run in high precision: with all errors of forward and backward
 
 The band. What a matmul's own error is in good order follows from its formats, not from the model: rounding to
@@ -72,9 +70,8 @@ class Compared:
     def order(self) -> tuple[float, ...]:
         """Sorts the worst first: what has left its band by its own error, by outliers, by its gradient; then
         layers, then others. Among these, what is farthest out of its band, or nearest to leaving it."""
-        short = max(
-            (EXPECTED[gemm] - BAND - _or(x, -math.inf) for gemm, x in self.own.items()), default=-math.inf
-        )
+        below = (EXPECTED[gemm] - BAND - _or(x, -math.inf) for gemm, x in self.own.items())
+        short = max(below, default=-math.inf)
         outliers = 20 * math.log10(self.peak / OUTLIERS) if self.peak > 0 else -math.inf
         kind = 3.0 if not self.flag else 0.0 if short > 0 else 1.0 if outliers > 0 else 2.0
         gap = _or(self.gradient_bf16 - self.gradient.sqnr, -math.inf)
@@ -94,8 +91,7 @@ class Compared:
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
     """A training step in FP8, compared with the same step in high precision. ``str()`` is a table, ``rows()``
-    are flat dicts, ``to_dict()`` is for JSON, ``plot(path)`` draws a picture. `flagged` are the rows out of
-    range.
+    are flat dicts, ``to_dict()`` is for JSON, ``plot(path)`` draws them. `flagged`: the rows out of range.
 
     `loss`, `loss_bf16`, `loss_fp8`: of the three runs. `gradient`, `gradient_bf16`: of all parameters as one
     vector. `deterministic`: two runs in high precision with the same random numbers were bitwise equal (None:
@@ -120,8 +116,7 @@ class Comparison:
         * name: the parameter. kind: "layer" for the weight of an FP8 matmul, "parameter" for any other.
         * fprop, dgrad, wgrad: the own SQNR of each FP8 matmul.
         * output, gradient: SQNR against high precision. output_bf16, gradient_bf16: what bf16 would have.
-        * cosine: of the angle between the two gradients. norm: the length of FP8's gradient over that of the
-          other.
+        * cosine: of the angle between the two gradients. norm: the length of FP8's over the other's.
         * overflows%, underflows%: the most of the layer's casts, as in `Stats.rows`.
         * peak: the largest magnitude of its input or its weight, over the median of those that are not 0.
         * flag: why it is out of range, or "".
@@ -155,21 +150,17 @@ class Comparison:
         return iter(self.rows())
 
     def __repr__(self) -> str:
-        return (
-            f"<fp8compile.Comparison of {self.model}: {len(self.items)} parameters, "
-            f"{len(self.flagged)} flagged>"
-        )
+        counts = f"{len(self.items)} parameters, {len(self.flagged)} flagged"
+        return f"<fp8compile.Comparison of {self.model}: {counts}>"
 
     def __str__(self) -> str:
         return self.table()
 
     def summary(self) -> str:
         """The step in a sentence."""
-        change = (
-            f" ({100 * (self.loss_fp8 / self.loss - 1):+.3g}%)"
-            if self.loss and math.isfinite(self.loss_fp8)
-            else ""
-        )
+        change = ""
+        if self.loss and math.isfinite(self.loss_fp8):
+            change = f" ({100 * (self.loss_fp8 / self.loss - 1):+.3g}%)"
         like, bf16 = self.gradient, self.gradient_bf16
         where = "" if self.rank is None else f" on rank {self.rank}"
         return (
@@ -186,9 +177,8 @@ class Comparison:
         if self.unsteady is not None:
             name, sqnr = self.unsteady
             lines.append(
-                f"the model is not deterministic: with the same random numbers, the gradient of {name} is "
-                f"at {sqnr:.1f} dB in a second run in high precision; numbers near "
-                "that say nothing about FP8"
+                f"the model is not deterministic: with the same random numbers, the gradient of {name} is at "
+                f"{sqnr:.1f} dB in a second run in high precision; numbers near that say nothing about FP8"
             )
         for layer in (True, False):
             items = [item.row() for item in self.items if item.layer is layer]
@@ -201,9 +191,8 @@ class Comparison:
                 title = "layer (SQNRs in dB)" if layer else "other parameter"
                 lines += ["", aligned((title, *head), cells, "<" + ">" * len(head))]
             if len(shown) < len(items):
-                lines.append(
-                    f"and {len(items) - len(shown)} more, which are better (table(worst=None) shows all)"
-                )
+                more = len(items) - len(shown)
+                lines.append(f"and {more} more, which are better (table(worst=None) shows all)")
         return "\n".join(lines)
 
     def plot(self, path: str | PathLike[str], worst: int = 30) -> None:
@@ -211,19 +200,15 @@ class Comparison:
         written; Fp8CompileError if matplotlib is missing."""
         from ..reporting.plots import plot_comparison
 
-        plot_comparison(
-            self.rows(), self.summary(), path, {key: x - BAND for key, x in EXPECTED.items()}, worst
-        )
+        limits = {key: x - BAND for key, x in EXPECTED.items()}
+        plot_comparison(self.rows(), self.summary(), path, limits, worst)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     """What `_HEAD` names."""
+    own = [_text(key, row[key]) for key in EXPECTED]
     beside = [f"{_text(key, row[key])} ({_text(key, row[key + '_bf16'])})" for key in ("output", "gradient")]
-    return [
-        *(_text(key, row[key]) for key in EXPECTED),
-        *beside,
-        *(_text(key, row[key]) for key in ("cosine", "norm")),
-    ]
+    return [*own, *beside, *(_text(key, row[key]) for key in ("cosine", "norm"))]
 
 
 def _text(key: str, x: float | None) -> str:
@@ -256,9 +241,8 @@ def assembled(
     for row in fp8.rows:
         casts.setdefault(row["name"], []).append(row)
     items = []
-    for name in dict.fromkeys(
-        [*sorted({name for name, _ in fp8.watched.gemms}), *fp8.watched.results, *reference.gradients]
-    ):
+    weights = sorted({name for name, _ in fp8.watched.gemms})
+    for name in dict.fromkeys([*weights, *fp8.watched.results, *reference.gradients]):
         mine = casts.get(name, [])
         known = {gemm: _own(fp8, name, gemm, mine) for gemm in EXPECTED if (name, gemm) in fp8.watched.gemms}
         own = {gemm: sqnr for gemm, sqnr in known.items() if sqnr is not None}
@@ -267,28 +251,18 @@ def assembled(
         likes = [_like(given, step.gradients.get(name)) for step in (fp8, noisy)]
         shares = [[row[f"{what}%"] for row in mine] for what in ("overflows", "underflows")]
         over, under = (max((x for x in found if x is not None), default=math.nan) for found in shares)
-        peak = max(
-            (float(fp8.watched.peaks.get((name, role), 0.0)) for role in ("input", "weight")), default=0.0
-        )
-        item = Compared(
-            name, bool(known), own, output, noise, likes[0], likes[1].sqnr, over, under, peak or math.nan
-        )
+        peaks = [float(fp8.watched.peaks.get((name, role), 0.0)) for role in ("input", "weight")]
+        peak = max(peaks) or math.nan
+        item = Compared(name, bool(known), own, output, noise, likes[0], likes[1].sqnr, over, under, peak)
         items.append(_flagged(item, mine))
     if not any(item.flag for item in items):
         items = [_apart(item) for item in items]
     unsteady = None if again is None else _unsteady(reference, again)
-    return Comparison(
-        model,
-        reference.loss,
-        noisy.loss,
-        fp8.loss,
-        _whole(reference, fp8),
-        _whole(reference, noisy),
-        sorted(items, key=lambda item: item.order),
-        None if again is None else unsteady is None,
-        unsteady,
-        rank,
-    )
+    losses = reference.loss, noisy.loss, fp8.loss
+    gradients = _whole(reference, fp8), _whole(reference, noisy)
+    items.sort(key=lambda item: item.order)
+    deterministic = None if again is None else unsteady is None
+    return Comparison(model, *losses, *gradients, items, deterministic, unsteady, rank)
 
 
 def _own(fp8: ComparedStep, name: str, gemm: str, casts: Sequence[Mapping[str, Any]]) -> float | None:
@@ -296,11 +270,9 @@ def _own(fp8: ComparedStep, name: str, gemm: str, casts: Sequence[Mapping[str, A
     its operands leave, whose errors add. None if that is not known, either."""
     if (name, gemm) in fp8.watched.own:
         return _sqnr(fp8.watched.own[name, gemm])
-    known = {
-        role: [row["sqnr"] for row in casts if row["role"] == role and row["sqnr"] is not None]
-        for role in ROLES[gemm]
-    }
-    errors = sum(10 ** (-min(found) / 10) for found in known.values() if found)
+    seen = [row for row in casts if row["sqnr"] is not None]
+    known = [[row["sqnr"] for row in seen if row["role"] == role] for role in ROLES[gemm]]
+    errors = sum(10 ** (-min(found) / 10) for found in known if found)
     return -10 * math.log10(errors) if errors else None
 
 
@@ -308,16 +280,11 @@ def _flagged(item: Compared, casts: Sequence[Mapping[str, Any]]) -> Compared:
     """The item, with a flag if one of its matmuls has left its band, or if it has outliers."""
     low = {gemm: x for gemm, x in item.own.items() if x < EXPECTED[gemm] - BAND or math.isnan(x)}
     if not low:
-        text = (
-            f"its largest element is {item.peak:.0f} times the median: outliers"
-            if item.peak > OUTLIERS
-            else ""
-        )
-        return replace(item, flag=text)
+        outliers = f"its largest element is {item.peak:.0f} times the median: outliers"
+        return replace(item, flag=outliers if item.peak > OUTLIERS else "")
     gemm = min(low, key=lambda gemm: _or(low[gemm], -math.inf) - EXPECTED[gemm])
-    text = (
-        "is not finite" if math.isnan(low[gemm]) else f"{low[gemm]:.1f} dB, expected about {EXPECTED[gemm]}"
-    )
+    own = low[gemm]
+    text = "is not finite" if math.isnan(own) else f"{own:.1f} dB, expected about {EXPECTED[gemm]}"
     shares = [(row[f"{what}%"], f"{row[f'{what}%']:.3g}% of its {row['role']} {how}")
               for row in casts for what, how in (("overflows", "saturate"), ("underflows", "become 0"))
               if row["role"] in ROLES[gemm] and (row[f"{what}%"] or 0) >= 0.01]  # fmt: skip
@@ -345,20 +312,14 @@ def _like(reference: Any, test: Any) -> Likeness:
 
 def _whole(reference: ComparedStep, test: ComparedStep) -> Likeness:
     """Of all gradients as one vector."""
-    every = [
-        sums(given, test.gradients[name]).cpu()
-        for name, given in reference.gradients.items()
-        if name in test.gradients
-    ]
+    pairs = [(given, test.gradients.get(name)) for name, given in reference.gradients.items()]
+    every = [sums(given, found).cpu() for given, found in pairs if found is not None]
     return Likeness.of(sum(every[1:], every[0])) if every else _like(None, None)
 
 
 def _unsteady(reference: ComparedStep, again: ComparedStep) -> tuple[str, float] | None:
-    """The parameter whose gradient differs most between two equal runs, with its SQNR; None if none
-    differs."""
-    found = {
-        name: _like(given, again.gradients.get(name)).sqnr for name, given in reference.gradients.items()
-    }
+    """The parameter whose gradient differs most between two equal runs, and its SQNR; None: none differs."""
+    found = {name: _like(grad, again.gradients.get(name)).sqnr for name, grad in reference.gradients.items()}
     worse = {name: sqnr for name, sqnr in found.items() if sqnr < math.inf}
     if not worse and again.loss == reference.loss:
         return None

@@ -1,5 +1,4 @@
-"""How much would a model gain from `backend="fp8"` on a GPU that is not here? Compile its training step for
-it, and count.
+"""What would a model gain from `backend="fp8"` on a GPU that is not here? Compile its step for it, and count.
 
     print(fp8compile.estimate(model, tokens, labels=labels, device="h100"))
 
@@ -10,8 +9,7 @@ compares two compilations of one model by traffic and FLOPs. It ignores the host
 kernels other than matmuls use the device. The optimizer counts if the caller says how many bytes it moves.
 Communication is not counted.
 
-For an AMD GPU, both compilations are for an NVIDIA GPU (Inductor's HIP path cannot be described), and times
-are at AMD's rates.
+For an AMD GPU, both compile for an NVIDIA GPU (Inductor's HIP path cannot be described), at AMD's rates.
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ def estimate(
     extrapolate: bool = False,
     **kwargs: Any,
 ) -> Estimate:
-    """Estimate a training step, forward and backward of `model(*args, **kwargs)`, on `device` in bf16 and in
-    FP8.
+    """Estimate a step, forward and backward, of `model(*args, **kwargs)` on `device`, in bf16 and in FP8.
 
     `device`: None takes the device of the options or of their policy, else "h200".
 
@@ -69,11 +66,9 @@ def estimate(
     a share of the bf16 matmul rate (`roofline` defines the default). `waves`: matmuls take whole waves of
     tiles; False counts their FLOPs at the device's full rate. `optimizer` is how many bytes the optimizer
     moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it out.
-    `extrapolate`, for deep models, compiles with one and with two of the model's repeated blocks and
-    extrapolates to all.
+    `extrapolate`, for deep models, compiles with one and two of the repeated blocks, and extrapolates to all.
 
-    Takes 5 to 60 s for every graph, twice, and resets Dynamo: other compiled models compile again at their
-    next call.
+    Takes 5 to 60 s a graph, twice, and resets Dynamo: other compiled models compile again at their next call.
 
     Raises OptionError for an unknown device, a device without FP8, or bad options; Fp8CompileError if no GPU
     can be described (in a process with a CUDA device, or without Triton); and any error of the model.
@@ -105,7 +100,7 @@ def estimate(
         notes[:0] = [how] if how else []
         bf16, (fp8, decided) = compiler.bf16(), compiler.fp8()
         if container is not None:
-            # as it is on already, where it is
+            # autocast is on already where it is wanted
             decided = explain(model, *args, options=chosen, autocast=False, **kwargs)
             notes.append(f"{len(container)} of {name or 'the blocks'}, extrapolated from 1 and 2")
     if not waves:
@@ -214,8 +209,7 @@ def _described(device: Device) -> Gpu:
 
 
 def repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential | None, str]:
-    """The container of three or more equal blocks with the most parameters, and its name. None if there is
-    none."""
+    """The container of three or more equal blocks with the most parameters, and its name; or None, ""."""
     found: list[tuple[int, nn.ModuleList | nn.Sequential, str]] = []
     for root in modules:
         for name, part in root.named_modules():
@@ -268,23 +262,19 @@ def _sum(costs: Costs, names: Iterable[str]) -> Cost:
 
 def _by_block(names: Iterable[str], apart: Collection[str] = ()) -> list[list[str]]:
     """Groups names that differ in their first number only. A name in `apart` is a group of its own."""
-    return [
-        group
-        for _, group in alike(names, str, lambda name: name if name in apart else tuple(parts(name)[2:]))
-    ]
+    groups = alike(names, str, lambda name: name if name in apart else tuple(parts(name)[2:]))
+    return [group for _, group in groups]
 
 
 def _part(fqn: str) -> str:
-    """The part of the model that a module belongs to: a child of a numbered block, "layers.0.mlp" for
-    "layers.0.mlp.up"."""
+    """The part that a module belongs to, a child of a numbered block: "layers.0.mlp" of "layers.0.mlp.up"."""
     found = re.match(r"((?:[^.]+\.)*?\d+(?:\.[^.]+)?)(?:\.|$)", fqn)
     return found[1] if found else fqn or NOWHERE
 
 
 def _layers(bf16: Costs, fp8: Costs) -> Iterator[LayerCost]:
     names = {**bf16, **fp8}
-    # `0` and `2` of a Sequential are layers and stay apart; `layers.0` and `layers.1` are blocks with layers
-    # in them
+    # `0` and `2` of a Sequential are layers and stay apart; `layers.0` and `layers.1` are blocks of layers
     leaves = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
     apart = {name for name in leaves if parts(name)[2:] == [""]}
     modules: dict[str, list[str]] = {}

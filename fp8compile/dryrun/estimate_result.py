@@ -1,5 +1,4 @@
-"""The result of an estimate: the cost of a step in bf16 and in FP8, by part of the model, as text, for JSON
-and as a page."""
+"""The result of an estimate: the cost of a step in bf16 and FP8, by part, as text, for JSON and as a page."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 _METHOD = (
     "A roofline over the kernels that both compilations launch: no measurement. It leaves out the host, the "
     "optimizer unless it is asked for, and communication. A kernel that serves several parts of the model "
-    "counts for one of them, and a cast counts where its copy is read: what a part gains "
-    "may show at its neighbour."
+    "counts for one of them, and a cast counts where its copy is read: what a part gains may show at its "
+    "neighbour."
 )
 
 
@@ -50,10 +49,8 @@ class Cost:
     def plus(self, other: Cost, times: float) -> Cost:
         """self + times * other."""
         numbers = {f.name: getattr(self, f.name) + times * getattr(other, f.name) for f in _NUMBERS}
-        flops = {
-            d: self.flops.get(d, 0) + times * other.flops.get(d, 0)
-            for d in sorted({*self.flops, *other.flops})
-        }
+        dtypes = sorted({*self.flops, *other.flops})
+        flops = {d: self.flops.get(d, 0) + times * other.flops.get(d, 0) for d in dtypes}
         return Cost(flops=flops, **numbers)
 
     @classmethod
@@ -93,8 +90,7 @@ class Estimate:
     """One training step without FP8 (in bf16, or in the model's own dtype) and with FP8. The costs of
     `layers` add up to `bf16` and `fp8`. `attention` is the rate that fused attention counts at.
 
-    A cast counts where its copy is read. A norm that is fused with a cast may therefore look as if it cost
-    nothing in FP8.
+    A cast counts where its copy is read. So a norm that is fused with a cast may seem to cost nothing in FP8.
     """
 
     device: str
@@ -117,8 +113,7 @@ class Estimate:
 
     @property
     def speedup(self) -> float:
-        """Estimated time in bf16 divided by the time in FP8; the optimizer counts only if the estimate was
-        asked for it."""
+        """Estimated time in bf16 over that in FP8; the optimizer counts only if the estimate has it."""
         return self._step.speedup
 
     def summary(self) -> str:
@@ -149,17 +144,15 @@ class Estimate:
             ("moved outside of matmuls", _gigabytes(bf16.bytes_outside_matmuls, fp8.bytes_outside_matmuls)),
             ("kept for backward", _gigabytes(bf16.kept_for_backward, fp8.kept_for_backward)),
         )
-        longest = 1e6 * max(
-            (cost.seconds for layer in self.layers for cost in (layer.bf16, layer.fp8)), default=0.0
-        )
+        costs = [cost for layer in self.layers for cost in (layer.bf16, layer.fp8)]
+        longest = 1e6 * max((cost.seconds for cost in costs), default=0.0)
         parts = [_part(x, longest) for x in self.layers if x.bf16.seconds or x.fp8.seconds]
         said = (_METHOD, *self._attention, *self.notes)
         timing = Timing(said, _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
         headline = f"{self.speedup:.2f}× on {self.device}, estimated"
         sections = tuple(map(section, self.report.graphs))
-        page = HtmlPage(
-            title("estimate", self.report.graphs), headline, self.summary(), facts, sections, timing=timing
-        )
+        name = title("estimate", self.report.graphs)
+        page = HtmlPage(name, headline, self.summary(), facts, sections, timing=timing)
         return render(page, path)
 
     def _lines(self) -> list[tuple[str, ...]]:
@@ -167,16 +160,8 @@ class Estimate:
 
     def __str__(self) -> str:
         shown = aligned(_HEAD, self._lines(), "<" + ">" * (len(_HEAD) - 1))
-        lines = [
-            self.summary(),
-            "",
-            shown,
-            "",
-            *self._attention,
-            *self.notes,
-            f"fp8: {self.report.summary()}",
-        ]
-        return "\n".join(lines)
+        said = (*self._attention, *self.notes, f"fp8: {self.report.summary()}")
+        return "\n".join([self.summary(), "", shown, "", *said])
 
     def __repr__(self) -> str:
         return f"<fp8compile.Estimate: {self.summary()}>"
@@ -197,15 +182,8 @@ class Estimate:
 
 
 _HEAD = (
-    "layer",
-    "ms bf16",
-    "ms fp8",
-    "speedup",
-    "kernels",
-    "GB outside matmuls",
-    "kept, MB",
-    "TFLOP bf16 / fp8",
-)
+    "layer", "ms bf16", "ms fp8", "speedup", "kernels", "GB outside matmuls", "kept, MB", "TFLOP bf16 / fp8",
+)  # fmt: skip
 
 
 def _line(layer: LayerCost) -> tuple[str, ...]:
@@ -230,8 +208,7 @@ def _line(layer: LayerCost) -> tuple[str, ...]:
 
 
 def _part(layer: LayerCost, longest: float = 0.0) -> TimedPart:
-    """The bars of a part. `longest` (microseconds) is the time of the widest bar; 0 takes the longer of the
-    two bars."""
+    """The bars of a part. `longest`: the microseconds of the widest bar; 0: of the longer of the two."""
     bf16, fp8 = layer.bf16, layer.fp8
     times = f"{microseconds(1e6 * bf16.seconds)} → {microseconds(1e6 * fp8.seconds)}"
     speedup = f"{bf16.seconds / fp8.seconds:.2f}×" if fp8.seconds and bf16.seconds else "–"

@@ -1,5 +1,4 @@
-"""What would `backend="fp8"` do to this model? `explain` gives the report of a training step without
-compiling or running it.
+"""What would `backend="fp8"` do to a model? `explain` reports on a step that is neither compiled nor run.
 
     print(fp8compile.explain(model, tokens, labels=labels))
 
@@ -66,9 +65,8 @@ def explain(
     if device is not None:
         chosen["device"] = device
     parse(chosen)  # raises errors in the options here, without Dynamo's text around them
-    elsewhere = chosen.get("device") is not None or any(
-        p.device.type == "meta" for m in modules for p in m.parameters()
-    )
+    on_meta = any(p.device.type == "meta" for module in modules for p in module.parameters())
+    elsewhere = on_meta or chosen.get("device") is not None
 
     def backend(gm: Any, example_inputs: Any) -> Any:
         if elsewhere:
@@ -89,9 +87,8 @@ def explain(
         outside = [record for module in roots_of(modules) for record in report(module).outside]
         graphs = report().graphs
         notes = [how] if how else []
-        if not any(graph.device for graph in graphs) and any(
-            record.decision == FP8 for x in graphs for record in x.matmuls
-        ):
+        weighed = any(graph.device for graph in graphs)
+        if not weighed and any(record.decision == FP8 for graph in graphs for record in graph.matmuls):
             notes.append(UNWEIGHED)
         empty = "nothing was compiled: Dynamo found no graph in this model"
         found = Report(graphs, empty, note, outside, notes=notes)

@@ -20,8 +20,7 @@ CLASSES = ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
 
 # cuBLAS: nvjet_<a><b>.., with letters for the operands' types: q = E4M3 (also in hybrid's matmuls of E5M2 and
 # E4M3), t = bf16, h = half, s = float; xmma and CUTLASS spell the types out. hipBLASLt: Cijk_.._F8.. (or B8).
-# Triton templates of Inductor: triton_tem_fused__scaled_mm_... fp8compile's own kernel for block scales:
-# fp8_gemm_..
+# Inductor's Triton templates: triton_tem_fused__scaled_mm_... Our own kernel for block scales: fp8_gemm_..
 _FP8_GEMM = re.compile(
     r"nvjet_(?:sm\d+_)?(?:q[a-z]|[a-z]q)|xmma_gemm_e[45]m[32]|gemm\w*_(?:f8f8|e[45]m[32])|Cijk_\w*?_(?:F8|B8)|f8f8bf16"
     r"|(?:cutlass|gemm|device_kernel).*float_e[45]m[32]_t|triton_tem_\w*scaled_(?:grouped_)?mm|fp8_gemm",
@@ -36,8 +35,7 @@ _ATTENTION = re.compile(
     re.IGNORECASE,
 )
 _CAST = re.compile(r"float8|fp8|quantize|amax", re.IGNORECASE)
-# fp8compile's own
-_GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|scale|amax|columns|sum|update)(?:_|$)")
+_GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|scale|amax|columns|sum|update)(?:_|$)")  # our own
 _MEMORY = re.compile(r"^(?:Memcpy|Memset)", re.IGNORECASE)
 
 
@@ -45,8 +43,7 @@ def classify(name: str, casts: Iterable[str] = ()) -> str:
     """The class of a kernel. `casts`: names of Inductor's kernels that read or write FP8."""
     if _MEMORY.match(name):
         return "other"
-    # before the others, because the name lists fused operators, such as attention's dropout
-    if _GENERATED.match(name):
+    if _GENERATED.match(name):  # first, because the name lists fused operators, such as attention's dropout
         return "cast"
     if _FP8_GEMM.search(name):
         return "fp8_gemm"
@@ -60,8 +57,7 @@ def classify(name: str, casts: Iterable[str] = ()) -> str:
 
 
 def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: int) -> dict[str, Any]:
-    """(kernel name, microseconds) of `steps` steps -> kernels and milliseconds per step for each class, and
-    the kernels that take longest."""
+    """(kernel name, microseconds) of `steps` steps -> kernels and ms a step by class, and longest kernels."""
     known = set(casts)
     classes = {kind: {"count": 0.0, "ms": 0.0} for kind in CLASSES}
     names: dict[str, list[float]] = {}

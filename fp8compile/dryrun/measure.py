@@ -1,6 +1,5 @@
-"""Times training steps on a device: warm-up, turns, spread, peak memory, which kernels ran; and makes
-torchao's linears, the alternative. `bench` and the benchmarks of the repository share it. It imports no
-compiler.
+"""Times training steps on a device: warm-up, turns, spread, peak memory, kernels; makes torchao's linears.
+`bench` and the benchmarks of the repository share it. It imports no compiler.
 
 On a CUDA device, events time the parts of a step. They cost the device almost nothing, and the host waits for
 the device only at the end of a turn. On a CPU, the clock times the parts.
@@ -19,17 +18,13 @@ from torch import Tensor, nn
 from . import kernel_classes
 
 T = TypeVar("T")
-
-
 Mark = tuple[str, Any, Any]  # a part of a step, its start and its end
 
 
 class Runner:
-    """Trains step by step. A step is `accumulate` forwards and backwards, then `update`: the optimizer, and
-    what else follows.
+    """Trains step by step: `accumulate` forwards and backwards, then `update`, the optimizer and the rest.
 
-    `forward` takes the next batch, of `tokens`. `grad` is the gradient of what it returns; None: it returns
-    the loss.
+    `forward` takes the next batch, of `tokens`. `grad`: the gradient of what it returns, None for a loss.
     """
 
     def __init__(
@@ -72,8 +67,7 @@ class Runner:
             out.backward(self.grad)
             marks += [("forward", forward, backward), ("backward", backward, self.mark())]
             if self.grad is None:
-                # a CUDA graph's output is overwritten by its next replay
-                self.losses.append(out.detach().clone())
+                self.losses.append(out.detach().clone())  # a CUDA graph's next replay overwrites it
             del out
         before = self.mark()
         self.update()
@@ -82,8 +76,7 @@ class Runner:
         return [("total", start, end), *marks, ("optimizer", before, end)]
 
     def warm_up(self, steps: int) -> dict[str, Any]:
-        """The first steps, which compile: their seconds, and the peak memory of the first one and of the
-        others."""
+        """The first steps, which compile: their seconds, the peak memory of the first, and of the others."""
         self.wait()
         self.memory()
         began, first = time.perf_counter(), None
@@ -94,8 +87,7 @@ class Runner:
         return {"warmup_s": time.perf_counter() - began, "first": first, "peak": self.memory()}
 
     def turn(self, steps: int, lead: int = 1) -> dict[str, Any]:
-        """`steps` timed steps after `lead` untimed ones. Times in ms, memory in bytes (None on a CPU), losses
-        of all steps."""
+        """`steps` timed steps after `lead` untimed: ms, bytes (None on a CPU), losses of all steps."""
         self.memory()
         began = time.perf_counter()
         for _ in range(lead):
@@ -117,8 +109,7 @@ class Runner:
         return result | self.idle()
 
     def idle(self) -> dict[str, int]:
-        """Release the memory that this arm does not hold, for the other arms; how much it holds. {} on a
-        CPU."""
+        """Release the memory that this arm does not hold, for the others; how much it holds. {} on a CPU."""
         if not self.cuda:
             return {}
         torch.cuda.empty_cache()
@@ -164,6 +155,10 @@ def summarise(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     steps = [step for turn in turns for step in turn["steps"]]
     middle = statistics.median(rates)
     memory = [turn["memory"] for turn in turns if turn["memory"]]
+    peaks: dict[str, int] | None = None
+    if memory:
+        peaks = {what: max(m[what] for m in memory) for what in ("allocated", "reserved")}
+        peaks["idle"] = max(turn.get("idle", 0) for turn in turns)
     return {
         "tokens_per_s": {
             "median": middle,
@@ -173,27 +168,19 @@ def summarise(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "rounds": rates,
         },
         "step_ms": {part: statistics.median(step[part] for step in steps) for part in steps[0]},
-        "memory": {
-            "allocated": max(m["allocated"] for m in memory),
-            "reserved": max(m["reserved"] for m in memory),
-            "idle": max(turn.get("idle", 0) for turn in turns),
-        }
-        if memory
-        else None,
+        "memory": peaks,
         "losses": [loss for turn in turns for loss in turn["losses"]],
         "validation": [turn["validation"] for turn in turns if turn["validation"]],
     }
 
 
 def by_torchao(model: nn.Module, recipe: str, heads: Sequence[str] = ("lm_head",)) -> None:
-    """Replace linears by torchao's, except output heads (as torchtitan and our default policy do): those of
-    these names."""
+    """Replace linears by torchao's, but for those named in `heads`, as torchtitan and our own policy do."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def keep(module: nn.Module, name: str) -> bool:
         sizes = getattr(module, "in_features", 16), getattr(module, "out_features", 16)
         return name.rpartition(".")[2] not in heads and all(size % 16 == 0 for size in sizes)
 
-    convert_to_float8_training(
-        model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=keep
-    )
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=config, module_filter_fn=keep)

@@ -6,8 +6,7 @@ are four sums for each tensor (`sums`), on the device.
 
 In an FP8 run, each FP8 matmul is also compared with the product of the tensors that were cast for it, in
 float32. That is the matmul's *own* error: what it inherits from the layers before it is in both products. So
-its own error finds the layer that is at fault, where errors of results and gradients spread to all layers
-after it.
+its own error finds the layer that is at fault, where errors of results and gradients spread to later layers.
 
 Noise: `dithered` is what another bf16 kernel might have returned.
 """
@@ -41,9 +40,8 @@ Key = tuple[str, str, int, int]  # of a result in a run: layer, gemm, which one 
 
 
 def sums(reference: Tensor, test: Tensor) -> Tensor:
-    """float64 `[4]` on the device: |reference|^2, |test - reference|^2, reference . test, |test|^2. Any
-    shapes of one size."""
-    a, b = reference.detach().reshape(-1), test.detach().reshape(-1)
+    """float64 `[4]` on the device: |reference|^2, |test - reference|^2, reference . test, |test|^2."""
+    a, b = reference.detach().reshape(-1), test.detach().reshape(-1)  # of any shapes of one size
     total = torch.zeros(4, dtype=torch.float64, device=a.device)
     for start in range(0, a.numel(), CHUNK):
         x, y = (part[start : start + CHUNK].to(torch.float64) for part in (a, b))
@@ -87,11 +85,8 @@ def dithered(x: Tensor, generator: torch.Generator) -> Tensor:
     exact = x.to(torch.float32)
     ulp = 2 * HALF * torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2.0**-126))))
     one, two = (torch.rand(x.shape, device=x.device, generator=generator) for _ in range(2))
-    return (
-        torch.where(exact.isfinite() & (exact != 0), exact + (one - two) * ulp, exact)
-        .to(torch.bfloat16)
-        .to(x.dtype)
-    )
+    noisy = torch.where(exact.isfinite() & (exact != 0), exact + (one - two) * ulp, exact)
+    return noisy.to(torch.bfloat16).to(x.dtype)
 
 
 def peak_of(x: Tensor) -> Tensor:
@@ -154,8 +149,7 @@ class Watched:
                 self.sources[copy.data_ptr()] = (copy, made.source.detach(), made.transposed)
 
     def product(self, what: Product, name: str, args: Sequence[Any], result: Tensor) -> None:
-        """Compare an FP8 product with that of its operands before the cast, where that is finite: else it
-        inherits it."""
+        """Compare an FP8 product with that of its uncast operands, where that is finite (else inherited)."""
         x = ScaledProduct(*args)
         operands = self._sources((x.a, x.b))
         if operands is None:
@@ -163,13 +157,11 @@ class Watched:
         exact = operands[0].to(torch.float32) @ operands[1].to(torch.float32).t()
         made = result.to(torch.float32) - (0 if x.bias is None else x.bias.to(torch.float32))
         finite = exact.isfinite()
-        _add(
-            self.own, (name, what.gemm), sums(torch.where(finite, exact, 0.0), torch.where(finite, made, 0.0))
-        )
+        pair = [torch.where(finite, product, 0.0) for product in (exact, made)]
+        _add(self.own, (name, what.gemm), sums(*pair))
 
     def _sources(self, copies: Sequence[Tensor]) -> list[Tensor] | None:
-        """The operands of an FP8 product before the cast: `[m, k]` and `[n, k]`. None if they are not
-        known."""
+        """The operands of an FP8 product before the cast, `[m, k]` and `[n, k]`; None if they are unknown."""
         operands = []
         for copy in copies:
             known = self.sources.get(copy.data_ptr())
@@ -193,8 +185,7 @@ class Tap:
     watched: Watched | None = None
 
     def inner(self) -> Inner:
-        """Runs graphs on the reference implementations of our operators, which compute what compiled code
-        computes."""
+        """Runs graphs on our operators' reference implementations, which compute as compiled code does."""
 
         def compile(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Boxed:
             return boxed(Observing(gm, self))
@@ -209,11 +200,8 @@ class Observing(Eager):
         super().__init__(gm)
         self.tap = tap
         placeholders = gm.graph.find_nodes(op="placeholder")
-        self.positions = [
-            (i, at)
-            for at, node in enumerate(placeholders)
-            if (i := compat.dynamo.input_index(node)) is not None
-        ]
+        indices = [(compat.dynamo.input_index(node), at) for at, node in enumerate(placeholders)]
+        self.positions = [(i, at) for i, at in indices if i is not None]
         self.given: dict[int, str] = {}
 
     def boxed_run(self, args_list: list[Any]) -> Any:

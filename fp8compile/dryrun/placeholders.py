@@ -11,7 +11,7 @@ would be wrong. Results of a matmul or a norm are never computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -22,18 +22,16 @@ from torch.utils._pytree import tree_map_only
 
 from .. import compat
 from ..runtime.inner import Inner
+from ..runtime.interpreter import Boxed
 
 LARGE = 1 << 20  # bytes; smaller tensors are written with zeros, or computed if that is cheap
 
 
-def placeholder_callable(
-    graph: Graph, device: torch.device | None = None
-) -> Callable[[list[Any]], list[Any]]:
-    """A boxed callable that returns placeholders for the outputs of `graph`, a graph of AOTAutograd's
-    partitioner with fake values in meta["val"].
+def placeholder_callable(graph: Graph, device: torch.device | None = None) -> Boxed:
+    """A boxed callable that returns placeholders for the outputs of a graph of AOTAutograd's partitioner.
 
-    Tensors are on `device`; None: on the devices of the fake values. Symbolic sizes are taken from the
-    arguments.
+    The graph has fake values in meta["val"]. Tensors are on `device`; None: where the fake values are.
+    Symbolic sizes are taken from the arguments.
     """
     inputs = graph.find_nodes(op="placeholder")
     end = next(iter(graph.find_nodes(op="output")))
@@ -61,9 +59,7 @@ def placeholder_callable(
     return run
 
 
-def _compile(
-    gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-) -> Callable[[list[Any]], list[Any]]:
+def _compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Boxed:
     return placeholder_callable(gm.graph)
 
 
@@ -77,14 +73,12 @@ def _is_size(node: Node) -> bool:
 
 
 def _is_small(node: Node) -> bool:
-    """Whether a node is a tensor of at most one element, or a tensor of integers that is an input or under
-    LARGE bytes."""
+    """Whether a node is a tensor of one element or none, or of integers: an input, or under LARGE bytes."""
     fake = node.meta.get("val")
-    if not isinstance(fake, torch.Tensor) or any(
-        isinstance(x, torch.SymInt) and x.node.hint is None for x in fake.shape
-    ):
-        # its size depends on data: tensors of that size that are not computed would have another size
+    if not isinstance(fake, torch.Tensor):
         return False
+    if any(isinstance(x, torch.SymInt) and x.node.hint is None for x in fake.shape):
+        return False  # of a size that depends on data: tensors that are not computed would have another
     numel = _number(fake.numel(), {})
     return numel <= 1 or (
         not fake.is_floating_point() and (node.op == "placeholder" or numel * fake.element_size() < LARGE)
@@ -114,8 +108,7 @@ def _computed(
         ):
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
             args, kwargs = tree_map_only(torch.device, lambda where: device or where, (args, kwargs))
-            # an operator without a kernel for this device: the output becomes zeros
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # no kernel for this device: the output becomes zeros
                 known[node] = target(*args, **kwargs)
         if known.get(node) is None or isinstance(known[node], compat.FakeTensor):
             known.pop(node, None)
@@ -160,8 +153,7 @@ def _like(fake: Any, sizes: dict[Any, Any], device: torch.device | None) -> Any:
 
 
 def unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the shape and dtype of `like` on `device`: zeros if it is small or of integers, else
-    unwritten memory."""
+    """A tensor like `like`, on `device`: zeros if it is small or of integers, else unwritten memory."""
     return _zeros(torch.empty_like(like, device=device, requires_grad=False))
 
 

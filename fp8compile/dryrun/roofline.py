@@ -1,5 +1,4 @@
-"""The least time of a described kernel: the longer of its bytes and its FLOPs at sustained rates, plus a
-launch.
+"""The least time of a described kernel: the longer of bytes and FLOPs at sustained rates, plus a launch.
 
 **Matmuls** run at the device's rate for their dtype, in waves of tiles (`devices.cost.compute`, without the
 cost model's limit on what FP8 may gain). FP8 has two rates, with and without fast accumulation; scales of
@@ -18,8 +17,7 @@ kernel that `scaled_dot_product_attention` takes:
             FlashAttention-2 runs where an older cuDNN is on LD_LIBRARY_PATH, or where
             TORCH_CUDNN_SDPA_DEPRIORITIZED is set
     B200, B300  cuDNN by the same rule; the share is assumed to be Hopper's
-    A100    FlashAttention-2, 225 TFLOP/s end to end (arXiv:2307.08691), about 0.83 of the sustained matmul
-            rate
+    A100    FlashAttention-2, 225 TFLOP/s end to end (arXiv:2307.08691), about 0.83 of sustained matmuls
     Ada, consumer Blackwell  FlashAttention-2; as on the A100, because they share its instructions (assumed)
     others  FlashAttention-2; 0.44, as on the H100 (assumed)
 
@@ -62,11 +60,8 @@ def attention_rate(device: Device) -> AttentionRate:
     """What `scaled_dot_product_attention` takes on a device with torch 2.11 or later."""
     if not device.gfx and device.capability[0] in (9, 10):
         return CUDNN
-    return (
-        FLASH_ATTENTION_2_ON_AMPERE
-        if device.capability in _AS_AMPERE and not device.gfx
-        else FLASH_ATTENTION_2
-    )
+    as_ampere = device.capability in _AS_AMPERE and not device.gfx
+    return FLASH_ATTENTION_2_ON_AMPERE if as_ampere else FLASH_ATTENTION_2
 
 
 def seconds(launch: Launch, device: Device, attention: float | None = None, waves: bool = True) -> float:
@@ -82,9 +77,8 @@ def seconds(launch: Launch, device: Device, attention: float | None = None, wave
     compute = 0.0
     if launch.attention is not None:
         dtype = str(launch.attention.q.dtype).removeprefix("torch.")
-        compute = launch.attention.flops / (
-            device.flops.of(dtype) * (attention or attention_rate(device).share)
-        )
+        rate = device.flops.of(dtype) * (attention or attention_rate(device).share)
+        compute = launch.attention.flops / rate
     return max(launch.bytes / device.bandwidth, compute) + device.launch
 
 

@@ -50,14 +50,13 @@ def taken(model: Any) -> Callable[..., Any]:
 
 
 def modules_of(model: Any) -> list[nn.Module]:
-    """The modules that a callable uses: the callable itself, its bound arguments, closure, globals and
-    attributes."""
+    """The modules that a callable uses: itself, its bound arguments, closure, globals and attributes."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
 
     def visit(x: Any, depth: int) -> None:
         x = unwrapped(x)
-        if id(x) in seen or depth > 4:
+        if id(x) in seen or depth > 4 or isinstance(x, type):
             return
         seen.add(id(x))
         if isinstance(x, nn.Module):
@@ -68,20 +67,13 @@ def modules_of(model: Any) -> list[nn.Module]:
             visit_all((x.__self__, x.__func__), depth)
         elif isinstance(x, types.FunctionType):
             cells = [cell.cell_contents for cell in x.__closure__ or () if _filled(cell)]
-            visit_all(
-                (*cells, *(x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__)),
-                depth,
-            )
+            used = [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
+            visit_all((*cells, *used), depth)
         elif isinstance(x, (list, tuple)):
             visit_all(x, depth)
         elif isinstance(x, dict):
             visit_all(x.values(), depth)
-        elif (
-            callable(x)
-            and not isinstance(x, type)
-            and hasattr(x, "__dict__")
-            and type(x).__module__ != "builtins"
-        ):
+        elif callable(x) and hasattr(x, "__dict__") and type(x).__module__ != "builtins":
             visit_all(vars(x).values(), depth)
 
     def visit_all(items: Iterable[Any], depth: int) -> None:
@@ -117,8 +109,7 @@ def entry(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inputs(values: Any) -> Any:
-    """Copies of the tensors in nested arguments. Tensors on the meta device become zeros on the CPU
-    (`unwritten`)."""
+    """Copies of the tensors in nested arguments. Meta tensors become zeros on the CPU (`unwritten`)."""
 
     def copy(x: Any) -> Any:
         if type(x) is not torch.Tensor:
@@ -150,11 +141,9 @@ def untouched(modules: Iterable[nn.Module], kept: Collection[types.CodeType] = (
         for root in roots:
             for part in root.modules():
                 part.__dict__["_compiled_call_impl"] = None  # undo module.compile(): the sandbox compiles
-                # its own forward talks to other ranks, and waits for a backward
-                if compat.autograd.is_ddp(part):
-                    part.__dict__["forward"] = types.MethodType(
-                        torch.compiler.disable(_of_one_rank, recursive=False), part
-                    )
+                if compat.autograd.is_ddp(part):  # whose forward talks to other ranks, awaiting a backward
+                    alone = torch.compiler.disable(_of_one_rank, recursive=False)
+                    part.__dict__["forward"] = types.MethodType(alone, part)
                 _replace(part, memory)
             if not root.training:
                 root.train()
@@ -175,15 +164,13 @@ def _of_one_rank(ddp: Any, *args: Any, **kwargs: Any) -> Any:
 def _forwards(modules: Iterable[nn.Module]) -> list[types.FunctionType]:
     """The functions that are the forwards of these modules and their parts."""
     kinds = {type(part) for module in modules for part in module.modules()}
-    return [
-        found for kind in kinds if isinstance(found := getattr(kind, "forward", None), types.FunctionType)
-    ]
+    forwards = [getattr(kind, "forward", None) for kind in kinds]
+    return [found for found in forwards if isinstance(found, types.FunctionType)]
 
 
 @contextlib.contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """At the end, restore attributes, parameters, buffers and gradients of one module: the same objects as
-    before."""
+    """At the end, restore a module's attributes, parameters, buffers and gradients: the same objects."""
     tables = [module.__dict__] + [module.__dict__[x] for x in ("_parameters", "_buffers", "_modules")]
     before = [dict(table) for table in tables]
     gradients = [(p, p.grad) for p in module._parameters.values() if p is not None]

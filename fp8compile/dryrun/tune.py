@@ -1,5 +1,4 @@
-"""The fastest policy whose gradients are exact enough. `tune` measures the error of FP8, and estimates the
-time that it saves.
+"""The fastest policy whose gradients are exact enough. `tune` measures FP8's error, and estimates its gain.
 
     tuned = fp8compile.tune(model, tokens, targets, device="h100", max_error=0.05)
     tuned.write("policy.toml")  # a commented policy, for options={"policy": "policy.toml"}
@@ -94,9 +93,8 @@ def tune(
     compiler = Compiler(network, modules, its, dict(*named), found, {}, repeated(modules)[0])
     autocast = wanted(modules, None) or (like is None and torch.is_autocast_enabled("cpu"))
     session = Session(model, {"policy": policy_of((), (), extends)}, who="tune")
-    return _Study(session, compiler, autocast, extends, max_error, progress or (lambda what: None)).result(
-        args, kwargs, loss
-    )
+    study = _Study(session, compiler, autocast, extends, max_error, progress or (lambda what: None))
+    return study.result(args, kwargs, loss)
 
 
 def _extends(options: Mapping[str, Any]) -> str:
@@ -134,10 +132,7 @@ class _Study:
         alone = [self._alone(group) for group in groups]
         bf16, saved = self._saved(dict.fromkeys(map(recipe_of, self.found)))
         rows = [
-            {
-                HIGH: (0.0, 0.0),
-                **{candidate: (saves[recipe_of(candidate)], error) for candidate, error in errors.items()},
-            }
+            {HIGH: (0.0, 0.0), **{one: (saves[recipe_of(one)], error) for one, error in errors.items()}}
             for saves, errors in zip(saved, alone, strict=True)
         ]
         for candidate in self.found:
@@ -145,13 +140,11 @@ class _Study:
         self._descend(rows, "mixed")
         # a kernel between two layers counts for one of them: times of one recipe add up best
         for only in saved[0]:
-            self._descend(
-                [{c: row[c] for c in row if recipe_of(c) in (HIGH, only)} for row in rows], f"{only}, in part"
-            )
+            part = [{c: row[c] for c in row if recipe_of(c) in (HIGH, only)} for row in rows]
+            self._descend(part, f"{only}, in part")
         wholes = sorted(self.wholes.values(), key=lambda whole: (whole.seconds, whole.error))
-        if wholes[0].seconds == math.inf and any(
-            seconds > 0 for saves in saved for seconds in saves.values()
-        ):
+        gains = any(seconds > 0 for saves in saved for seconds in saves.values())
+        if wholes[0].seconds == math.inf and gains:
             least = math.sqrt(min(error for errors in alone for error in errors.values()))
             raise TuneError(
                 f"tune: no FP8 policy of {name} has an error of gradients of at most {self.max_error:g}; "
@@ -180,8 +173,7 @@ class _Study:
         if again > UNSTEADY * self.max_error:
             raise Fp8CompileError(
                 f"tune: {name} is not deterministic: the gradients of two equal steps in high precision "
-                f"differ by {again:.2g}; seed what is random, or use "
-                "torch.use_deterministic_algorithms(True)"
+                f"differ by {again:.2g}; seed what is random, or use torch.use_deterministic_algorithms(True)"
             )
         self.say("with the noise of bf16")
         noisy = step(HIGH_PRECISION, Watched({}, noise=True))
@@ -209,8 +201,7 @@ class _Study:
     def _squared(self, test: ComparedStep) -> float:
         total = weights = 0.0
         for name, gradient in self.reference.gradients.items():
-            # rows of an embedding that the batch does not have are not trained
-            count = int(torch.count_nonzero(gradient))
+            count = int(torch.count_nonzero(gradient))  # not an embedding's rows that the batch lacks
             total += count * min(1.0, max(0.0, self._share(name, test) - self.floor.get(name, 0.0)))
             weights += count
         return total / weights if weights else 0.0
@@ -262,9 +253,8 @@ class _Study:
     # -- whole policies
 
     def _descend(self, rows: Sequence[Mapping[str, tuple[float, float]]], name: str) -> None:
-        """From the fastest choice, change one group after the other, each time where the most error goes for
-        the least time, until the whole policy is exact enough. `rows`: (seconds saved, squared error) of each
-        group's candidates."""
+        """From the fastest choice, change groups one by one, where most error goes for the least time, until
+        the policy is exact enough. `rows`: (seconds saved, squared error) of each group's candidates."""
         choice = [max(row, key=lambda c: (row[c][0], -row[c][1])) for row in rows]
         while set(choice) != {HIGH}:
             total = sum(row[c][1] for row, c in zip(rows, choice, strict=True))

@@ -1,5 +1,4 @@
-"""The result of `fp8compile.tune`: a choice of candidates for groups of layers, as a policy and as a
-commented file.
+"""The result of `fp8compile.tune`: candidates chosen for groups of layers, as a policy and a commented file.
 
     blocks.0.mlp.up, blocks.1.mlp.up, ...                           ->  the group blocks.*.mlp.up
     "delayed", "delayed, e4m3", "rowwise", ..., "high precision"    ->  its candidates
@@ -36,12 +35,11 @@ Choice = tuple[str, ...]  # in the order of the groups
 
 def candidates(gpu: Gpu) -> tuple[str, ...]:
     """What a GPU multiplies natively, from coarse to fine."""
-    native = {name: made for name, made in BUILT_IN.items() if made.native(gpu)}
-    return tuple(
-        name + e4m3
-        for name, made in native.items()
-        for e4m3 in (("", ", e4m3") if made.block == WHOLE else ("",))
-    )
+    found: list[str] = []
+    for name, recipe in BUILT_IN.items():
+        if recipe.native(gpu):
+            found += [name, f"{name}, e4m3"] if recipe.block == WHOLE else [name]
+    return tuple(found)
 
 
 def recipe_of(candidate: str) -> str:
@@ -78,8 +76,7 @@ def groups_of(matmuls: Sequence[MatmulRecord], policy: Policy) -> tuple[LayerGro
 
 
 def _condition(name: str, members: Collection[str], names: set[str]) -> str | list[str]:
-    """What fits these members and no other of `names`: a glob (where * is any text), a regular expression, or
-    their names."""
+    """What fits these and no other of `names`: a glob (* is any text), a regular expression, or a list."""
     for text in (name, "re:" + r"\d+".join(re.escape(part) for part in name.split("*"))):
         if {other for other in names if matcher(text)(other)} <= set(members):
             return text
@@ -114,8 +111,7 @@ def policy_of(groups: Sequence[LayerGroup], choice: Choice, extends: str) -> Pol
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole policy that was measured: its error and, if that is small enough, its estimated seconds a step
-    (else inf)."""
+    """A measured whole policy: its error, and its estimated seconds a step (inf: its error is too large)."""
 
     name: str
     choice: Choice
@@ -162,24 +158,18 @@ class Tuned:
     @property
     def choice(self) -> dict[str, str]:
         """What each group of layers gets: {"blocks.*.mlp.up": "rowwise", ...}."""
-        return {
-            group.name: candidate for group, candidate in zip(self.groups, self.chosen.choice, strict=True)
-        }
+        pairs = zip(self.groups, self.chosen.choice, strict=True)
+        return {group.name: candidate for group, candidate in pairs}
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat dict for each group and candidate: "layers", "candidate", "error" (with this group alone in
         FP8), "seconds" (saved a step), "chosen"."""
-        return [
-            {
-                "layers": name,
-                "candidate": candidate,
-                "error": error,
-                "seconds": seconds,
-                "chosen": candidate == chosen,
-            }
-            for (name, chosen), row in zip(self.choice.items(), self.alone, strict=True)
-            for candidate, (seconds, error) in row.items()
-        ]
+        rows = []
+        for (name, chosen), row in zip(self.choice.items(), self.alone, strict=True):
+            for candidate, (seconds, error) in row.items():
+                numbers = {"error": error, "seconds": seconds, "chosen": candidate == chosen}
+                rows.append({"layers": name, "candidate": candidate, **numbers})
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """{"model", "device", "max_error", "error", "seconds", "bf16_seconds", "speedup", "choice", "rows",
@@ -241,19 +231,16 @@ class Tuned:
         if extends.endswith(".toml") or "/" in extends or os.sep in extends:
             extends = os.path.relpath(extends, folder)
         made = tables(self.groups, self.chosen.choice, extends)
+        others = "Layers that no rule names are left to the policy that is extended."
         lines = [
             f"# Chosen by `fp8compile tune`: {self.summary()}.",
-            (
-                "# Times are estimates: docs/tune.md. Layers that no rule names are left to the "
-                "policy that is extended."
-            ),
+            f"# Times are estimates: docs/tune.md. {others}",
             "",
             f"extends = {json.dumps(made['extends'])}",
         ]
         for rule, group in zip(made["rules"], self.groups, strict=True):
             lines += ["", f"# layers: {len(group.modules)}", "[[rules]]"]
-            # strings, booleans, lists: also TOML
-            lines += [f"{key} = {json.dumps(value)}" for key, value in rule.items()]
+            lines += [f"{key} = {json.dumps(value)}" for key, value in rule.items()]  # JSON that is TOML, too
         lines += ["", "# Whole policies. ms: a step. *: this file.", *_commented(self._policies())]
         lines += ["", "# Each group alone in FP8. *: chosen.", *_commented(self._groups())]
         return "\n".join(lines) + "\n"

@@ -6,8 +6,7 @@ and the gradients that came back to its outputs. So no loss has to be given: the
 the same gradients (for a model that returns its loss, that is the loss itself). Copies of the batch and of
 these gradients are kept from that call to the end of the step.
 
-The call is seen from outside of what Dynamo compiles, so nothing is compiled anew, and the training is
-bitwise the same.
+The call is seen from outside of what Dynamo compiles: nothing is compiled anew, training is bitwise the same.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ SHOWN = 3  # rows that a warning names
 def monitor(
     model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl", compare_every: int | None = None
 ) -> Monitor:
-    """Write the numbers of every quantized tensor of `model` (see `Stats.rows`) at every `every`-th optimizer
-    step.
+    """Write the numbers of all quantized tensors of `model` (`Stats.rows`) each `every`-th optimizer step.
 
     `to` is one of:
 
@@ -100,17 +98,14 @@ class Comparing:
         self.seen = None
 
     def rows(self, step: int) -> list[dict[str, Any]]:
-        """The rows of a comparison, if one is due after this step. An error of it is a warning, and ends all
-        comparisons."""
+        """The rows of a comparison, if one is due after this step. Its error is a warning, and ends all."""
         seen, self.seen = self.seen, None
         if step % self.every or self.closed:
             return []
         if seen is None or not seen.gradients:
-            what = (
-                "no call of the model was seen in this step"
-                if seen is None
-                else "no gradient came back to its outputs"
-            )
+            what = "no gradient came back to its outputs"
+            if seen is None:
+                what = "no call of the model was seen in this step"
             say_once(logger, logging.WARNING, f"monitor: nothing to compare at step {step}: {what}")
             return []
         self.stop()  # the comparison calls the model, too
@@ -152,17 +147,13 @@ class Comparing:
 
 
 class Seen:
-    """One call of the model: its arguments, the gradients that came back to its outputs (by position), its
-    autocast."""
+    """One call of the model: its arguments, its autocast, and the gradients of its outputs, by position."""
 
     def __init__(self, args: Any, kwargs: Any):
         self.args, self.kwargs = args, kwargs
         self.gradients: dict[int, Tensor] = {}
-        self.autocasts = {
-            device: torch.get_autocast_dtype(device)
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        }
+        on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        self.autocasts = {device: torch.get_autocast_dtype(device) for device in on}
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
@@ -171,13 +162,11 @@ class Seen:
         return stack
 
     def loss(self, output: Any) -> Tensor:
-        """A number whose gradients by the outputs are those that came back. In float64, in which the sum is
-        finite."""
+        """A number whose gradients by the outputs are those that came back; a finite sum in float64."""
         leaves = pytree.tree_leaves(output)
         pairs = [(leaves[i], grad) for i, grad in self.gradients.items()]
-        return torch.stack(
-            [(leaf.to(torch.float64) * grad.to(torch.float64)).sum() for leaf, grad in pairs]
-        ).sum()
+        products = [(leaf.to(torch.float64) * grad.to(torch.float64)).sum() for leaf, grad in pairs]
+        return torch.stack(products).sum()
 
 
 def _copied(values: Any) -> Any:
@@ -186,10 +175,8 @@ def _copied(values: Any) -> Any:
 
 
 def _listen(model: nn.Module, called: Callable[[Any, Any], Any]) -> Callable[[], None]:
-    """Call `called(args, kwargs)` at each call of a model, and what it returns with the output. Returns what
-    ends that."""
-    # of model.compile(), which compiles hooks of the module, too
-    before = model.__dict__.get("_compiled_call_impl")
+    """Call `called(args, kwargs)` at each call of a model, and its result with the output. Returns `stop`."""
+    before = model.__dict__.get("_compiled_call_impl")  # of model.compile(), which compiles hooks, too
     inner, name = (model._call_impl, "_call_impl") if before is None else (before, "_compiled_call_impl")
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -223,13 +210,8 @@ def rows_of(step: int, found: Comparison) -> list[dict[str, Any]]:
     """The rows of a comparison, as a monitor writes them: the whole step, then layers and parameters."""
     whole = found.to_dict()
     first = {key: whole[key] for key in ("loss", "loss_bf16", "loss_fp8")}
-    first |= {
-        key: whole["gradient"][part]
-        for key, part in (("gradient", "sqnr"), ("cosine", "cosine"), ("norm", "norm"))
-    }
+    like = whole["gradient"]
+    first |= {"gradient": like["sqnr"], "cosine": like["cosine"], "norm": like["norm"]}
     first["gradient_bf16"] = whole["gradient_bf16"]["sqnr"]
-    rows = [
-        {"name": whole["model"], "kind": "step", **first, "flag": ", ".join(whole["flagged"])},
-        *found.rows(),
-    ]
-    return [{"step": step, "compare": row.pop("kind"), **row} for row in rows]
+    first = {"name": whole["model"], "kind": "step", **first, "flag": ", ".join(whole["flagged"])}
+    return [{"step": step, "compare": row.pop("kind"), **row} for row in (first, *found.rows())]

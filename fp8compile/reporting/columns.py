@@ -1,5 +1,4 @@
-"""Tables of text, as tabulate's format "simple" has them. A terminal that is too narrow gets wrapped
-cells."""
+"""Tables of text, as tabulate's format "simple" has them. A narrow terminal gets wrapped cells."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ BREAKS = re.compile(r"(\s+|(?<=\.)(?=[^\s\d]))")
 
 
 def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], sides: str = "") -> str:
-    """Rows under their titles. `sides` has "<" or ">" for each column: flush left, or right. Without: all are
-    flush left.
+    """Rows under their titles. `sides`: "<" (flush left) or ">" (right) for each column; without it all "<".
 
     If stdout is a terminal, and too narrow, columns that are flush left are wrapped.
     """
@@ -23,13 +21,10 @@ def aligned(head: Sequence[str], rows: Iterable[Sequence[object]], sides: str = 
     cells = [[str(cell).strip() for cell in row] for row in rows]
     widths = [max(len(title) + 2, *(len(row[i]) for row in cells), 0) for i, title in enumerate(head)]
     if getattr(sys.stdout, "isatty", bool)():
-        words = [
-            max(len(word) for cell in column for word in BREAKS.split(cell))
-            for column in zip(head, *cells, strict=True)
-        ]
-        least = [
-            word if side == "<" else width for word, width, side in zip(words, widths, sides, strict=True)
-        ]
+        columns = zip(head, *cells, strict=True)
+        words = [max(len(word) for cell in column for word in BREAKS.split(cell)) for column in columns]
+        sized = zip(sides, words, widths, strict=True)
+        least = [word if side == "<" else width for side, word, width in sized]
         widths = _fitted(widths, least, shutil.get_terminal_size().columns - 2 * (len(head) - 1))
     lines = []
     for row in [head, ["-" * width for width in widths], *cells]:

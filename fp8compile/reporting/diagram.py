@@ -7,8 +7,7 @@ are drawn as one block, and so are parallel experts:
 
     h.0.fc -> h.1.fc -> ... h.11.fc -> head        is drawn as        h.0-11.fc -> head
 
-A box stands below all boxes that lead to it. An arrow that crosses a row of boxes gets its own place in that
-row.
+A box stands below all boxes that lead to it. An arrow that crosses a row of boxes has a place in that row.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ Item = Any  # an item of a row: a box, or (from, to, row) for an arrow that cros
 
 @dataclass(frozen=True)
 class Box:
-    """A matmul. `x` and `y` are its upper left corner. `chips` holds (letter, "fp8" or "high", words) for
-    each of its gemms."""
+    """A matmul. `x`, `y`: its upper left corner. `chips`: (letter, "fp8" or "high", words) for each gemm."""
 
     x: float
     y: float
@@ -48,8 +46,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A curve through `points`. `implied`: a longer path leads to the same box, as next to a residual
-    connection."""
+    """A curve through `points`. `implied`: a longer path leads to the same box, as beside a residual."""
 
     points: tuple[tuple[float, float], ...]
     implied: bool
@@ -65,8 +62,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Boxes of equal size, and arrows, all within `width` and `height`. `note` says how many boxes were left
-    out, if any."""
+    """Boxes of equal size, and arrows, within `width` and `height`. `note`: how many boxes are left out."""
 
     width: float
     height: float
@@ -81,35 +77,29 @@ def draw(report: GraphReport, layers: Sequence[Layer]) -> Diagram | None:
     import networkx as nx
 
     layer_of = {id(record): layer for layer in layers for record in layer.records}
-    flow = nx.DiGraph(
-        [*report.edges, *((-1, i) for i, r in enumerate(report.matmuls) if r.gemm in ("dgrad", "wgrad"))]
-    )
+    starts = [(-1, i) for i, r in enumerate(report.matmuls) if r.gemm in ("dgrad", "wgrad")]
+    flow = nx.DiGraph([*report.edges, *starts])
     backward = nx.descendants(flow, -1) if -1 in flow else set()
     forward = {i: r for i, r in enumerate(report.matmuls) if r.gemm == "fprop" or i not in backward}
     edges = [(a, b) for a, b in report.edges if a in forward and b in forward and a != b]
     named = {i: (r.fqn, (layer_of[id(r)].like, size_of(r))) for i, r in forward.items()}
+    # folding may make a cycle (blocks alternate with a matmul outside of them): then draw each as its own box
     for same, arrows in (_folded(named, edges), ({i: [i] for i in forward}, edges)):
         graph = nx.DiGraph(arrows)
         graph.add_nodes_from(same)
         if nx.is_directed_acyclic_graph(graph):
-            # folding made a cycle (blocks alternate with a matmul outside of them): draw each matmul as its
-            # own box
             break
     if not arrows or not nx.is_directed_acyclic_graph(graph):
         return None
     drawn = list(nx.lexicographical_topological_sort(graph))[:LIMIT]
     names = [joined(forward[i].fqn for i in same[box]) or "(root)" for box in drawn]
-    labels = [
-        name + (f" ×{len(same[box])}" if len(same[box]) > 1 else "")
-        for name, box in zip(names, drawn, strict=True)
-    ]
+    counts = [len(same[box]) for box in drawn]
+    labels = [name + (f" ×{count}" if count > 1 else "") for name, count in zip(names, counts, strict=True)]
     room = max(len(size_of(forward[i])) + 6 for i in drawn)  # 6 letters for three chips beside the size
     width = 18 + LETTER * min(MOST, max(room, *map(len, labels)))
     corners, arrow_points, size = _layout(graph.subgraph(drawn), width)
-    boxes = [
-        _box(forward[i], layer_of[id(forward[i])], label, *corners[i])
-        for i, label in zip(drawn, labels, strict=True)
-    ]
+    labelled = zip(drawn, labels, strict=True)
+    boxes = [_box(forward[i], layer_of[id(forward[i])], label, *corners[i]) for i, label in labelled]
     note = f"the first {LIMIT} of {len(graph)} boxes are drawn" if len(graph) > LIMIT else ""
     return Diagram(*size, (width, HEIGHT), tuple(boxes), tuple(arrow_points), note)
 
@@ -128,13 +118,11 @@ def _box(record: MatmulRecord, layer: Layer, label: str, x: float, y: float) -> 
 
 
 def _folded(named: Mapping[int, tuple[str, Hashable]], edges: Edges) -> tuple[dict[int, list[int]], Edges]:
-    """Groups of equal matmuls of equal blocks, by the first matmul of each group, and the arrows between
-    these first ones.
+    """Groups of equal matmuls of equal blocks, by the first matmul of each, and the arrows between these.
 
     `named` gives the name of each matmul, and a key that equal matmuls share.
     """
-    # (container, number) of a block -> its matmuls
-    blocks: dict[tuple[str, int], list[Hashable]] = defaultdict(list)
+    blocks: dict[tuple[str, int], list[Hashable]] = defaultdict(list)  # matmuls by (container, number)
     chains: dict[int, list[tuple[str, int]]] = {}  # the blocks around a matmul, outermost first
     for i, (name, like) in named.items():
         pieces = parts(name)
@@ -154,10 +142,8 @@ def _folded(named: Mapping[int, tuple[str, Hashable]], edges: Edges) -> tuple[di
 
     def within(a: int, b: int) -> bool:
         """False for an arrow from one block of a run to another block of the same run."""
-        return not any(
-            x[0] == y[0] and x != y and first[x] == first[y]
-            for x, y in zip(chains[a], chains[b], strict=False)
-        )
+        pairs = zip(chains[a], chains[b], strict=False)
+        return not any(x[0] == y[0] and x != y and first[x] == first[y] for x, y in pairs)
 
     arrows = dict.fromkeys((box_of[a], box_of[b]) for a, b in edges if within(a, b))
     return {group[0]: group for group in same.values()}, list(arrows)

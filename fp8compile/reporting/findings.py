@@ -19,7 +19,6 @@ from .report import Report
 
 logger: logging.Logger = get_logger(__name__)
 
-
 LEARNS = (
     "{} is in eval mode, and the gradients of its weights are computed, so that it trains in high "
     "precision. To train in FP8, call train() on it (a BatchNorm or Dropout inside may stay in eval mode); "
@@ -64,9 +63,8 @@ def findings(
     if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
         why = "Inductor's options let it reorder the graph, so none of our kernels can be launched there"
         after.append(f"experts in FP8 are emulated in bf16 on {where}, and not faster: {why}")
-    for recipe in sorted(
-        {matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}
-    ):
+    recipes = {matmul.recipe.name for matmul in emulated if matmul.recipe.built_in.needs is not None}
+    for recipe in sorted(recipes):
         *others, last = [
             repr(name) for name, made in BUILT_IN.items() if made.needs is None and made.cost is not None
         ]
@@ -89,17 +87,14 @@ def findings(
 
 
 def tell(found: Findings, complain: Callable[[str], None]) -> int:
-    """Add a graph to the ledger, log its summary in a line, and complain of what is wrong. Returns its index
-    in the ledger."""
+    """Add a graph to the ledger, log its summary, and complain of what is wrong. Returns its index."""
     report = found.report
     index = process.of(Ledger).add(report)
     for complaint in found.before:
         complain(complaint)
-    said = (
-        Report([process.of(Ledger).graph(index)]).summary()
-        if found.training
-        else f"{report.name}: {report.note}"
-    )
+    said = f"{report.name}: {report.note}"
+    if found.training:
+        said = Report([process.of(Ledger).graph(index)]).summary()
     logger.log(logging.INFO if report.matmuls or report.opaque else logging.DEBUG, "fp8: %s", said)
     for complaint in found.after:
         complain(complaint)

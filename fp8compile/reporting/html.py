@@ -57,17 +57,15 @@ class TimedPart:
     @property
     def hover(self) -> str:
         lines = [f"{self.name}: {self.times}, {self.speedup}"]
-        lines += [
-            f"{s.name}: {', '.join(f'{part.name} {part.time}' for part in s.parts) or 'nothing'}"
-            for s in self.splits
-        ]
+        for split in self.splits:
+            times = ", ".join(f"{part.name} {part.time}" for part in split.parts)
+            lines.append(f"{split.name}: {times or 'nothing'}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a step: in total, by part of the model, and as a table of all numbers with a header as
-    first row."""
+    """The time of a step: in total, by part of the model, and as a table of all numbers under its header."""
 
     notes: tuple[str, ...]
     splits: tuple[Split, ...]

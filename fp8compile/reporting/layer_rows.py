@@ -57,8 +57,7 @@ class Layer:
 
     @cached_property
     def lines(self) -> tuple[tuple[MatmulRecord, ...], ...]:
-        """Groups of records with the same size, decision and reason. Each group is one line of the text
-        table."""
+        """Groups of records with the same size, decision and reason: the lines of the text table."""
         groups: dict[tuple[str, str, str], list[MatmulRecord]] = {}
         for record in self.records:
             groups.setdefault((size_of(record), record.decision, words(record)), []).append(record)
@@ -82,15 +81,12 @@ class Layer:
 
     @cached_property
     def times(self) -> tuple[float, float, float] | None:
-        """Estimated microseconds: (all gemms in high precision, gemms as decided, their casts); None if any
-        is unknown."""
+        """Estimated microseconds (all in high precision, as decided, of casts); None if any is unknown."""
         if any(record.bf16_us is None for record in self.records):
             return None
         before = sum(record.bf16_us or 0.0 for record in self.records)
-        after = sum(
-            (r.fp8_us if r.decision == FP8 and r.fp8_us is not None else r.bf16_us) or 0.0
-            for r in self.records
-        )
+        times = [r.fp8_us if r.decision == FP8 and r.fp8_us is not None else r.bf16_us for r in self.records]
+        after = sum(us or 0.0 for us in times)
         casts = sum(record.cast_us or 0.0 for record in self.records if record.decision == FP8)
         return before, after, casts
 
@@ -179,8 +175,7 @@ class Row:
 
 
 def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
-    """The layers of some matmuls: the gemms of one weight at one size, or all matmuls without a weight of one
-    module."""
+    """The layers of some matmuls: see `Layer`."""
     groups: dict[tuple[Any, ...], list[MatmulRecord]] = {}
     for r in matmuls:
         sizes = () if r.gemm == "matmul" else tuple(sorted((r.m, r.n, r.k)))
@@ -191,8 +186,7 @@ def layers_of(matmuls: Iterable[MatmulRecord]) -> list[Layer]:
 
 
 def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
-    """One row for equal layers; without `collapse`, layers share a row only if their full names are equal,
-    too."""
+    """One row for equal layers; without `collapse`, only for those whose full names are equal, too."""
     groups = alike(layers, lambda layer: layer.fqn, lambda layer: layer.like, collapse)
     total = sum(layer.flops for layer in layers)
     longest = max((sum(layer.flops for layer in group) for _, group in groups), default=1)
@@ -202,8 +196,7 @@ def rows_of(layers: Sequence[Layer], collapse: bool = True) -> tuple[Row, ...]:
 def alike(
     items: Iterable[T], name: Callable[[T], str], like: Callable[[T], Hashable], collapse: bool = True
 ) -> list[tuple[str, list[T]]]:
-    """Groups of items with equal `like` whose names differ in numbers only. Each group has a name, such as
-    "h.0-11.fc".
+    """Groups of items with equal `like` whose names differ in numbers only, and their names: "h.0-11.fc".
 
     Without `collapse`, the names in a group have to be equal.
     """
@@ -227,8 +220,7 @@ def pattern(name: str) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """ "h.0-11.fc" for names of one pattern. Numbers that vary become * if some combination of them is
-    missing."""
+    """ "h.0-11.fc" for names of one pattern. Numbers that vary become * if a combination is missing."""
     split = {tuple(parts(name)) for name in names}
     columns = [set(column) for column in zip(*split, strict=True)]
     whole = math.prod(map(len, columns)) == len(split)
@@ -267,8 +259,7 @@ def decided(records: Sequence[MatmulRecord]) -> str:
 
 
 def sizes_of(record: MatmulRecord) -> tuple[str, str, str, str]:
-    """m, n and k of the forward matmul, and the batch ("" if there is none); with * those that are
-    dynamic."""
+    """m, n and k of the forward matmul, and the batch ("" if there is none); dynamic ones with a *."""
     names = FORWARD.get(record.gemm, "mnk")
     sizes = dict(zip((*names, "b"), (*forward_sizes(record), record.batch), strict=True))
     m, n, k, batch = (f"{size}{'*' * (name in record.symbolic)}" for name, size in sizes.items())
@@ -276,8 +267,7 @@ def sizes_of(record: MatmulRecord) -> tuple[str, str, str, str]:
 
 
 def size_of(record: MatmulRecord) -> str:
-    """ "8 · 512* × 768 × 256": the batch, if there is one, and m, n and k of the forward matmul; * after what
-    is dynamic."""
+    """ "8 · 512* × 768 × 256": the batch, if any, and m, n, k of the forward matmul; * after dynamic ones."""
     m, n, k, batch = sizes_of(record)
     return f"{batch} · {m} × {n} × {k}" if batch else f"{m} × {n} × {k}"
 
@@ -332,8 +322,7 @@ def flops(count: float) -> str:
 
 
 def _with_unit(value: float, *units: str) -> str:
-    """Writes `value`, given in the first unit, in the first unit that needs at most three digits. Each unit
-    is 1000 of the unit before."""
+    """`value`, given in the first unit, in the first of at most three digits. Each is 1000 of the last."""
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1e3, units[1:]
     return _digits(value) + " " + units[0]

@@ -47,8 +47,7 @@ class Addition(Protocol):
 
 
 class Monitor:
-    """Measures a model at every `every`-th step. As a context manager, it closes at the end. `written` counts
-    the measurements that were written."""
+    """Measures a model at every `every`-th step. `with` closes it. `written`: how many it has written."""
 
     def __init__(self, model: nn.Module, every: int, write: Write, close: Callable[[], Any]):
         self.every, self.written = every, 0
@@ -111,17 +110,11 @@ class Monitor:
             return self.close()
         due = step % self.every == 0  # else counted from another model's steps, or changed by `set_step`
         if measurement is not None and due and not measurement.records:
-            idle = not any(find(weight).casts for weight in named_weights(model).values())
-            why = (
-                "nothing of it runs in FP8 (fp8compile.report(model) says why)"
-                if idle
-                else "no training call in FP8"
-            )
-            say_once(
-                logger,
-                logging.WARNING,
-                f"monitor of {type(model).__name__}: {why}: nothing to write at step {step}",
-            )
+            why = "no training call in FP8"
+            if not any(find(weight).casts for weight in named_weights(model).values()):
+                why = "nothing of it runs in FP8 (fp8compile.report(model) says why)"
+            text = f"monitor of {type(model).__name__}: {why}: nothing to write at step {step}"
+            say_once(logger, logging.WARNING, text)
         elif measurement is not None:
             measurement.end()
             self._measurement = None
@@ -152,17 +145,13 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") ->
 def unwrapped_compiled(model: nn.Module) -> nn.Module:
     """The bare module; OptionError if neither the module nor a part of it was compiled."""
     inner = unwrapped(model)
-    if not compat.autograd.is_compiled(model) and not any(
-        find(weight).casts for weight in named_weights(inner).values()
-    ):
-        wanted = (
-            "compiled: what torch.compile(model, backend='fp8') returned, or a module that "
-            "has been called once in FP8"
-        )
-        raise OptionError(
-            f"monitor(model): the model must be {wanted}; got a {type(inner).__name__} that is not"
-        )
-    return inner
+    casts = (find(weight).casts for weight in named_weights(inner).values())
+    if compat.autograd.is_compiled(model) or any(casts):
+        return inner
+    raise OptionError(
+        "monitor(model): the model must be compiled: what torch.compile(model, backend='fp8') returned, or a "
+        f"module that has been called once in FP8; got a {type(inner).__name__} that is not"
+    )
 
 
 def _nothing(*_: Any) -> None:
@@ -176,10 +165,9 @@ def _sink(to: Any) -> tuple[Write, Callable[[], Any]]:
     if isinstance(to, (str, PathLike)):
         if not writes:
             return _nothing, _nothing
-        if not Path(to).parent.is_dir():
-            raise OptionError.of(
-                "to", str(to), f"in an existing folder; there is no folder {Path(to).parent}"
-            )
+        folder = Path(to).parent
+        if not folder.is_dir():
+            raise OptionError.of("to", str(to), f"in an existing folder; there is no folder {folder}")
         file = open(to, "a", encoding="utf-8")  # noqa: SIM115
         return _lines(file), file.close
     if callable(getattr(to, "add_scalar", None)):
@@ -205,10 +193,10 @@ def _lines(file: Any) -> Write:
 def _scalars(writer: Any) -> tuple[Write, Callable[[], Any]]:
     def write(rows: list[Row]) -> None:
         for row in rows:
-            place = "compare" if "compare" in row else tensor_of(row)
-            keys = (
-                [key for key in row if key not in ("step", "use")] if "compare" in row else (*STATE, *COSTLY)
-            )
+            if "compare" in row:
+                place, keys = "compare", [key for key in row if key not in ("step", "use")]
+            else:
+                place, keys = tensor_of(row), [*STATE, *COSTLY]
             for key in keys:
                 if isinstance(row[key], (int, float)):
                     writer.add_scalar(f"fp8/{row['name']}/{place}/{key}", row[key], row["step"])

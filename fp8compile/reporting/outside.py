@@ -54,8 +54,7 @@ TABLES = re.compile(r"embed|position|(^|_)pos(_|$)")
 
 
 def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
-    """The matrices of `model` that its graphs do not read, each with its owner. `read`: the ids of the
-    tensors that they read.
+    """The matrices of `model` that its graphs do not read, with their owners. `read`: ids of what they read.
 
     Not counted as matrices: parameters of embeddings, norms and convolutions, vectors with a second dimension
     of size 1, and parameters whose name says embedding or position. The weight of a Linear always counts."""
@@ -77,9 +76,8 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
             if (matrix or (isinstance(module, Linear) and len(shape) == 2)) and id(parameter) not in read:
                 fqn = plain(name)
                 full, (rows, columns) = f"{fqn}.{last}" if fqn else last, shape
-                record = OutsideRecord(
-                    fqn, compat.fsdp.class_name(type(module)), full, rows, columns, _why(name, broken)
-                )
+                kind = compat.fsdp.class_name(type(module))
+                record = OutsideRecord(fqn, kind, full, rows, columns, _why(name, broken))
                 found.setdefault(id(parameter), record)
     return list(found.values())
 
@@ -92,12 +90,8 @@ def _broken(root: nn.Module, compiled: bool) -> dict[str, str]:
 
     taken = (compat.fsdp.is_fully_sharded, compat.flat.is_packed)
     managed = {name: module for name, module in root.named_modules() if any(took(module) for took in taken)}
-    every = root.named_modules()
-    whole = [
-        name
-        for name, module in every
-        if compat.autograd.is_compiled_itself(module) or (compiled and module is root)
-    ]
+    itself = compat.autograd.is_compiled_itself
+    whole = [name for name, module in root.named_modules() if itself(module) or (compiled and module is root)]
     found = {}
     for name, module in managed.items():
         inner = any(other != name and _within(other, name) for other in managed)

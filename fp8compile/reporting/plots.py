@@ -21,8 +21,7 @@ from typing import Any
 from ..errors import Fp8CompileError, OptionError
 
 NEEDED = ("step", "name", "role", "scale_inv_min", "scale_inv_max", "overflows%", "sqnr")
-# also distinct for colour-blind readers
-COLOURS = {"input": "#0072b2", "weight": "#4d4d4d", "gradient": "#d55e00"}
+COLOURS = {"input": "#0072b2", "weight": "#4d4d4d", "gradient": "#d55e00"}  # distinct for the colour-blind
 GEMMS = {"fprop": ("#0072b2", "o"), "dgrad": ("#d55e00", "^"), "wgrad": ("#009e73", "s")}
 COMPARED = {"output": ("#0072b2", "o"), "gradient": ("#d55e00", "^")}
 MARKERS = {"input": "o", "weight": "s", "gradient": "^"}
@@ -30,8 +29,7 @@ MARKERS = {"input": "o", "weight": "s", "gradient": "^"}
 
 @dataclass(frozen=True)
 class Curves:
-    """The rows of one parameter. `overflows`: the most of any tensor at any step, in percent. `sqnr`: the
-    lowest, in dB."""
+    """The rows of a parameter. `overflows`: the most of any tensor and step, in %; `sqnr`: the least, dB."""
 
     name: str
     rows: tuple[Mapping[str, Any], ...]
@@ -39,8 +37,7 @@ class Curves:
     sqnr: float
 
     def tensors(self) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-        """(role, use and layout that tell it apart from others of the role, or "") -> its rows, sorted by
-        step."""
+        """(role, use and layout that tell it apart from others, or "") -> its rows, sorted by step."""
         found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for row in sorted(self.rows, key=lambda row: (list(COLOURS).index(row["role"]), row["step"])):
             more = " ".join(str(x) for x in (row.get("use"), row.get("layout")) if x and x != "plain")
@@ -65,9 +62,8 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         if "compare" in row:
             continue
         if lacking:
-            raise OptionError(
-                f"{path}, line {number} is none of fp8compile.monitor's: it has no {lacking[0]!r}"
-            )
+            why = f"line {number} is none of fp8compile.monitor's: it has no {lacking[0]!r}"
+            raise OptionError(f"{path}, {why}")
         rows.append(row)
     if not rows:
         raise OptionError(f"{path} has no lines: nothing has been measured yet")
@@ -88,11 +84,9 @@ def worst_first(rows: Iterable[Mapping[str, Any]]) -> list[Curves]:
 
 
 def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Curves]:
-    """Draw the `worst` layers of a monitor's file into an image, in the format of its suffix. Returns these
-    layers.
+    """Draw the `worst` layers of a monitor's file into an image, in its suffix's format. Returns the layers.
 
-    OptionError if the file is not a monitor's, or `output` cannot be written; Fp8CompileError if matplotlib
-    is missing.
+    OptionError if the file is no monitor's, or `output` is not writable; Fp8CompileError without matplotlib.
     """
     shown = worst_first(read(path))[:worst]
     Figure = _figures()
@@ -112,9 +106,8 @@ def plot(path: str | Path, output: str | Path, worst: int = 8) -> list[Curves]:
         axes[0][0].plot([], [], color=COLOURS[role], marker=MARKERS[role], label=role)[0] for role in COLOURS
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
-    figure.suptitle(
-        f"{Path(path).name}: FP8 scales and overflows, worst layers first", x=0.01, ha="left", fontsize=12
-    )
+    about = f"{Path(path).name}: FP8 scales and overflows, worst layers first"
+    figure.suptitle(about, x=0.01, ha="left", fontsize=12)
     _save(figure, output)
     return shown
 
@@ -139,10 +132,9 @@ def plot_comparison(
             label = "edge of the band: " + ("fprop" if gemm == "fprop" else "dgrad, wgrad")
             left.axvline(least[gemm], color=colour, ls=":", lw=1.2, label=label)
     for at, (key, (colour, marker)) in zip((-0.1, 0.1), COMPARED.items(), strict=True):
-        _points(right, shown, key, at, color=colour, marker=marker, label=f"{key}, FP8")
-        _points(
-            right, shown, f"{key}_bf16", at, color=colour, marker=marker, mfc="none", label=f"{key}, bf16"
-        )
+        style = {"color": colour, "marker": marker}
+        _points(right, shown, key, at, label=f"{key}, FP8", **style)
+        _points(right, shown, f"{key}_bf16", at, label=f"{key}, bf16", mfc="none", **style)
     left.set_yticks(range(len(shown)), [row["name"] for row in shown])
     for label, row in zip(left.get_yticklabels(), shown, strict=True):
         if row["flag"]:
@@ -179,20 +171,13 @@ def _save(figure: Any, output: str | PathLike[str]) -> None:
     try:
         figure.savefig(output, dpi=110)
     except (OSError, ValueError) as error:
-        raise OptionError(
-            f"{output} cannot be written: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        why = getattr(error, "strerror", None) or error
+        raise OptionError(f"{output} cannot be written: {why}") from None
 
 
 def _style(role: str, more: str, points: int) -> dict[str, Any]:
-    size = 3 if points <= 60 else 0
-    return {
-        "color": COLOURS[role],
-        "lw": 1.2,
-        "ls": "--" if more else "-",
-        "marker": MARKERS[role],
-        "ms": size,
-    }
+    line = {"color": COLOURS[role], "lw": 1.2, "ls": "--" if more else "-"}
+    return {**line, "marker": MARKERS[role], "ms": 3 if points <= 60 else 0}
 
 
 def _scales(axis: Any, layer: Curves) -> None:
@@ -210,11 +195,8 @@ def _scales(axis: Any, layer: Curves) -> None:
 def _overflows(axis: Any, layer: Curves, top: float) -> None:
     for (role, more), rows in layer.tensors().items():
         known: Sequence[Mapping[str, Any]] = [row for row in rows if row["overflows%"] is not None]
-        axis.plot(
-            [row["step"] for row in known],
-            [row["overflows%"] for row in known],
-            **_style(role, more, len(known)),
-        )
+        steps = [row["step"] for row in known]
+        axis.plot(steps, [row["overflows%"] for row in known], **_style(role, more, len(known)))
     # the same for all rows, so that rows can be compared
     axis.set_ylim(-0.04 * (top or 1.0), 1.08 * (top or 1.0))
     _tidy(axis, "overflows %")

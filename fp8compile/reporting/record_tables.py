@@ -21,9 +21,8 @@ class RecordTable(NamedTuple):
     about: str
 
     def __str__(self) -> str:
-        return aligned(
-            self.titles, [(name + repeated(count), *cells) for name, count, *cells in self.rows], self.sides
-        )
+        rows = [(name + repeated(count), *cells) for name, count, *cells in self.rows]
+        return aligned(self.titles, rows, self.sides)
 
 
 def tables(records: Sequence[TableRecord], collapse: bool = True) -> list[RecordTable]:

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """The matmuls of some compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for
-    JSON.
+    """The matmuls of compiled graphs. ``str()`` is a table, ``summary()`` a line, ``to_dict()`` is for JSON.
 
     In the report of one model, `outside` lists the matrices of linears and other modules that no compiled
     graph reads, and `added` what features say of its parameters. Each of their kinds is an attribute, too:
@@ -55,8 +54,7 @@ class Report:
         added: Iterable[TableRecord] = (),
         notes: Iterable[str] = (),
     ) -> None:
-        """`empty` is the text of a report without graphs. `note` is added to the summary, `notes` are lines
-        below it."""
+        """`empty`: the text of a report without graphs. `note`: ends the summary. `notes`: lines below it."""
         self.graphs: tuple[GraphReport, ...] = tuple(graphs)
         self.outside: tuple[OutsideRecord, ...] = tuple(outside)
         self.added: tuple[TableRecord, ...] = tuple(added)
@@ -87,8 +85,7 @@ class Report:
         """FLOPs of the FP8 matmuls over FLOPs of all matmuls, in the training graphs; 0.0 when there are
         none. Matmuls with the weights in `outside` are not counted: how often they run is unknown.
 
-        Graphs compiled for evaluation are in high precision by design: they count only in a report that has
-        no others.
+        Graphs for evaluation are in high precision by design: they count only in a report without others.
         """
         return fraction(self._counted.matmuls)
 
@@ -97,9 +94,8 @@ class Report:
         if not self.graphs:
             return self._empty
         counted = self._counted
-        parts = [
-            share(counted.matmuls) + (" of what was compiled" if self.outside and counted.matmuls else "")
-        ]
+        of_what = " of what was compiled" if self.outside and counted.matmuls else ""
+        parts = [share(counted.matmuls) + of_what]
         high = [_rule(record.reason) for record in counted.matmuls if record.decision != FP8]
         if high:
             parts.append(f"{len(high)} kept: {_counts(high)}")
@@ -113,8 +109,7 @@ class Report:
         return "; ".join(parts)
 
     def table(self, collapse: bool = True) -> str:
-        """A table of the matmuls. Gemms of one weight with the same decision share a line; sizes are those of
-        the forward gemm.
+        """A table of the matmuls. Gemms of a weight with one decision share a line; sizes: the forward's.
 
         Equal layers of repeated blocks share a line, "h.0-11.mlp.fc (x12)". A graph for evaluation is one
         line. With ``collapse=False`` every layer of every graph has its own line.
@@ -138,9 +133,7 @@ class Report:
                     "device": graph.device,
                     "remarks": list(graph.remarks),
                     "edges": [list(edge) for edge in graph.edges],
-                    "matmuls": [
-                        {**dataclasses.asdict(record), "flops": record.flops} for record in graph.matmuls
-                    ],
+                    "matmuls": [{**dataclasses.asdict(r), "flops": r.flops} for r in graph.matmuls],
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
                     **as_dicts(graph.added, of_model=False),
                 }
@@ -157,11 +150,9 @@ class Report:
         facts += [("decided for", device) for device in devices]
         facts += [(outside.OUTSIDE, f"{len(self.outside)} weights")] if self.outside else []
         whole = ", of what was compiled" if self.outside else ""
-        headline = (
-            f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}"
-            if self.matmuls
-            else "No matmuls"
-        )
+        headline = "No matmuls"
+        if self.matmuls:
+            headline = f"{percent(self.fp8_flop_fraction)} of matmul FLOPs in FP8{whole}"
         facts += [(what, said) for what, _, said in (brief.partition(": ") for brief in briefs(self.added))]
         page = html.HtmlPage(
             html.title("report", self.graphs),
@@ -185,8 +176,7 @@ def report(model: nn.Module | None = None) -> Report:
     `model`, the report also lists the weights of the model that no graph reads.
 
     `model` may be the original module, a part of it, or the wrapper that torch.compile or DDP made of it.
-    torch.compile is lazy: a graph is listed after the call that compiled it. TypeError if `model` is not a
-    module.
+    torch.compile is lazy: a graph is listed after the call that compiled it. TypeError if it is no module.
     """
     module = all(callable(getattr(model, name, None)) for name in ("parameters", "buffers"))
     if model is not None and not module:
@@ -219,14 +209,12 @@ def report(model: nn.Module | None = None) -> Report:
 
 
 def _rule(reason: str) -> str:
-    """A reason without its details: "under 128 wide" for "under 128 wide (64)", "dtype" for "dtype:
-    float64"."""
+    """A reason without details: "under 128 wide" for "under 128 wide (64)", "dtype" for "dtype: float64"."""
     return re.split(r"\s*[(:;]", reason, maxsplit=1)[0] or "no reason given"
 
 
 def _family(hidden: OpaqueRecord) -> str:
-    """The common name of an operator, such as "attention", if its reason is such a name; else the operator's
-    own name."""
+    """The common name of an operator, such as "attention", if its reason is one; else its own name."""
     return hidden.op.removeprefix("aten.").removesuffix(".default") if ":" in hidden.reason else hidden.reason
 
 
@@ -241,9 +229,8 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
         count = len(graph.matmuls)
         return head + (f"{count} matmul{'s' * (count > 1)}, " if count else "no matmuls, ") + graph.note
     text = head + share(graph.matmuls) + (f" ({graph.note})" if graph.note else "")
-    rows = [
-        _cells(row, line) for row in rows_of(layers_of(graph.matmuls), collapse) for line in row.first.lines
-    ]
+    shown = rows_of(layers_of(graph.matmuls), collapse)
+    rows = [_cells(row, line) for row in shown for line in row.first.lines]
     if rows:
         text += "\n" + aligned(("module", "gemm", "m", "n", "k", "share", "decision"), rows, "<<>>>><")
     if any(record.dynamic for record in graph.matmuls):
@@ -251,14 +238,12 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
     added = tables(graph.added)
     text += "".join(f"\n\n{table}" for table in added)
-    return text + "".join(
-        ("\n\n" if added else "\n") + str(table) for table in tables(graph.opaque, collapse)
-    )
+    gap = "\n\n" if added else "\n"
+    return text + "".join(f"{gap}{table}" for table in tables(graph.opaque, collapse))
 
 
 def _cells(row: Row, line: Sequence[MatmulRecord]) -> tuple[str, ...]:
-    """The cells of a line of the table. Sizes are those of one forward gemm, the share that of all layers of
-    the row."""
+    """The cells of a line of the table. Sizes are those of one forward gemm, the share that of all layers."""
     first, layers = line[0], len(row.layers)
     m, n, k, batch = sizes_of(first)
     flops = layers * sum(record.flops for record in line)

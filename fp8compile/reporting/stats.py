@@ -33,13 +33,11 @@ from .layer_rows import alike, repeated
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
 COSTLY = ("overflows%", "underflows%", "mse", "sqnr")
 
-# the measurement that `stats` asked for last
-_asked: WeakKeyDictionary[nn.Module, Measurement] = WeakKeyDictionary()
+_asked: WeakKeyDictionary[nn.Module, Measurement] = WeakKeyDictionary()  # what `stats` asked for last
 
 
 class Stats:
-    """A row for each tensor. ``str()`` is a table, ``rows()`` are flat dicts, ``to_dict()`` is a nested dict
-    for JSON."""
+    """A row for each tensor. ``str()`` is a table, ``rows()`` are flat dicts, ``to_dict()`` is for JSON."""
 
     def __init__(self, rows: list[dict[str, Any]], empty: str = "") -> None:
         self._rows, self._empty = rows, empty
@@ -55,8 +53,7 @@ class Stats:
         * recipe, format, amax. The recipe of a weight that is kept in FP8 only is "frozen".
         * scale (multiplies into FP8) and scale_inv: None if the tensor has several. scale_inv_min,
           scale_inv_max: over all.
-        * overflows%: elements that are beyond the FP8 maximum when scaled. underflows%: nonzero elements that
-          become zero.
+        * overflows%: elements beyond the FP8 maximum when scaled. underflows%: nonzero ones that become zero.
         * mse: of the dequantized copy. sqnr: in dB.
 
         overflows%, underflows%, mse and sqnr are measured on request. An unknown number is None. sqnr is also
@@ -65,8 +62,7 @@ class Stats:
         return [dict(row) for row in self._rows]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """{name: {"input.0": {...}, "weight.0": {...}, "gradient.0": {...}}}, with the keys role.use or
-        role.use.layout."""
+        """{name: {"input.0": {...}, "weight.0": {...}, ...}}, with the keys role.use or role.use.layout."""
         nested: dict[str, dict[str, dict[str, Any]]] = {}
         for row in self._rows:
             rest = {key: value for key, value in row.items() if key not in ("name", "role", "use", "layout")}
@@ -88,11 +84,8 @@ class Stats:
             columns += COSTLY
         lines = []
         for row in self._rows:
-            role = (
-                row["role"]
-                + (f" {row['use']}" if row["use"] else "")
-                + (f", {row['layout']}" if row["layout"] else "")
-            )
+            role = row["role"] + (f" {row['use']}" if row["use"] else "")
+            role += f", {row['layout']}" if row["layout"] else ""
             numbers = ("-" if row[column] is None else f"{row[column]:.4g}" for column in columns)
             lines.append((row["name"], role, row["recipe"], row["format"] or "-", *numbers))
         # equal layers, such as before the first measurement
@@ -108,8 +101,7 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
     """The statistics of every tensor that `model` quantizes: see `Stats.rows`.
 
     With delayed scaling, amax and scales are those that the next call begins with. With other recipes they
-    come from the last measured call. overflows%, underflows%, mse and sqnr always come from the last measured
-    call.
+    come from the last measured call, as overflows%, underflows%, mse and sqnr always do.
 
     `measure` asks for a measured call: the next training call of each compiled part of the model, forward and
     backward, runs eagerly (slower, with the memory of an eager step). Its results are the ordinary ones. Call
@@ -138,31 +130,20 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
     rows = []
     for parameter, weight in named_weights(model).items():
         known = find(weight)
-        slots, casts = (
-            known.slots,
-            known.casts or {(role, use, ""): CastKind("delayed", "") for role, use in known.slots},
-        )
+        slots = known.slots
+        casts = known.casts or {(role, use, ""): CastKind("delayed", "") for role, use in slots}
         found = known.measured if measurement is None else measurement.records.get(known, {})
         outside = next(filter(None, (feature.cast_outside(weight) for feature in features())), None)
         stored = weight if isinstance(weight, FrozenWeight) else None
         gathered, numbers = outside or (None, dict)
         whole = gathered if stored is None else CastKind.of("frozen", stored.data_.dtype)
         if whole is not None:  # no graph casts the weight
-            casts = {
-                **{name: cast for name, cast in casts.items() if name[0] != "weight"},
-                ("weight", 0, ""): whole,
-            }
+            casts = {name: cast for name, cast in casts.items() if name[0] != "weight"}
+            casts["weight", 0, ""] = whole
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):
             (role, use, layout), cast = name, casts[name]
-            row = {
-                "name": parameter,
-                "role": role,
-                "use": use,
-                "layout": layout,
-                "recipe": cast.recipe,
-                "format": cast.format,
-            }
-            row.update(dict.fromkeys((*STATE, *COSTLY)))
+            row = {"name": parameter, "role": role, "use": use, "layout": layout}
+            row |= {"recipe": cast.recipe, "format": cast.format, **dict.fromkeys((*STATE, *COSTLY))}
             slot = slots.get((role, use)) if cast.recipe == "delayed" else None
             if slot is not None:
                 row.update(_state(slot, pages))
@@ -171,9 +152,9 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
                 if id(vector) not in vectors:
                     vectors[id(vector)] = vector.tolist()
                 row.update(_measured(vectors[id(vector)], measurement is not None or slot is None))
-            if name[0] == "weight" and measurement is None:
+            if role == "weight" and measurement is None:
                 row.update(numbers())
-            if name[0] == "weight" and stored is not None:
+            if role == "weight" and stored is not None:
                 row.update(_stored(stored))
             rows.append(row)
     return rows
@@ -193,16 +174,14 @@ def _state(slot: Slot, pages: dict[Page, Tensor]) -> dict[str, Any]:
 
 
 def _stored(weight: FrozenWeight) -> dict[str, Any]:
-    """The scales that a weight is kept with. What its cast has lost is unknown: its values before are
-    gone."""
+    """The scales that a weight is kept with. What its cast lost is unknown: its values before are gone."""
     least, most = (x.item() for x in weight.inv_.detach().aminmax())
     one = (1 / least, least) if weight.inv_.numel() == 1 else (None, None)
     return dict(zip(STATE, (None, *one, least, most), strict=True))
 
 
 def _measured(vector: list[float], state: bool) -> dict[str, Any]:
-    """The columns of a measured vector. `state`: also the columns that a page would give (amax and
-    scales)."""
+    """The columns of a measured vector. `state`: also those that a page would give (amax and scales)."""
     seen = dict(zip(COLUMNS, vector, strict=True))
     elements, error, signal = seen["elements"], seen["error"], seen["signal"]
     row: dict[str, Any] = {}
@@ -212,9 +191,8 @@ def _measured(vector: list[float], state: bool) -> dict[str, Any]:
         row["scale"], row["scale_inv"] = (seen["scale"], seen["scale_inv_min"]) if one else (None, None)
         row["scale_inv_min"], row["scale_inv_max"] = seen["scale_inv_min"], seen["scale_inv_max"]
     if elements:
-        row["overflows%"], row["underflows%"] = (
-            100 * seen[key] / elements for key in ("overflows", "underflows")
-        )
+        for key in ("overflows", "underflows"):
+            row[f"{key}%"] = 100 * seen[key] / elements
         row["mse"] = error / elements
         row["sqnr"] = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
     return {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}

@@ -11,8 +11,7 @@ from .layer_rows import Row, microseconds
 
 @dataclass(frozen=True)
 class Part:
-    """A segment of a time bar. `css` is the class that colours it; `width` is in percent of the longest
-    bar."""
+    """A segment of a time bar. `css`: the class that colours it. `width`: in percent of the longest bar."""
 
     name: str
     css: str
@@ -41,8 +40,7 @@ class Split:
 
 
 def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:
-    """The time of the matmuls in high precision, and their time as decided; () if no layer has estimated
-    times."""
+    """The matmuls' time in high precision, and their time as decided; () if no layer has estimated times."""
     timed = [layer for row in rows if row.times for layer in row.layers]
     if not timed:
         return ()

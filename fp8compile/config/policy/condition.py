@@ -1,7 +1,7 @@
 """The expression language of `where`: a condition on the sizes m, n and k of a matmul.
 
-``n < 128 or k < 128``, ``m * n * k >= 2**30``, ``256 <= n <= 8192 and k % 64 == 0``, ``max(n, k) / min(n, k)
-> 8``
+``n < 128 or k < 128``, ``m * n * k >= 2**30``, ``256 <= n <= 8192 and k % 64 == 0``,
+``max(n, k) / min(n, k) > 8``
 
 A condition is a Python expression of m, n, k, numbers, ``+ - * / // % **``, comparisons, ``and or not``,
 parentheses, `min` and `max`. The text may come from somebody else. So its tree is checked node by node before
@@ -45,8 +45,7 @@ def checked(text: Any) -> str:
 
 
 def holds(text: str, m: int, n: int, k: int) -> bool:
-    """For the matmul out[m, n] = a[m, k] @ b[k, n]. False where it divides by zero, or a fraction becomes too
-    large."""
+    """For out[m, n] = a[m, k] @ b[k, n]. False where it divides by zero, or a fraction becomes too large."""
     try:
         return bool(eval(_compiled(text), {"__builtins__": {}, **FUNCTIONS, "m": m, "n": n, "k": k}))
     except (ZeroDivisionError, OverflowError):
@@ -81,9 +80,8 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
         case ast.Name(id=name):
             if name not in SIZES:
                 meant = [_MEANT[name]] if name in _MEANT else near(name, (*SIZES, *FUNCTIONS))
-                raise _error(
-                    text, f"names {name!r}, which is none of the sizes m, n and k", did_you_mean(meant)
-                )
+                why = f"names {name!r}, which is none of the sizes m, n and k"
+                raise _error(text, why, did_you_mean(meant))
         case ast.Constant(value=value):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise _error(text, f"has {value!r}, which is not a number; allowed are {_LANGUAGE}")
@@ -99,9 +97,7 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
             parts = [operand]
         case ast.BoolOp(values=parts):
             pass
-        case ast.Compare(left=left, ops=ops, comparators=others) if all(
-            isinstance(op, _COMPARISONS) for op in ops
-        ):
+        case ast.Compare(left=left, ops=ops, comparators=others) if {*map(type, ops)} <= {*_COMPARISONS}:
             parts = [left, *others]
         case ast.Call(func=ast.Name(id=name), args=parts, keywords=named) if name in FUNCTIONS:
             if named or len(parts) < 2:
@@ -115,9 +111,8 @@ def _check(node: ast.expr, text: str, condition: bool, outermost: bool = True) -
     if condition is not (logical or isinstance(node, ast.Compare)):
         if outermost:
             raise _error(text, f"is a number; a condition compares, as in '{text} < 128'")
-        raise _error(
-            text, f"needs a {'condition' if condition else 'number'} where it has {ast.unparse(node)!r}"
-        )
+        wanted = "condition" if condition else "number"
+        raise _error(text, f"needs a {wanted} where it has {ast.unparse(node)!r}")
     for part in parts:
         _check(part, text, logical, outermost=False)
 

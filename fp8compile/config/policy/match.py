@@ -24,29 +24,24 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a
 
 @dataclass(frozen=True)
 class Site:
-    """One gemm. m, n, k are those of the forward matmul out[m, n] = a[m, k] @ b[k, n], hints where they are
-    symbolic."""
+    """One gemm. m, n, k: of the forward matmul out[m, n] = a[m, k] @ b[k, n]; hints for symbolic sizes."""
 
     module: str  # "layers.0.mlp.up_proj"
     parameter: str  # "layers.0.mlp.up_proj.weight"
-    # of the modules around it, innermost first: ("Linear", "LlamaMLP", "LlamaDecoderLayer")
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # of the modules around it, innermost first: ("Linear", "LlamaMLP", ...)
     op: str  # one of `operators.MATMULS`
     gemm: str  # "fprop", "dgrad", "wgrad"
     m: int
     n: int
     k: int
-    # (position, number) in the outermost repeated container, None outside of it
-    block: tuple[int, int] | None
-    # (position, number) among the weights that are multiplied, in the order of forward
-    layer: tuple[int, int]
+    block: tuple[int, int] | None  # (position, number) in the outermost repeated container; None outside
+    layer: tuple[int, int]  # (position, number) among the multiplied weights, in the order of forward
     kind: str  # "", or "output head: by its name": the kind, and how it was recognised
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a policy says of a gemm. `rule` is the deciding rule's index and `label` its name; None and "" if
-    there is none."""
+    """What a policy says of a gemm. `rule`, `label`: the deciding rule's index and name, or None and ""."""
 
     fp8: str  # "on", "off", "auto"
     recipe: Recipe
@@ -83,20 +78,15 @@ CONDITIONS: dict[str, Callable[[Any, Site], bool]] = {
 def places(
     policy: Policy, blocks: Iterable[tuple[int, int] | None], layers: Iterable[tuple[int, int]]
 ) -> str:
-    """What the rules that count blocks or layers make of weights at these positions: "1" where they fit, by
-    rule and weight."""
+    """What rules that count blocks or layers make of weights at these positions: "1" where they fit."""
+
+    def fits(rule: Rule, block: tuple[int, int] | None, layer: tuple[int, int]) -> bool:
+        within = rule.blocks is None or _within(rule.blocks, block)
+        return within and (rule.layers is None or _within(rule.layers, layer))
+
     positions = list(zip(blocks, layers, strict=True))
     counting = [rule for rule in policy.rules if rule.counts]
-    return " ".join(
-        "".join(
-            "01"[
-                (rule.blocks is None or _within(rule.blocks, block))
-                and (rule.layers is None or _within(rule.layers, layer))
-            ]
-            for block, layer in positions
-        )
-        for rule in counting
-    )
+    return " ".join("".join("01"[fits(rule, *at)] for at in positions) for rule in counting)
 
 
 def unmatched(
@@ -113,26 +103,20 @@ def unmatched(
     gets a message only if one of its patterns fits no name of the model.
     """
     own = len(policy.rules) if policy.own is None else policy.own
-    deciding = [
-        next((i for i, rule in enumerate(policy.rules) if rule.matches(site)), None) for site in sites
-    ]
+    numbered = list(enumerate(policy.rules))
+    deciding = [next((i for i, rule in numbered if rule.matches(site)), None) for site in sites]
     messages = []
-    for i, rule in enumerate(policy.rules[:own]):
+    for i, rule in numbered[:own]:
         if i in deciding:
             continue
-        taken = sorted(
-            {
-                other
-                for site, other in zip(sites, deciding, strict=True)
-                if rule.matches(site) and other is not None
-            }
-        )
+        decided = zip(sites, deciding, strict=True)
+        taken = sorted({other for site, other in decided if other is not None and rule.matches(site)})
         if taken:
             why = _taken(taken) if whole else None
         else:
-            why = _nameless(rule, modules, parameters, sites) or (
-                _failing(rule, sites, modules) if whole and sites else None
-            )
+            why = _nameless(rule, modules, parameters, sites)
+            if why is None and whole and sites:
+                why = _failing(rule, sites, modules)
         if why is not None:
             called = f"rule {i + 1}" + (f" ({rule.name!r})" if rule.name else "")
             messages.append(f"{called} of policy {policy.source} matches no matmul: {why}")
@@ -173,28 +157,23 @@ def _failing(rule: Rule, sites: Sequence[Site], modules: Collection[str]) -> str
             continue
         kept = [site for site in left if holds(rule, site)]
         if not kept:
+            none = f"{key} = {_list(given)} holds for none of the"
             if len(left) < len(sites):
-                return (
-                    f"{key} = {_list(given)} holds for none of the {len(left)} gemms that its other "
-                    "conditions leave"
-                )
+                return f"{none} {len(left)} gemms that its other conditions leave"
             inside = sorted(
                 name for name in modules if key == "module" and name and patterns.fits(given, name)
             )
             within = [name for name in inside if any(site.module.startswith(f"{name}.") for site in sites)]
-            hint = (
-                f". {within[0]!r} has its matmuls in modules inside of it: write {within[0] + '.*'!r}"
-                if within
-                else ""
-            )
-            return f"{key} = {_list(given)} holds for none of the {len(sites)} gemms{hint}"
+            hint = ""
+            if within:
+                hint = f". {within[0]!r} has its matmuls in modules inside of it: write {within[0] + '.*'!r}"
+            return f"{none} {len(sites)} gemms{hint}"
         left = kept
     return "nothing matches it"
 
 
 def _alike(pattern: str, names: Collection[str]) -> list[str]:
-    """Globs that do match some of `names` and look like `pattern`: numbers become "*", a leading "*." is
-    kept."""
+    """Globs that match some of `names` and look like `pattern`: numbers become "*", a leading "*." stays."""
     if pattern.startswith(patterns.PREFIX):
         return []
     globs = dict.fromkeys(_NUMBER.sub("*", name) for name in sorted(names) if name)

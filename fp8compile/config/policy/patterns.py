@@ -22,8 +22,7 @@ _STRANGE = re.compile(r"[^\w.*?-]")
 
 
 def check(key: str, pattern: Any) -> str:
-    """`pattern`. PolicyError for a regular expression with an error, or a glob that cannot fit the name of a
-    `key`."""
+    """`pattern`. PolicyError for a broken regular expression, or a glob that cannot fit a name of a `key`."""
     if not isinstance(pattern, str):
         raise PolicyError.of(key, pattern, "a glob, or a list of globs")
     if pattern.startswith(PREFIX):
@@ -35,9 +34,8 @@ def check(key: str, pattern: Any) -> str:
         return pattern
     why, hint = _impossible(key, pattern)
     if why:
-        raise PolicyError(
-            f"{key!r}: the glob {pattern!r} can never match: {why}.{hint and ' ' + hint}", key, pattern
-        )
+        text = f"{key!r}: the glob {pattern!r} can never match: {why}.{hint and ' ' + hint}"
+        raise PolicyError(text, key, pattern)
     return pattern
 
 
@@ -53,22 +51,18 @@ def matcher(pattern: str) -> Callable[[str], object]:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
+    regex = pattern[len(PREFIX) :] if pattern.startswith(PREFIX) else fnmatch.translate(pattern)
     with warnings.catch_warnings():
-        # "possible nested set" and the like: about Python's future, not about the policy
-        warnings.simplefilter("ignore")
-        return re.compile(
-            pattern[len(PREFIX) :] if pattern.startswith(PREFIX) else fnmatch.translate(pattern)
-        )
+        warnings.simplefilter("ignore")  # "possible nested set": about Python's future, not about the policy
+        return re.compile(regex)
 
 
 def _impossible(key: str, glob: str) -> tuple[str, str]:
     """Why no name fits, and what to do about it; two empty strings if a name may fit."""
     regular = f"{PREFIX!r} begins a regular expression."
     if not glob:
-        return (
-            "it is empty",
-            "'*' fits every name." if key != "module" else "'re:' fits the model itself, '*' everything.",
-        )
+        fix = "'re:' fits the model itself, '*' everything." if key == "module" else "'*' fits every name."
+        return "it is empty", fix
     bare = _SET.sub("x", glob)
     if "[" in bare or "]" in bare:
         return "a bracket has no partner", regular
@@ -80,12 +74,10 @@ def _impossible(key: str, glob: str) -> tuple[str, str]:
     if strange:
         return f"names have no {strange.group()!r}", regular
     if key == "module_class":
+        if "." not in bare:
+            return "", ""
         last = glob.rpartition(".")[2]
-        return (
-            ("class names have no dots", f"Did you mean {last!r}?" if last else "")
-            if "." in bare
-            else ("", "")
-        )
+        return "class names have no dots", f"Did you mean {last!r}?" if last else ""
     if bare.startswith(".") or bare.endswith("."):
         side = "begins" if bare.startswith(".") else "ends"
         wider = f"*{glob}" if side == "begins" else f"{glob}*"

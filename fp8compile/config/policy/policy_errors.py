@@ -58,8 +58,7 @@ class PolicyError(OptionError):
         return self
 
     def found_in(self, source: str, tables: Mapping[str, Any], content: str | None) -> PolicyError:
-        """The same error, with its places in the policy `source`. `content`: the TOML text of `tables`, None
-        if there is none."""
+        """The same error, with its places in the policy `source`. `content`: the TOML text of `tables`."""
         for error in self.parts or [self]:
             error.place = place_of(error.path, tables)
             error.line = line_of(content, error.path) if content is not None else None
@@ -68,23 +67,18 @@ class PolicyError(OptionError):
         return self
 
     def __str__(self) -> str:
-        where = [
-            self.source,
-            f"line {self.line}" if self.line is not None else "",
-            self.place or place_of(self.path),
-        ]
+        line = f"line {self.line}" if self.line is not None else ""
+        where = [part for part in (self.source, line, self.place or place_of(self.path)) if part]
         text = self.text
         if self.parts:
             more = len(self.parts) - _SHOWN
             shown = [*map(str, self.parts[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
             text = f"{len(self.parts)} errors:" + "".join(f"\n  {line}" for line in shown)
-        where = [part for part in where if part]
         return f"{', '.join(where)}: {text}" if where else text
 
 
 def place_of(path: Path, tables: Mapping[str, Any] | None = None) -> str:
-    """What people call a place: "rule 2 ('mlp')", "[recipes.mine]", "[defaults]", or nothing for the file
-    itself."""
+    """What people call a place: "rule 2 ('mlp')", "[recipes.mine]", "[defaults]", or "" for a file itself."""
     if len(path) > 1 and path[0] == "rules" and isinstance(path[1], int):
         rules = (tables or {}).get("rules")
         rule = rules[path[1]] if isinstance(rules, (list, tuple)) and path[1] < len(rules) else None
@@ -96,8 +90,7 @@ def place_of(path: Path, tables: Mapping[str, Any] | None = None) -> str:
 
 
 def line_of(content: str, path: Path) -> int | None:
-    """The line, from 1, of the key to which `path` leads in a TOML text, else of the header above it. None if
-    unknown.
+    """The line, from 1, of the key to which `path` leads in a TOML text, else of its header, or None.
 
     It understands the usual way of writing a policy, with one header or key a line.
     """

@@ -1,5 +1,4 @@
-"""Makes a Policy of a file, a name, a dict or the environment. Errors say where in the file they are, and
-what to write.
+"""Makes a Policy of a file, a name, a dict or the environment. Errors say where they are, and what to write.
 
 Whatever the source, its tables go through `validation`. A file may come from somebody else: reading one
 executes nothing. Each `load` reads a file anew, because it may have been edited.
@@ -43,10 +42,8 @@ def load(source: Any = None) -> Policy:
         return _named(source, None, ())
     if isinstance(source, Mapping):
         return _from_tables(source, "given as a dict")
-    allowed = (
-        "a path, a dict, a Policy, a function (module, name) -> bool, or one of "
-        f"{', '.join(map(repr, BUILTIN))}"
-    )
+    names = ", ".join(map(repr, BUILTIN))
+    allowed = f"a path, a dict, a Policy, a function (module, name) -> bool, or one of {names}"
     raise PolicyError.of("policy", source, allowed)
 
 
@@ -62,19 +59,13 @@ def _named(
     text = os.fspath(name)
     if not isinstance(text, str):
         raise PolicyError.of("policy", name, "a path in text, not bytes")
-    separators = [separator for separator in ("/", os.sep, os.altsep) if separator]
-    if (
-        isinstance(name, str)
-        and not text.endswith(".toml")
-        and not any(separator in text for separator in separators)
-    ):
+    separated = any(separator in text for separator in ("/", os.sep, os.altsep) if separator)
+    if isinstance(name, str) and not text.endswith(".toml") and not separated:
         if text not in BUILTIN:
-            allowed = (
-                f"one of {', '.join(map(repr, BUILTIN))}, or a path that ends in .toml or has a '/' in it"
-            )
-            raise PolicyError.of(
-                key, text, allowed if key == "policy" else f"'none', or {allowed}", near(text, BUILTIN)
-            )
+            names = ", ".join(map(repr, BUILTIN))
+            allowed = f"one of {names}, or a path that ends in .toml or has a '/' in it"
+            allowed = allowed if key == "policy" else f"'none', or {allowed}"
+            raise PolicyError.of(key, text, allowed, near(text, BUILTIN))
         return _shipped(text)
     try:
         path = Path(text).expanduser()
@@ -103,8 +94,7 @@ def _from_tables(
     beside: Path | None = None,
     chain: tuple[str, ...] = (),
 ) -> Policy:
-    """Validate `tables`, and put the rules of the policy that they extend after theirs. `content` is their
-    TOML text."""
+    """Validate `tables`, and add the rules of the policy that they extend. `content`: their TOML text."""
     try:
         file = made(PolicyFile, tables)
         base = None if file.extends == "none" else _extended(file.extends or "default", beside, chain)
@@ -125,15 +115,13 @@ def _extended(name: str, beside: Path | None, chain: tuple[str, ...]) -> Policy:
 
 
 def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
-    """The file's rules, then those of `base`. Everything else is the file's where it is given, else that of
-    `base`."""
+    """The file's rules, then those of `base`. All else is the file's where given, else that of `base`."""
     if base is None:
         base = Policy(source="none")
     settings = {**given(base.defaults), **given(file.defaults)}
     own = (label(file.rules, i) for i in range(len(file.rules)))
-    others = (
-        rule.name or f"{name} of {base.source}" for name, rule in zip(base.labels, base.rules, strict=True)
-    )
+    labelled = zip(base.labels, base.rules, strict=True)
+    others = (rule.name or f"{name} of {base.source}" for name, rule in labelled)
     return Policy(
         rules=(*file.rules, *base.rules),
         recipes={**base.recipes, **file.recipes},
@@ -161,9 +149,8 @@ def _read(path: Path) -> str:
         raise _unreadable(str(path), "it does not exist" + hint) from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise _unreadable(
-            str(path), f"it is not UTF-8 (byte 0x{content[error.start]:02x} in line {line})"
-        ) from None
+        where = f"byte 0x{content[error.start]:02x} in line {line}"
+        raise _unreadable(str(path), f"it is not UTF-8 ({where})") from None
     except (OSError, ValueError) as error:
         raise _unreadable(str(path), getattr(error, "strerror", None) or str(error)) from None
 

@@ -1,5 +1,4 @@
-"""What a policy is: rules in order, named recipes, defaults. Frozen dataclasses that check their values, see
-`validation`.
+"""What a policy is: rules in order, named recipes, defaults. Frozen dataclasses that `validation` checks.
 
 The settings of a recipe are read off `Recipe`'s own fields: a field that is added there is also a key of
 rules, `[recipes.NAME]` and `[defaults]`. `PolicyFile` is one file as it is written. `Policy` decides: it has
@@ -273,8 +272,7 @@ class Policy(_Tables):
 
         None: the policy that the environment variable FP8COMPILE_POLICY names, else "default". A string that
         ends in .toml or has a separator, and any Path: a file. Another string: a shipped policy. A dict: the
-        tables of a file. A Policy: itself. Raises PolicyError (a ValueError), also where a file cannot be
-        read.
+        tables of a file. A Policy: itself. Raises PolicyError (a ValueError), also if a file cannot be read.
         """
         return importlib.import_module(".policy_files", __package__).load(source)  # which imports this module
 
@@ -297,8 +295,7 @@ class Policy(_Tables):
         return tuple(dict.fromkeys(self._effective[: always + 1]))
 
     def owns(self, rule: int | None) -> bool:
-        """Whether a rule, by its position, is the user's own, and does not come from a policy that is
-        extended."""
+        """Whether a rule, by its position, is the user's own, not one of a policy that is extended."""
         return rule is not None and (self.own is None or rule < self.own)
 
     def with_defaults(self, **settings: Any) -> Policy:
@@ -362,8 +359,7 @@ class Policy(_Tables):
             raise PolicyError.made_of(error, path) from None
 
     def _chain(self, name: str, path: tuple[str | int, ...]) -> tuple[str, dict[str, Any]]:
-        """The built-in recipe at the end of a chain of named ones, and the settings on the way, the nearest
-        first."""
+        """The built-in recipe at the end of a chain of named ones, and the settings, the nearest first."""
         settings: dict[str, Any] = {}
         seen: dict[str, None] = {}
         while name not in RECIPES:

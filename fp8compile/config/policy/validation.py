@@ -99,14 +99,12 @@ def key(meaning: str, check: Check, default: Any = None, **schema: Any) -> Any:
     """A key of a table, whose `default` may be a function. If it is None, None stands for "not given".
     `meaning` and `schema` are for JSON Schema, beside what the annotation says."""
     metadata = {"check": check, "schema": {"description": meaning, **schema}}
-    return dataclasses.field(
-        **{"default_factory" if callable(default) else "default": default}, metadata=metadata
-    )
+    given = {"default_factory" if callable(default) else "default": default}
+    return dataclasses.field(**given, metadata=metadata)
 
 
 def table(title: str = "") -> Callable[[type[T]], type[T]]:
-    """For a dataclass: its constructor checks all values, and raises PolicyError. A table of a file has a
-    `title`."""
+    """For a dataclass: its constructor checks all values (PolicyError). A table of a file has a `title`."""
 
     def checked(cls: Any) -> Any:
         keys = {field.name: field for field in dataclasses.fields(cls)}

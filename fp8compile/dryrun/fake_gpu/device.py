@@ -1,5 +1,4 @@
-"""The described device: torch, Inductor and Triton see it while a step is compiled for a GPU that is not
-there."""
+"""The described device, which torch, Inductor and Triton see while a step is compiled for an absent GPU."""
 
 from __future__ import annotations
 
@@ -45,11 +44,8 @@ def _interface(gpu: Gpu) -> type:
         "exchange_device": lambda index: 0,
         "maybe_exchange_device": lambda index: 0,
     }
-    return type(
-        "DescribedCuda",
-        (CudaInterface,),
-        {"Worker": Worker, **{k: staticmethod(f) for k, f in answers.items()}},
-    )
+    methods = {name: staticmethod(answer) for name, answer in answers.items()}
+    return type("DescribedCuda", (CudaInterface,), {"Worker": Worker, **methods})
 
 
 def _cuda_answers(gpu: Gpu) -> dict[str, Any]:
@@ -93,8 +89,7 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    # registers the real interfaces now, not inside the context
-    device_interface.get_interface_for_device("cpu")
+    device_interface.get_interface_for_device("cpu")  # registers the real ones before the context
     triton_driver = mock.MagicMock()
     triton_driver.get_current_target = lambda: GPUTarget("cuda", _capability(gpu), gpu.warp_size)
     true = lambda *a, **k: True  # noqa: E731
@@ -114,20 +109,16 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
         post_grad.lazy_init()
         for passes in (joint_graph, post_grad):
             patch(passes.__name__, "lazy_init", lambda *a, **k: None)
-        interface = _interface(gpu)
-        stack.enter_context(
-            mock.patch.dict(device_interface.device_interfaces, {"cuda": interface, "cuda:0": interface})
-        )
+        interfaces = dict.fromkeys(("cuda", "cuda:0"), _interface(gpu))
+        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
         for name, answer in _cuda_answers(gpu).items():
             patch("torch.cuda", name, answer)
         patch("torch.version", "cuda", "13.0")
         patch("torch.utils._triton", "has_triton", true)
         patch("torch._inductor.scheduler", "has_triton", true)
-        # A CUDA build makes a real tensor here, to initialise the device before autograd meets a fake one
-        # (2.11).
+        # CUDA builds make a real tensor here, to initialise the device before a fake one comes (2.11).
         patch("torch._subclasses.fake_tensor", "init_gpu_context", lambda *a, **k: None)
-        # tensor[...], copy_ and contiguous ask the device's runtime for a guard, and there is no such
-        # runtime.
+        # tensor[...], copy_ and contiguous ask the device's runtime for a guard, and there is no runtime.
         stack.enter_context(mock.patch.object(FakeTensor, "__getitem__", _getitem))
         stack.enter_context(mock.patch.object(FakeTensor, "contiguous", _contiguous, create=True))
         stack.enter_context(mock.patch.object(FakeTensor, "copy_", _copy_, create=True))
@@ -135,20 +126,11 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
             mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True)
         )
         # recomputed attention would read the random state of a device
-        patch(
-            "torch._functorch.partitioners",
-            "functionalize_rng_ops",
-            lambda joint, forward, backward, *_: (forward, backward),
-        )
+        patch("torch._functorch.partitioners", "functionalize_rng_ops", lambda joint, *graphs: graphs[:2])
         # Constant folding would compute on the device, and so would Inductor's choice whether to pad a
         # matmul's odd sizes. A cached graph would bypass our hooks.
-        uncached = {
-            "fx_graph_cache": False,
-            "fx_graph_remote_cache": False,
-            "joint_graph_constant_folding": False,
-        }
-        uncached["shape_padding"] = False
-        stack.enter_context(torch._inductor.config.patch({"compile_threads": 1, **uncached}))
+        off = ("fx_graph_cache", "fx_graph_remote_cache", "joint_graph_constant_folding", "shape_padding")
+        stack.enter_context(torch._inductor.config.patch({"compile_threads": 1, **dict.fromkeys(off, False)}))
         stack.enter_context(
             torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
         )
@@ -166,9 +148,8 @@ _indexed = FakeTensor.__getitem__
 def _getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
     """tensor[index] for ints, slices, None and Ellipsis, built from operators that need no device guard."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if self.device.type == "cpu" or not all(
-        i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items
-    ):
+    known = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
+    if self.device.type == "cpu" or not known:
         return _indexed(self, index)
     if Ellipsis in items:
         at = items.index(Ellipsis)
@@ -180,9 +161,8 @@ def _getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
         elif isinstance(item, int):
             self, dim = self.select(dim, item), dim - 1
         elif item != slice(None):
-            self = torch.ops.aten.slice.Tensor(
-                self, dim, item.start, item.stop, 1 if item.step is None else item.step
-            )
+            step = 1 if item.step is None else item.step
+            self = torch.ops.aten.slice.Tensor(self, dim, item.start, item.stop, step)
         dim += 1
     return self
 

@@ -67,10 +67,8 @@ def _elements(dep: Any, runs: int | None, number: Number) -> int:
     if dep.is_indirect():
         return runs
     used = dep.index.free_symbols
-    return min(
-        runs,
-        math.prod(number(size) for name, size in zip(dep.var_names, dep.size, strict=True) if name in used),
-    )
+    sizes = zip(dep.var_names, dep.size, strict=True)
+    return min(runs, math.prod(number(size) for name, size in sizes if name in used))
 
 
 def _bytes(node: Any, name: str, elements: int, number: Number) -> int:
@@ -86,13 +84,8 @@ def _bytes(node: Any, name: str, elements: int, number: Number) -> int:
     layout = getattr(buffer, "layout", None)
     if isinstance(layout, ir.MultiOutputLayout):  # the outputs are buffers of their own
         users = [user.node for user in node.scheduler.name_to_buf[name].users]
-        made = [
-            out
-            for user in users
-            if isinstance(getattr(user, "node", None), ir.MultiOutput)
-            for out in user.get_outputs()
-        ]
-        return sum(_size(out.node, number) for out in made)
+        outputs = [user for user in users if isinstance(getattr(user, "node", None), ir.MultiOutput)]
+        return sum(_size(out.node, number) for user in outputs for out in user.get_outputs())
     if isinstance(layout, ir.NoneLayout):  # a kernel that only mutates
         return sum(_size(V.graph.get_buffer(changed), number) for changed in buffer.get_mutation_names())
     return min(elements * buffer.get_dtype().itemsize, _size(buffer, number))

@@ -1,5 +1,4 @@
-"""Moves graphs that were traced on the CPU to the described device, and reads the kernels that Inductor makes
-of them."""
+"""Moves graphs traced on the CPU to the described device, and reads the kernels that Inductor makes."""
 
 from __future__ import annotations
 
@@ -18,12 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...config.operators import MATMULS
 from ...ir.inputs import readable_module
+from ...runtime.interpreter import Boxed
 from ..placeholders import placeholder_callable
 from . import plan_traffic
 from .device import CUDA
 from .step import BLOCKS, FAST, PRECISE, Attention, Graph, Launch, MatmulLaunch, TensorLayout
-
-Boxed = Callable[[list[Any]], Any]
 
 
 def _moved(value: Any) -> Any:
@@ -50,8 +48,7 @@ def _move_graph(gm: torch.fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def retarget_graphs() -> Iterator[None]:
-    """Move graphs at the two entries of Inductor: the joint passes, and the lowering of each partitioned
-    graph."""
+    """Move graphs at the two entries of Inductor: joint passes, and the lowering of partitioned graphs."""
     from torch._inductor import compile_fx
 
     joint_passes, lower = compile_fx._recursive_joint_graph_passes, compile_fx.fx_codegen_and_compile
@@ -75,8 +72,7 @@ def retarget_graphs() -> Iterator[None]:
 
 # -- reading the scheduled graph --
 
-# our matmul operators, one that only Inductor makes (bias_addmm), and those that only a model's own code
-# calls
+# our matmul operators, one that only Inductor makes (bias_addmm), and those that only a model's code calls
 _MATMULS = {**MATMULS, "bias_addmm": MATMULS["addmm"]}
 _MATMULS |= dict.fromkeys(("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm"), MATMULS["mm"])
 _MATMUL = re.compile(rf"\b({'|'.join(_MATMULS)})(\.default|\.out|_dtype)?$")
@@ -111,9 +107,8 @@ class _Reader:
         return TensorLayout(name, tuple(map(self.number, shape)), tuple(map(self.number, stride)), dtype)
 
     def matmul(self, node: Any) -> MatmulLaunch | None:
-        found = _MATMUL.search(
-            str(getattr(node, "python_kernel_name", None) or getattr(node, "op_overload", ""))
-        )
+        name = getattr(node, "python_kernel_name", None) or getattr(node, "op_overload", "")
+        found = _MATMUL.search(str(name))
         if not found:
             return None
         form = _MATMULS[found[1]]
@@ -123,17 +118,10 @@ class _Reader:
 
     def accumulation(self, node: Any, a: TensorLayout) -> str:
         """How a scaled matmul of the library accumulates: FAST, PRECISE or BLOCKS."""
-        scales = (
-            self.layout(node.inputs[2])
-            if len(node.inputs) > 2 and "grouped" not in str(node.python_kernel_name)
-            else None
-        )
-        if (
-            scales is not None
-            and scales.dtype == torch.float32
-            and math.prod(scales.shape) > math.prod(a.shape[:-1])
-        ):
-            return BLOCKS  # more scales than rows
+        if len(node.inputs) > 2 and "grouped" not in str(node.python_kernel_name):
+            scales = self.layout(node.inputs[2])
+            if scales.dtype == torch.float32 and math.prod(scales.shape) > math.prod(a.shape[:-1]):
+                return BLOCKS  # more scales than rows
         fast = (getattr(node, "kwargs", None) or {}).get("use_fast_accum")
         if fast is None:
             for call in node.get_origins():
@@ -153,18 +141,16 @@ class _Reader:
         a, b = (self.layout(t) for t in node.inputs[:2])
         turned = [(*x[:-2], x[-1], x[-2]) for x in (b.shape, b.stride)]
         b = replace(b, shape=turned[0], stride=turned[1])
-        return MatmulLaunch(
-            kernel.__name__, a, b, self.layout(written[0]), BLOCKS if kernel is fp8_gemm else FAST
-        )
+        sums = BLOCKS if kernel is fp8_gemm else FAST
+        return MatmulLaunch(kernel.__name__, a, b, self.layout(written[0]), sums)
 
     def attention(self, node: Any) -> Attention | None:
         origins = [x for x in node.get_origins() if x.target is getattr(node, "op_overload", None)]
         if not origins or not _ATTENTION.search(str(origins[0].target)):
             return None
         (call,) = origins
-        tensors = [
-            x for name in ("query", "key", "value") if isinstance(x := _argument(call, name), torch.fx.Node)
-        ]
+        found = [_argument(call, name) for name in ("query", "key", "value")]
+        tensors = [x for x in found if isinstance(x, torch.fx.Node)]
         if len(tensors) != 3:
             return None
         q, k, v = (self.placeholder(t.name, t.meta["val"]) for t in tensors)
@@ -180,9 +166,8 @@ class _Reader:
         what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward}
         if isinstance(node.node, ir.UserDefinedTritonKernel):
             written = {t.get_name(): t for t in node.node.mutable_args}
-            return Launch(
-                "user", node.get_name(), moved, self.launched(node.node, list(written.values())), **what
-            )
+            matmul = self.launched(node.node, list(written.values()))
+            return Launch("user", node.get_name(), moved, matmul, **what)
         if isinstance(node.node, ir.ExternKernel):
             name = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
             return Launch("extern", name, moved, self.matmul(node.node), self.attention(node.node), **what)
@@ -196,8 +181,7 @@ def _argument(call: torch.fx.Node, name: str) -> Any:
 
 
 def _fqn(node: Any) -> str:
-    """The module of a scheduler node: that of its operator, or that of most of its operators; the deepest one
-    in case of a tie."""
+    """The module of a scheduler node: that of most of its operators; the deepest one in case of a tie."""
     from torch._inductor import ir
 
     parts = [part.node for part in node.get_nodes() if part.node is not None]
@@ -212,11 +196,9 @@ def _fqn(node: Any) -> str:
 def _nearest(origins: set[torch.fx.Node], steps: int = 6) -> str:
     """The module of the nearest nodes that a node is computed from, for nodes without a module, such as sums
     of gradients. Skips the zeroed vector of a graph's amaxes (`full`), which belongs to no module."""
-    front = origins
+    front, zeros = origins, torch.ops.aten.full.default
     for _ in range(steps):
-        front = {
-            x for node in front for x in node.all_input_nodes if x.target is not torch.ops.aten.full.default
-        }
+        front = {x for node in front for x in node.all_input_nodes if x.target is not zeros}
         named = sorted({fqn for x in front if (fqn := module_of(x))})
         if named:
             return max(named, key=lambda fqn: fqn.count("."))
@@ -231,8 +213,7 @@ def module_of(node: torch.fx.Node) -> str:
 
 @contextlib.contextmanager
 def instead_of_loading(load: Callable[[Any, str], Boxed]) -> Iterator[None]:
-    """Inside the context, Inductor does not load its generated code: `load(lowering, code)` returns the
-    callable instead."""
+    """Inside the context, Inductor does not load its code: `load(lowering, code)` returns the callable."""
     from torch._inductor.graph import GraphLowering
 
     def compile_to_module(self: Any) -> Any:
@@ -246,22 +227,17 @@ def instead_of_loading(load: Callable[[Any, str], Boxed]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record(graphs: list[Graph]) -> Iterator[None]:
-    """Inside the context, each graph that Inductor lowers is appended to `graphs`, and its callable computes
-    nothing."""
+    """Inside the context, graphs that Inductor lowers are appended to `graphs`. Callables compute nothing."""
 
     def load(lowering: Any, code: str) -> Boxed:
         reader = _Reader(lowering)
         kernels = [k for node in lowering.scheduler.nodes if (k := reader.launch(node)) is not None]
         graph = lowering.module.graph
         targets = Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
-        names = [n.name for n in graph.nodes if n.op == "placeholder"]
-        inputs = {
-            name: reader.placeholder(name, t)
-            for name, t in zip(names, lowering.example_inputs, strict=True)
-            if isinstance(t, torch.Tensor)
-        }
-        # saved tensors keep the metadata of the forward
-        makers = {n.name: module_of(n) for n in graph.find_nodes(op="placeholder")}
+        placeholders = graph.find_nodes(op="placeholder")
+        given = zip(placeholders, lowering.example_inputs, strict=True)
+        inputs = {n.name: reader.placeholder(n.name, t) for n, t in given if isinstance(t, torch.Tensor)}
+        makers = {n.name: module_of(n) for n in placeholders}  # saved tensors keep the forward's metadata
         graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers))
         return placeholder_callable(graph, torch.device("cpu"))
 

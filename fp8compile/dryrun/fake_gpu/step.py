@@ -1,5 +1,4 @@
-"""The kernels that a compiled step would launch, with their bytes, their FLOPs and the module that they
-belong to."""
+"""The kernels that a compiled step would launch, with their bytes, their FLOPs and their modules."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The layout in memory of a tensor that a kernel reads or writes. Symbolic sizes are replaced by their
-    hints.
+    """The layout in memory of a tensor that a kernel reads or writes, with hints for symbolic sizes.
 
     `buffer` names the memory; operands that are views of one buffer have the same name.
     """
@@ -45,14 +43,12 @@ class MatmulLaunch:
 
     @property
     def flops(self) -> int:
-        return (
-            2 * self.a.shape[-1] * math.prod(self.out.shape[1:] if self._contracts_groups else self.out.shape)
-        )
+        shape = self.out.shape[1:] if self._contracts_groups else self.out.shape
+        return 2 * self.a.shape[-1] * math.prod(shape)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(groups, m, n, k) of each of the matmuls of the launch. Groups whose sizes are data are taken to be
-        equally large."""
+        """(groups, m, n, k) of each matmul. Groups whose sizes are data are taken to be equally large."""
         (*_, m, k), n = self.a.shape, self.out.shape[-1]
         if self._contracts_groups:
             groups = self.out.shape[0]
@@ -70,8 +66,7 @@ class MatmulLaunch:
 
 @dataclass(frozen=True)
 class Attention:
-    """One launch of fused attention: q [..., T, D], k [..., S, D], v [..., S, Dv]. k and v may have fewer
-    heads than q."""
+    """Fused attention: q [..., T, D], k [..., S, D], v [..., S, Dv]. k and v may have fewer heads than q."""
 
     q: TensorLayout
     k: TensorLayout
@@ -94,8 +89,7 @@ class Launch:
     """One launch. `origin`: "triton" for a kernel that Inductor wrote, "user" for another Triton kernel,
     "extern" for cuBLAS or an ATen op. `bytes` are those that it reads and writes (`plan_traffic`).
 
-    `fqn` is the module that the kernel belongs to ("" for none). If it serves several, `fqn` is the one with
-    most of its operators.
+    `fqn` is the module that the kernel belongs to ("" for none); of several, that with most of its operators.
     """
 
     origin: str
