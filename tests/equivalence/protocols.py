@@ -1,14 +1,16 @@
-"""Protocols: what a training loop does, as data. A letter is an event, and a space means nothing.
+"""Protocols: what a training loop does, as data.
 
-f   a forward of a new batch             b   the backward of the oldest forward that has none
-s   the optimizer steps                  r   the backward of the newest forward that has none
-z   gradients are dropped                e   an evaluation: eval(), no_grad()
-c   a forward inside an eager checkpoint o   a forward whose saved tensors hooks copy, as offloading does
-n   a batch with a NaN, both ways, and gradients are dropped: what loops with a GradScaler do
-j   a forward of a batch 50 times as large: with delayed scaling, an overflow
-d   a dry run, forward and backward      l   load_state_dict of smaller weights
-m   the next call is a measured one      k   training is resumed by another model from the state of this one
-1 2 3   the number of tokens of the next batches
+A letter is an event, and a space means nothing:
+
+    f   a forward of a new batch             b   the backward of the oldest forward that has none
+    s   the optimizer steps                  r   the backward of the newest forward that has none
+    z   gradients are dropped                e   an evaluation: eval(), no_grad()
+    c   a forward inside an eager checkpoint o   a forward whose saved tensors hooks copy, as offloading does
+    n   a batch with a NaN, both ways, and gradients are dropped: what loops with a GradScaler do
+    j   a forward of a batch 50 times as large: with delayed scaling, an overflow
+    d   a dry run, forward and backward      l   load_state_dict of smaller weights
+    m   the next call is a measured one      k   training is resumed by another model, from this state
+    1 2 3   the number of tokens of the next batches
 """
 
 from __future__ import annotations
