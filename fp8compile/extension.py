@@ -87,7 +87,7 @@ class GraphFeature:
         """A call that is measured begins."""
 
     def arguments(self, args: Sequence[Any], look: Look | None) -> Sequence[Tensor]:
-        """Tensors for its inputs in this call; fewer than `inputs` if the graph does not read the last ones."""
+        """The tensors for its inputs in this call; fewer than `inputs` if the last ones are not read."""
         return ()
 
     def stand_ins(self, device: torch.device) -> Sequence[Tensor]:

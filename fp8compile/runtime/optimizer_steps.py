@@ -164,7 +164,7 @@ def each_step(callback: Callable[[int], None], model: nn.Module | None, every: i
 
 
 def steps_of(model: nn.Module) -> int:
-    """The optimizer steps that a model has seen, if known: those of the first parameter that had one."""
+    """The steps that a model has seen, if known: those of its first parameter that an optimizer had."""
     parameters = parameters_of(model)
     parameter = next((p for p in parameters if find(p).steps), next(iter(parameters), None))
     return 0 if parameter is None else STEPS.step_of(parameter)

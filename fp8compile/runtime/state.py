@@ -49,7 +49,7 @@ class Loading:
 
 @dataclass(eq=False)
 class Page:
-    """`tensor`: float32 `[rows, 10 + history]` (`state_page`). Row i is slot `homes[i]`: owner, (role, use)."""
+    """`tensor`: float32 `[rows, 10 + history]` (`state_page`). Row i: slot `homes[i]`: owner, (role, use)."""
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
