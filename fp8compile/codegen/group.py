@@ -66,8 +66,7 @@ class Group:
 
     @property
     def scales(self) -> dict[Node, Scale]:
-        """The scales that the kernel reads, one for the matrix or one a block. (Scales of rows or columns are
-        inputs.)"""
+        """The scales that the kernel reads, for the matrix or a block. (Those of rows, columns: inputs.)"""
         scales = [x.scale for x in self.outputs if x.scale is not None and x.scale.node not in self.tiles]
         return {scale.node: scale for scale in scales if scale.granularity in ("one", "tile")}
 
@@ -154,8 +153,7 @@ class Walk(Group):
             self(scale.node, domain.scale_index(scale.node, scale.granularity))
 
     def tile(self, scale: Scale) -> None:
-        """Visit scales of blocks. If they are not in memory, the tile computes them: visit the tensor that
-        they scale."""
+        """Visit scales of blocks. If the tile computes them: visit the tensor that they scale."""
         amax = amax_of(scale.node)
         if amax is None or self.stop(amax) or self.stop(scale.node):
             return
@@ -197,8 +195,7 @@ class Walk(Group):
         return 0
 
     def _narrower(self, node: Node) -> bool:
-        """Is a value of other rows than those of the walk made of one tensor of fewer bytes (of FP8, say)?
-        Any other such value is read."""
+        """Is a value of other rows than the walk's made of one of fewer bytes (FP8, say)? Others are read."""
         made = node
         while not self.stop(node) and supported(node):
             inputs = [x for x in node.all_input_nodes if sizes(x) == sizes(node)]
@@ -241,8 +238,7 @@ def statistics_of(node: Node) -> tuple[Node, str]:
 
 
 def _is_random(node: Node) -> bool:
-    """Does this node draw random numbers? A kernel does not draw them: it reads the value that is made of
-    them (a dropout mask)."""
+    """Does this node draw random numbers? A kernel reads what is made of them (a dropout mask) instead."""
     return "inductor_prims" in str(node.target) or "rand" in str(node.target)
 
 

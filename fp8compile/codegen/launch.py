@@ -59,8 +59,7 @@ SPANS = ((128, 32, 8), (128, 16, 8))
 
 
 def apart(group: Group) -> bool:
-    """Does `fuse` make two kernels of this group, because its blocks need more whole rows than a program
-    takes?"""
+    """Does `fuse` make two kernels of this group, as its blocks need more rows than a program takes?"""
     return bool(group.passes) and group.block[0] > MOST_ROWS
 
 
@@ -157,8 +156,7 @@ class Launcher:
         parts: Mapping[int, BufferPart] | None = None,
     ):
         """`amaxes`: how many amaxes of whole matrices there are. `columns`: elements for all amaxes of
-        columns, as far as the width of the matrix is known. `parts`: outputs that are parts of larger
-        matrices, by id."""
+        columns, as far as the matrix's width is known. `parts`: outputs in larger matrices, by id."""
         self.graph, self.like = graph, like
         self.symbols: dict[sympy.Expr, Node] = {}
         self.vector: Node | None = None

@@ -71,14 +71,13 @@ class Interface:
 
 
 class Call(NamedTuple):
-    """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as
-    it is. `ran`: how its forward runs."""
+    """A call in progress."""
 
-    pages: PageSet | None
+    pages: PageSet | None  # its state
     look: probe.Look | None  # set if the call is measured
-    again: bool = False
-    dry: bool = False
-    ran: Ran | None = None
+    again: bool = False  # it is a recomputation
+    dry: bool = False  # it leaves the state as it is
+    ran: Ran | None = None  # how its forward runs
 
 
 NO_CALL = Call(None, None)

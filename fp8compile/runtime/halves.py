@@ -165,8 +165,7 @@ def _half(gm: GraphModule, backward: bool) -> Half:
 
 
 def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
-    """Fp8CompileError if the update of the state is missing: the partitioner silently drops a mutation that
-    does not fit into its half of the graph."""
+    """Fp8CompileError if the state's update is missing: the partitioner drops mutations that fit no half."""
     writes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     if slots and not any(getattr(node.args[0], "name", None) == page for node in writes):
         raise Fp8CompileError(

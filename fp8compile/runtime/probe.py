@@ -221,8 +221,7 @@ class Open:
 
 
 def names_of(cast: Node) -> list[Name]:
-    """The names of a cast's copies, in the order of its results. Where both layouts have the same values, the
-    first one stands for both."""
+    """The names of a cast's copies, in the order of its results: one if both layouts have the same values."""
     operand, copies = cast.meta[OPERAND], copies_at(cast)
     if copies[0].block[0] == copies[0].block[1]:
         return [(operand.role, operand.use, "")]
