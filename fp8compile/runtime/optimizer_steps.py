@@ -134,9 +134,13 @@ def listen(after: Listener, before: Listener | None = None) -> None:
         _before.append(before)
 
 
+def _count(optimizer: torch.optim.Optimizer) -> None:
+    STEPS.stepped(optimizer)
+
+
 def count_steps() -> None:
     """Count the steps of each optimizer from now on."""
-    listen(STEPS.stepped)
+    listen(_count)
 
 
 def set_step(step: int, model: nn.Module | None = None) -> None:
