@@ -1,8 +1,8 @@
 """fp8compile: `torch.compile(model, backend="fp8")` trains a vanilla PyTorch model with its matmuls in FP8.
 
 model = torch.compile(model, backend="fp8")     # no import of this package is needed
-print(fp8compile.report(model))  # every matmul: FP8, or why not
-print(fp8compile.stats(model))  # every tensor: amax, scale, and on request what FP8 does to it
+print(fp8compile.report(model))                 # every matmul: FP8, or why not
+print(fp8compile.stats(model))                  # every tensor: amax, scale, on request what FP8 does to it
 """
 
 from __future__ import annotations

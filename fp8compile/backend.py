@@ -6,14 +6,11 @@ Dynamo hands over a graph of the user's forward. We
 2. read the facts that only this graph holds: parameters' names, whether the model is training (`ir.inputs`),
 3. give the graph two more inputs, the scaling state of forward and backward (`ir.state_page`),
 4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul,
-   decide, quantize, update the state, and lower our operators before code is generated (`passes.pipeline` has
-   the order),
+   decide, quantize, update the state, and finally lower our operators (`passes.pipeline` has the order),
 5. report every matmul with its decision (`reporting`), and
-6. return a callable that finds the state of the parameters it is called with, and starts cold slots
-   (`runtime`).
+6. return a callable that finds the state of its call's parameters, and starts cold slots (`runtime`).
 
-A graph that has nothing to differentiate, or whose model is in eval mode, takes the same way and stays in
-high precision.
+A graph with nothing to differentiate, or of a model in eval mode, takes the same way in high precision.
 """
 
 from __future__ import annotations
@@ -75,8 +72,7 @@ def fp8(
     fault comes from there. `phase`: compile for "fp8" or for "high_precision" alone, whatever the schedule
     says, and keep no copies of weights between calls. Such a high-precision graph has no state.
 
-    Raises OptionError (a ValueError) for bad options and, with `strict`, StrictError if nothing can run in
-    FP8.
+    Raises OptionError (a ValueError) for bad options; with `strict`, StrictError if nothing can run in FP8.
     """
     try:
         chosen = parse(options, mode)
@@ -89,7 +85,7 @@ def fp8(
             chosen.warn(refusal)
             process.of(Ledger).add(GraphReport(0, inputs.root, (), (), refusal))
             return compat.inductor.compile_fx(gm, example_inputs, inner.compile, chosen.inductor)
-        # a copy of backwards that our passes have rewritten and reported
+        # then this is a copy of backwards that our passes have rewritten and reported
         if compat.autograd.in_compiled_autograd():
             logger.info(
                 "fp8: compiled autograd compiles the backwards of the graphs above in a graph of its own"
@@ -142,13 +138,11 @@ def _compile(
         job = replace(job, facts=_facts(job))
     try:
         graph = _compiled(job, only or FP8)
-        made = None
         if only is None and graph.converts and job.learns:
             later = functools.partial(_compiled, job, record=graph.record)
-            made = next(
-                filter(None, (feature.callable(job, graph, later) for feature in extension.features())), None
-            )
-        return made or graph
+            made = (feature.callable(job, graph, later) for feature in extension.features())
+            return next(filter(None, made), graph)
+        return graph
     except Retrace as again:
         after = again.then
     after()  # after the handler, because the error holds the weights
@@ -164,23 +158,16 @@ def _compiled(job: Job, phase: str, record: int | None = None) -> CompiledGraph:
 
 
 def _facts(job: Job) -> str | None:
-    """What decides about a graph beside the policy, if a later process may have it from AOTAutograd's cache,
-    else None."""
+    """What decides about a graph beside the policy. None if AOTAutograd's cache may not have the graph."""
     policy, theirs = job.options.policy, job.options.inductor
     passes = [name for name in theirs if "pass" in name or "partitioner" in name]
-    if (
-        policy.schedule is not None
-        or passes
-        or compat.inductor.cuda_graphs(theirs)
-        or compat.triton.reorders()
-    ):
+    recorded = compat.inductor.cuda_graphs(theirs)
+    if policy.schedule is not None or passes or recorded or compat.triton.reorders():
         return None
-    devices = sorted(job.inputs.devices, key=str)
-    known = (
-        catalog.find(policy.device)
-        if policy.device is not None
-        else [catalog.of(device) for device in devices]
-    )
+    if policy.device is not None:
+        known: Any = catalog.find(policy.device)
+    else:
+        known = [catalog.of(device) for device in sorted(job.inputs.devices, key=str)]
     return warm_start.facts(job.gm, job.given, job.inputs, [known, formats.fnuz(), skipped()])
 
 
@@ -198,11 +185,10 @@ def _check_features(options: Options) -> None:
     known = {"", *(feature.name for feature in extension.features())}
     missing = {key: one.feature for key, one in SETTINGS.items() if one.feature not in known}
     for key, feature in missing.items():
-        for recipe in policy.possible:
-            if getattr(recipe, key) not in (False, getattr(usual, key)):
-                raise OptionError.of(
-                    key, getattr(recipe, key), f"{getattr(usual, key)!r}: features/{feature} is not here"
-                )
+        default = getattr(usual, key)
+        for value in (getattr(recipe, key) for recipe in policy.possible):
+            if value not in (False, default):
+                raise OptionError.of(key, value, f"{default!r}: features/{feature} is not here")
     for key, value, usually in (("save", policy.save, Policy().save), ("schedule", policy.schedule, None)):
         if value != usually and key not in known:
             raise OptionError.of(key, value, f"{usually!r}: features/{key} is not here")

@@ -20,8 +20,9 @@ from .config.options import Options
 from .devices import catalog, formats
 from .devices.catalog import Device
 from .extension import GraphFeature, features
-from .ir import merged, ops, state_page
+from .ir import ops, state_page
 from .ir.inputs import Inputs
+from .ir.merged import both_sides, side_by_side
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
 from .logs import get_logger
 from .passes.joint import Joint, Partitioned, Rewritten
@@ -35,14 +36,7 @@ from .runtime.inner import Inner
 from .runtime.owners import Owners
 
 logger = get_logger(__name__)
-RECOMPUTABLE = (
-    ops.quantize,
-    ops.quantize_both,
-    ops.amax_blocks,
-    ops.transposed,
-    merged.side_by_side,
-    merged.both_sides,
-)
+RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed, side_by_side, both_sides)
 
 
 @dataclass(frozen=True)
@@ -97,30 +91,18 @@ class Compilation:
         self.halves.keeps = self.facts is not None
 
     def run(self) -> CompiledGraph:
-        """Compile it."""
-        gm, example_inputs = self._with_inputs()
-        # DDPOptimizer expects one lazy backward for each graph, but with a schedule each graph is compiled
-        # twice
+        halves, (gm, examples) = self.halves, self._with_inputs()
+        # DDPOptimizer expects one lazy backward a graph, but with a schedule each graph is compiled twice
         at_once = self.options.policy.schedule is not None
-        restore = self.halves.restore if self.facts is not None else None
-        function = compat.inductor.compile_fx(
-            gm, example_inputs, self.halves.compile, self._patches(), at_once, restore
-        )
-        done = self.halves.rewritten
-        if self.halves.restored:
+        restore = halves.restore if self.facts is not None else None
+        function = compat.inductor.compile_fx(gm, examples, halves.compile, self._patches(), at_once, restore)
+        done = halves.rewritten
+        if halves.restored:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
             if done is not None and done.findings is not None:
                 self.record = tell(done.findings, self.options.warn)
-        made = CompiledGraph(
-            function,
-            self.interface,
-            self.calls,
-            self.owners,
-            self.record,
-            self.halves.converts,
-            self.parts,
-            self.options,
-        )
+        known = self.interface, self.calls, self.owners, self.record, halves.converts
+        made = CompiledGraph(function, *known, self.parts, self.options)
         for part in self.parts:
             part.compiled(self.job, made)
         # what is compiled keeps this object, and is to keep no input
@@ -140,10 +122,8 @@ class Compilation:
         for part in self.parts:
             part.place(len(examples))
             for i in range(part.inputs):
-                name = f"fp8_{type(part).__name__.lower()}_{i}"
-                examples.append(
-                    compat.dynamo.add_input(gm, name, torch.empty(1, device=device), stable=False)
-                )
+                name, value = f"fp8_{type(part).__name__.lower()}_{i}", torch.empty(1, device=device)
+                examples.append(compat.dynamo.add_input(gm, name, value, stable=False))
         return gm, examples
 
     def _rewrite(self, graph: Graph) -> Rewritten:
@@ -164,10 +144,8 @@ class Compilation:
         if done.groups:
             records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)
             decisions = [f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records]
-            self.calls.decisions = (
-                *decisions,
-                *(line for part in self.parts for line in part.decisions(done)),
-            )
+            decisions += [line for part in self.parts for line in part.decisions(done)]
+            self.calls.decisions = tuple(decisions)
         if self.phase == FP8:
             found = findings(done, inputs, policy.eval, device, self._report)
             done, self.record = dataclasses.replace(done, findings=found), tell(found, self.options.warn)
@@ -198,12 +176,8 @@ class Compilation:
             )
         of_graph = (self.interface.stateful, self.phase, inputs.inlined, sorted(inputs.gathered), skipped())
         key = "-".join(map(str, (policy.key, *of_graph)))
-        partitioner = compat.inductor.Partitioner(
-            [op.name() for op in RECOMPUTABLE],
-            self._partitioned if after else None,
-            f"-{after}-{skipped()}",
-            inputs.packed,
-        )
+        names, run = [op.name() for op in RECOMPUTABLE], self._partitioned if after else None
+        partitioner = compat.inductor.Partitioner(names, run, f"-{after}-{skipped()}", inputs.packed)
         return {
             **lowering(self.options),
             "joint_custom_pre_pass": compat.inductor.GraphPass(
@@ -226,8 +200,7 @@ def lowering(options: Options) -> dict[str, Any]:
 
 
 def described(options: Options, graph: Graph) -> Device | None:
-    """The device for which the cost model weighs FP8: the policy's, else the graph's own, if that is
-    described."""
+    """The device for which the cost model weighs FP8: the policy's, else the graph's own, if described."""
     if options.policy.device is not None:
         return catalog.find(options.policy.device)
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))

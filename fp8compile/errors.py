@@ -1,5 +1,4 @@
-"""Every exception that fp8compile raises on purpose, and helpers that describe an error of other code in one
-line.
+"""Every exception that fp8compile raises on purpose, and helpers that describe others in one line.
 
 All derive from :class:`Fp8CompileError`, and from the builtin that a caller would expect (``ValueError`` for
 a bad option), so that nobody has to import this package to catch them. Messages say which value was given,
@@ -35,8 +34,7 @@ class OptionError(Fp8CompileError, ValueError):
 
     @classmethod
     def of(cls, key: str, value: Any, allowed: str, near: Sequence[str] = ()) -> OptionError:
-        """The error for ``options[key] = value``; `allowed` completes "must be ...", `near` are
-        suggestions."""
+        """The error for ``options[key] = value``. `allowed` completes "must be ..."; `near`: suggestions."""
         error = cls(f"fp8 option {key!r} must be {allowed}; got {describe(value)}.{did_you_mean(near)}")
         error.key, error.value = key, value
         return error
@@ -57,11 +55,8 @@ class StateError(Fp8CompileError, ValueError):
 
     @classmethod
     def of(cls, differences: Sequence[str], fix: str, most: int = 20) -> StateError:
-        shown = [
-            *differences[:most],
-            *([f"and {len(differences) - most} more"] if len(differences) > most else []),
-        ]
-        error = cls("this scaling state is of another model or policy:\n  " + "\n  ".join(shown) + f"\n{fix}")
+        shown = "\n  ".join(at_most(most, differences))
+        error = cls(f"this scaling state is of another model or policy:\n  {shown}\n{fix}")
         error.differences = tuple(differences)
         return error
 
@@ -83,8 +78,7 @@ class Unfrozen(Fp8CompileError):
 
 
 class Retrace(Fp8CompileError):
-    """Internal: the model has to change before its graph is compiled. `then` changes it; Dynamo traces the
-    frame again."""
+    """Internal: the model has to change before it is compiled. `then` changes it; Dynamo traces again."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         super().__init__("the model is changed, and its graph is traced again")
@@ -100,16 +94,18 @@ def describe(value: Any, limit: int = 80) -> str:
     return f"{text if len(text) <= limit else text[: limit - 3] + '...'} ({type(value).__name__})"
 
 
+def at_most(most: int, lines: Sequence[str]) -> list[str]:
+    """The first lines, and how many more there are."""
+    more = len(lines) - most
+    return [*lines[:most], f"and {more} more"] if more > 0 else list(lines)
+
+
 def did_you_mean(near: Sequence[str]) -> str:
     """`` Did you mean 'a' or 'b'?``, or nothing."""
     quoted = [repr(name) for name in near]
-    if not quoted:
-        return ""
-    return (
-        " Did you mean "
-        + (f"{', '.join(quoted[:-1])} or {quoted[-1]}" if len(quoted) > 1 else quoted[0])
-        + "?"
-    )
+    if len(quoted) > 1:
+        quoted = [f"{', '.join(quoted[:-1])} or {quoted[-1]}"]
+    return f" Did you mean {quoted[0]}?" if quoted else ""
 
 
 def near(given: Any, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
@@ -141,8 +137,7 @@ def one_of(key: str, value: Any, allowed: Collection[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line: its class and the first line of its message. For an error of Dynamo's: the error
-    that Dynamo met."""
+    """An error's class and the first line of its message. For an error of Dynamo's: the error that it met."""
     text = str(error)
     met = re.search(r"""Explanation: .*\bgot (\w+)\((['"])(.*)\2,?\)$""", text, re.MULTILINE)
     if met:
@@ -152,8 +147,7 @@ def one_line(error: BaseException) -> str:
 
 
 def one_line_where(error: BaseException) -> str:
-    """An error in one line, and where in the user's code it was raised: the last of the user's frames in its
-    traceback."""
+    """An error in one line, and where it was raised: the last frame of the user's code in its traceback."""
     frames = user_frames(error)
     where = f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return one_line(error) + where
@@ -162,8 +156,7 @@ def one_line_where(error: BaseException) -> str:
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's code in the traceback of `error`.
 
-    While Dynamo traces, the user's code has no frames of its own. Dynamo's errors carry the frames that it
-    would have had.
+    While Dynamo traces, the user's code has no frames. Dynamo's errors carry those that it would have had.
     """
     frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
     return [frame for frame in frames if not is_foreign(frame.filename)]

@@ -1,5 +1,4 @@
-"""What a feature may add to the core. The core calls features through this file alone; `features` lists those
-that there are.
+"""What a feature may add to the core, which calls features through this file alone. `features` lists them.
 
 A `Feature` is one object of the process: its passes, and what it knows between graphs. For each graph that is
 compiled it may make a `GraphFeature`, which gives the graph more inputs, tells the passes what they need, and
@@ -15,8 +14,7 @@ What is called in the life of a graph, in this order:
     measure                                       at calls that are measured
     arguments                                     at each call, with `inputs`
 
-So what a later process needs of the passes is in `joint.results`, which is plain data; the cache has it, and
-the report.
+So what a later process needs of the passes is in `joint.results`: plain data, for the cache and the report.
 """
 
 from __future__ import annotations
@@ -69,8 +67,7 @@ class GraphFeature:
         return ()
 
     def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
-        """Add to the report of the graph: records of its own to `added`, or a line to `remarks` (as passes do
-        with `joint.remarks`)."""
+        """Add to the report: records of its own to `added`, or a line to `remarks` (as `joint.remarks`)."""
         return report
 
     def after(self, job: Job, done: Rewritten) -> None:
@@ -84,15 +81,13 @@ class GraphFeature:
         calls it with fake tensors, too."""
 
     def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
-        """The first call with these weights. `args` are those that the user holds; `owners` are the weights,
-        by input."""
+        """The first call with these weights. `args`: as the user holds them; `owners`: weights, by input."""
 
     def measure(self, args: Sequence[Any], look: Look) -> None:
         """A call that is measured begins."""
 
     def arguments(self, args: Sequence[Any], look: Look | None) -> Sequence[Tensor]:
-        """The tensors for its inputs in this call; fewer than `inputs` if the graph does not read the last
-        ones."""
+        """The tensors for its inputs in this call; fewer than `inputs` if the last ones are not read."""
         return ()
 
     def stand_ins(self, device: torch.device) -> Sequence[Tensor]:
@@ -124,8 +119,7 @@ class Feature:
         return None
 
     def in_fp8(self, parameter: Tensor, schedule: Schedule) -> bool:
-        """Whether the model with this parameter computes in FP8 in this step and in the next one, as far as
-        is known."""
+        """Does the model with this parameter compute in FP8 in this step and the next, as far as is known?"""
         return True
 
     def statistics(self, model: Module) -> Sequence[Mapping[str, Any]]:
@@ -134,8 +128,7 @@ class Feature:
         return ()
 
     def cast_outside(self, weight: Tensor) -> tuple[CastKind, Callable[[], Mapping[str, float]]] | None:
-        """How a weight is cast before graphs read it, and its amax, scale and inverse, by the names of
-        statistics."""
+        """How a weight is cast before graphs read it; amax, scale and inverse, by the names of statistics."""
         return None
 
     def records(self, tensors: Sequence[Tensor]) -> Sequence[TableRecord]:
@@ -150,8 +143,7 @@ class Feature:
     def step_wrote(
         self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]
     ) -> None:
-        """Called in a step: it has written these weights, and their amaxes, of one element each, are
-        exact."""
+        """A step has written these weights, and their amaxes, of one element each, are exact."""
 
     def reset(self) -> None:
         """torch._dynamo.reset() was called: all graphs are gone."""

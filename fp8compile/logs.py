@@ -1,8 +1,6 @@
-"""Logging, dumps, and the names of fp8compile's environment variables: here, because every room may import
-this module.
+"""Logging, dumps, and the names of environment variables: here, because every room may import this module.
 
-``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's own handler and in its
-format.
+``TORCH_LOGS=+fp8compile`` shows everything (+: debug, -: errors only), by torch's handler, in its format.
 
 Loggers live under "fp8compile". INFO is shown by default, so that users who configured nothing see the
 summary line. Users who configured logging (a root handler, a handler on "fp8compile", TORCH_LOGS) get the
@@ -48,14 +46,12 @@ class Said(set[tuple[str, int, str]]):
 
 
 class DefaultHandler(logging.Handler):
-    """Writes to the current sys.stderr, unless another handler gets the record. Looks for other handlers at
-    each record, because they may be added after the import, or before it (TORCH_LOGS). INFO is written by
-    rank 0 only."""
+    """Writes to the current sys.stderr, unless another handler gets the record. Looks for others at each
+    record, as they may be added after the import, or before it (TORCH_LOGS). Only rank 0 writes INFO."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._handled_elsewhere(record.name) or (
-            record.levelno <= logging.INFO and rank() not in (None, 0)
-        ):
+        info = record.levelno <= logging.INFO
+        if self._handled_elsewhere(record.name) or (info and rank() not in (None, 0)):
             return
         try:
             label = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
@@ -67,10 +63,8 @@ class DefaultHandler(logging.Handler):
     def _handled_elsewhere(self, name: str) -> bool:
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:
-            if any(
-                handler is not self and not isinstance(handler, logging.NullHandler)
-                for handler in logger.handlers
-            ):
+            others = (handler for handler in logger.handlers if handler is not self)
+            if not all(isinstance(handler, logging.NullHandler) for handler in others):
                 return True
             logger = logger.parent if logger.propagate else None
         return False
@@ -152,8 +146,7 @@ def dump(name: str, text: str | Callable[[], str]) -> None:
 
 
 def _trace(name: str, payload: Callable[[], str]) -> None:
-    # torch 2.11-2.15: calls its lambdas only while a trace is being collected (TORCH_TRACE,
-    # TORCH_COMPILE_DEBUG)
+    # torch 2.11-2.15: calls its lambdas only if a trace is collected (TORCH_TRACE, TORCH_COMPILE_DEBUG)
     from torch._logging import trace_structured
 
     trace_structured(

@@ -27,8 +27,7 @@ class Extras:
         return self._values.get(kind)
 
     def of(self, kind: type[T]) -> T:
-        """The value of this class; a new one, if there is none yet. Threads that ask at once get the same
-        one."""
+        """The value of this class; a new one, if there is none. Threads that ask at once get the same one."""
         found = self._values.get(kind)
         return self._values.setdefault(kind, kind()) if found is None else found
 

@@ -1,5 +1,4 @@
-"""The launch of `triton_kernels.fp8_gemm`, a matmul of FP8 operands with a scale for each 128 elements along
-the contraction.
+"""The launch of `triton_kernels.fp8_gemm`, an FP8 matmul with a scale for each 128 elements of a sum.
 
     for each 128 of K:   acc += (a[:, k] @ b[:, k]^T) * a_inv[row, k] * b_inv[col, k]
 
@@ -45,8 +44,7 @@ Tile = tuple[int, int, int, int]
 
 
 def configurations(gpu: Gpu | None, shared: int, b_block: Sequence[int]) -> tuple[Tile, ...]:
-    """The tiles to choose from at the first launch, the default first. `shared`: bytes of shared memory a
-    block can have."""
+    """The tiles to choose from at the first launch, default first. `shared`: bytes that a block can share."""
     columns = b_block[0] == 1
     if gpu is not None and gpu.gfx:
         return AMD_COLUMN_TILES if columns else AMD_TILES
@@ -64,33 +62,23 @@ def launch_gemm(node: Node, inline: Callable[..., Node], gpu: Gpu | None, produc
     emit = Emitter(node.graph, node, node)
     launcher = launch.Launcher(node.graph, 0, node)
     m, k, n = (size_of(size) for size in (*value(a).shape, value(b).shape[0]))
-    constants, numbers = launcher.size_arguments(
-        emit, ("M", "m", m, 1), ("N", "n", n, 1), ("K", "k16", k, 16)
-    )
+    wanted = ("M", "m", m, 1), ("N", "n", n, 1), ("K", "k16", k, 16)
+    constants, numbers = launcher.size_arguments(emit, *wanted)
     constants |= {"A_SQUARE": a_block[0] != 1, "B_SQUARE": b_block[0] != 1}
-    a_inv, b_inv = (
-        inline(node, columns_first if block[0] == 1 else rows_first, inverse)
-        for inverse, block in ((a_inv, a_block), (b_inv, b_block))
-    )
+    a_inv = inline(node, columns_first if a_block[0] == 1 else rows_first, a_inv)
+    b_inv = inline(node, columns_first if b_block[0] == 1 else rows_first, b_inv)
     if bias is None:
         constants["bias"] = None
     elif value(bias).stride(0) != 1:
         bias = inline(node, copied, bias)
     out = launcher.new(emit, (m, n), out_dtype)
-    tensors = {
-        "a": a,
-        "b": b,
-        "a_inv": a_inv,
-        "b_inv": b_inv,
-        **({} if bias is None else {"bias": bias}),
-        "y": out,
-    }
+    tensors = {"a": a, "b": b, "a_inv": a_inv, "b_inv": b_inv}
+    tensors |= {"y": out} if bias is None else {"bias": bias, "y": out}
     tiles = configurations(gpu, shared_memory(value(node).device), b_block)
     programs = [quotient(m + r - 1, r) * quotient(n + c - 1, c) for r, c, *_ in tiles]
     grids = [(launcher.number(emit, count), 1, 1) for count in programs]
-    compat.triton.launch(
-        emit, launch.tuned(fp8_gemm, tiles), grids, {**tensors, **numbers}, constants, contracts=True
-    )
+    kernel = launch.tuned(fp8_gemm, tiles)
+    compat.triton.launch(emit, kernel, grids, {**tensors, **numbers}, constants, contracts=True)
     return out
 
 

@@ -1,15 +1,13 @@
 """Amaxes, scales and inverses of blocks in a kernel: one number for each block of a tile.
 
-A tile [BLOCK_R, BLOCK_C] holds whole blocks of `rows` x `columns` elements, so their amaxes need no pass of
-their own:
+A tile [BLOCK_R, BLOCK_C] holds whole blocks of `rows` x `columns`, so amaxes need no pass of their own:
 
     m1 = the bits of magnitudes, 0 outside of the matrix                  [BLOCK_R, BLOCK_C]
     t2 = max(reshape(m1, [BLOCK_R, BLOCK_C // 32, 32]), 2)                [BLOCK_R, BLOCK_C // 32]
     t3 = the scale of t2
     value * reshape(broadcast(t3[:, :, None], [BLOCK_R, BLOCK_C // 32, 32]), [BLOCK_R, BLOCK_C])
 
-Each copy of a tensor, row by row or transposed, has blocks of its own, and is quantized from the same values
-in registers.
+Each copy of a tensor, row by row or transposed, has its own blocks, and is made of the same registers.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ class Tiles:
         self.numbered: set[str] = set()
 
     def __call__(self, scale: Scale) -> str:
-        """The variable with the scales, inverses or amaxes of the tile's blocks: [BLOCK_R / rows, BLOCK_C /
-        columns]."""
+        """The variable with the blocks' scales, inverses or amaxes: [BLOCK_R / rows, BLOCK_C / columns]."""
         node, writer = scale.node, self.writer
         if scale in self.known:
             return self.known[scale]
@@ -55,9 +52,8 @@ class Tiles:
             assert index is not None
             bits = self.magnitude(writer.value(arg(node, 0), index))
             name = writer.name("t")
-            self.lines.append(
-                f"{name} = {_largest(bits, scale.rows, scale.columns)}.to(tl.float32, bitcast=True)"
-            )
+            largest = _largest(bits, scale.rows, scale.columns)
+            self.lines.append(f"{name} = {largest}.to(tl.float32, bitcast=True)")
         else:
             operand, name = self(replace(scale, node=arg(node, 0))), writer.name("t")
             self.lines += computed_scale(node, operand, name)
@@ -79,8 +75,7 @@ class Tiles:
         return self.magnitudes[value]
 
     def offset(self, scale: Scale) -> tuple[str, str]:
-        """(` + ..`, the offset from the first scale to those of the tile's blocks; the mask of blocks inside
-        of the matrix)."""
+        """(` + ..`, the offset from the first scale to those of the tile's blocks; the blocks' mask)."""
         value, text = scale.node.meta["val"], self.writer.text
         if scale.groups is not None:
             group = self.groups_of_rows(int(value.shape[0]), scale.groups)
@@ -94,7 +89,7 @@ class Tiles:
             if name == "row" and self.writer.domain.order is not None:
                 mask = both(mask, "row_inside")
             elif not name.startswith("(span") and (masks.row if name.startswith("row") else masks.col):
-                # every span begins inside of the matrix
+                # not for a span: each begins inside of the matrix
                 mask = both(mask, f"({name} < {text(size_of(value.shape[d]))})")
         return offset, mask
 
@@ -117,8 +112,7 @@ class Tiles:
     # -- groups: one number for each column of a group of rows --
 
     def groups_of_rows(self, count: int, groups: Node | int) -> str:
-        """The variable with the groups of the tile's rows, [BLOCK_R / ALIGN, 1]; `count`, the number of
-        groups, for none."""
+        """The variable with the groups of the tile's rows, [BLOCK_R / ALIGN, 1]; `count` stands for none."""
         block = self.numbers("row", ALIGN)
         name = f"group_{groups if isinstance(groups, int) else 'of_row'}"
         if name not in self.numbered:
@@ -152,8 +146,7 @@ class Tiles:
     # -- spans: one number for each row of 128 columns --
 
     def amaxes_of_spans(self) -> list[str]:
-        """Writes the lines with which a strip raises the amaxes of a span's rows; returns the lines that come
-        before the strips."""
+        """Writes how a strip raises the amaxes of a span's rows; returns the lines before the strips."""
         before = []
         for node in self.writer.group.tiles:
             if node.target is ops.amax_blocks and of_amax(node).of_span:
@@ -170,10 +163,8 @@ class Tiles:
         """Writes the lines after the strips: the amaxes, the scales (computed from amaxes, or loaded), and
         the stores of those that are outputs."""
         for scale, into in list(self.known.items()):
-            self.known[scale] = self.writer.name("t")
-            self.lines.append(
-                f"{self.known[scale]} = tl.max({into}, 1, keep_dims=True).to(tl.float32, bitcast=True)"
-            )
+            name = self.known[scale] = self.writer.name("t")
+            self.lines.append(f"{name} = tl.max({into}, 1, keep_dims=True).to(tl.float32, bitcast=True)")
         for output in self.writer.group.outputs:
             if output.scale is not None and output.scale.of_span:
                 name = self(output.scale)

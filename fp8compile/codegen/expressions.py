@@ -40,15 +40,13 @@ TRITON_DTYPE = {
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# two instructions; `tl.exp` takes five for the sake of denormal results
-_EXP = "tl.exp2({0} * 1.4426950408889634)"
+_EXP = "tl.exp2({0} * 1.4426950408889634)"  # two instructions; `tl.exp` takes five, for denormal results
 _ERF_SMALL = (0.128379129, -0.376123557, 0.112804116, -0.0267177072, 0.00492478925, -0.00056601542)
 _ERF_LARGE = (-0.00385447704, -1.61212287, -0.944228089, -0.127871992, 0.0213202889, -0.00165970404)
 
 
 def _horner(coefficients: tuple[float, ...], x: str) -> str:
-    """A polynomial as text, the coefficient of the lowest power first. Kernels are not contracted: here it is
-    asked for."""
+    """A polynomial as text, lowest power first. Kernels are not contracted: here it is asked for."""
     text = str(coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         text = f"tl.fma({x}, {text}, {coefficient})"
@@ -115,10 +113,8 @@ FORMS: dict[Any, str] = {
         for overload in ("Tensor", "Scalar")
     },
 }
-HEAVY = tuple(
-    getattr(aten, name).default
-    for name in ("exp", "exp2", "log", "log2", "sin", "cos", "erf", "tanh", "sigmoid")
-)  # many registers an element
+_HEAVY = ("exp", "exp2", "log", "log2", "sin", "cos", "erf", "tanh", "sigmoid")
+HEAVY = tuple(getattr(aten, name).default for name in _HEAVY)  # many registers an element
 POWERS = {
     0.5: "tl.sqrt_rn({0})",
     1.0: "{0}",
@@ -160,9 +156,7 @@ def supported(node: Node) -> bool:
     alpha = node.kwargs.get("alpha", 1)
     if set(node.kwargs) - {"alpha"} or not isinstance(alpha, (int, float)):
         return False
-    floats = all(dtype in FLOATS or dtype == torch.bool for dtype in dtypes) and any(
-        dtype in FLOATS for dtype in dtypes
-    )
+    floats = set(dtypes) <= {*FLOATS, torch.bool} and not set(FLOATS).isdisjoint(dtypes)
     if target in (aten.bitwise_and.Tensor, aten.bitwise_or.Tensor):
         return all(dtype == torch.bool for dtype in dtypes)
     return floats or target in INTEGER and value.dtype in (torch.bool, *FLOATS)
@@ -195,11 +189,10 @@ def expression(node: Node, operands: list[str], name: str = "v") -> str:
     else:
         form = FORMS[target]
     # a boolean in arithmetic is a number
-    tensors = [x.meta["val"].dtype if isinstance(x, Node) else None for x in node.args]
+    dtypes = [x.meta["val"].dtype if isinstance(x, Node) else None for x in node.args]
     if dtype in FLOATS and target is not aten.where.self:
-        operands = [
-            f"{o}.to(tl.float32)" if t == torch.bool else o for o, t in zip(operands, tensors, strict=True)
-        ]
+        pairs = zip(operands, dtypes, strict=True)
+        operands = [f"{x}.to(tl.float32)" if given == torch.bool else x for x, given in pairs]
     alpha = node.kwargs.get("alpha", 1)
     if alpha != 1:
         operands = [operands[0], f"({operands[1]} * {number_text(alpha)})"]
@@ -225,8 +218,7 @@ def _rounded(number: Any, dtype: torch.dtype) -> str:
 
 
 def saturates(dtype: torch.dtype) -> bool:
-    """Does a conversion to this FP8 format saturate by itself, and keep NaN? NVIDIA's does (PTX ISA,
-    cvt.rn.satfinite)."""
+    """Does converting to this FP8 format saturate and keep NaN? NVIDIA's does (PTX ISA, cvt.rn.satfinite)."""
     return torch.version.hip is None and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -240,12 +232,9 @@ _CONVERSIONS = {torch.float8_e4m3fn: "rn.satfinite.e4m3x2.f32", torch.float8_e5m
 
 
 def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
-    """float32 to FP8 as text. `by_ptx`: where Triton's own conversion is wrong
-    (`compat.triton.converts_wrongly`)."""
+    """float32 to FP8 as text. `by_ptx`: where Triton's own is wrong (`compat.triton.converts_wrongly`)."""
     if not by_ptx or dtype not in _CONVERSIONS:
         return f"{value}.to({TRITON_DTYPE[dtype]})"
-    bits = (
-        f'tl.inline_asm_elementwise("{_CONVERT.format(_CONVERSIONS[dtype])}", "=r,f,f,f,f", [{value}], '
-        "tl.uint8, True, 4)"
-    )
+    code = _CONVERT.format(_CONVERSIONS[dtype])
+    bits = f'tl.inline_asm_elementwise("{code}", "=r,f,f,f,f", [{value}], tl.uint8, True, 4)'
     return f"{bits}.to({TRITON_DTYPE[dtype]}, bitcast=True)"

@@ -55,11 +55,9 @@ class Group:
     outputs: list[Output]
     inputs: dict[Node, None] = field(default_factory=dict)  # in the order of their first use
     members: dict[Node, None] = field(default_factory=dict)  # what is computed in the kernel
-    # sums over a row: the pass that computes them, from 0
-    levels: dict[Node, int] = field(default_factory=dict)
+    levels: dict[Node, int] = field(default_factory=dict)  # sums over a row: their pass, from 0
     loads: set[tuple[Node, Index]] = field(default_factory=set)
-    # amaxes of blocks, and scales and inverses made of them, in a tile
-    tiles: dict[Node, None] = field(default_factory=dict)
+    tiles: dict[Node, None] = field(default_factory=dict)  # a tile's amaxes of blocks, scales, inverses
 
     @property
     def passes(self) -> int:
@@ -68,12 +66,9 @@ class Group:
 
     @property
     def scales(self) -> dict[Node, Scale]:
-        """The scales that the kernel reads, one for the matrix or one a block. (Scales of rows or columns are
-        inputs.)"""
-        scales = [
-            x.scale for x in self.outputs if x.scale is not None and x.scale.granularity in ("one", "tile")
-        ]
-        return {scale.node: scale for scale in scales if scale.node not in self.tiles}
+        """The scales that the kernel reads, for the matrix or a block. (Those of rows, columns: inputs.)"""
+        scales = [x.scale for x in self.outputs if x.scale is not None and x.scale.node not in self.tiles]
+        return {scale.node: scale for scale in scales if scale.granularity in ("one", "tile")}
 
     @property
     def block(self) -> tuple[int, int]:
@@ -95,8 +90,7 @@ class Group:
 
     @property
     def groups(self) -> Node | None:
-        """The group of each `grouped.ALIGN` rows, where columns of groups have an amax or a scale of their
-        own."""
+        """The group of each `grouped.ALIGN` rows, where a group's columns have their own amaxes or scales."""
         found = [x.groups or (x.scale.groups if x.scale is not None else None) for x in self.outputs]
         return next((x for x in found if isinstance(x, Node)), None)
 
@@ -149,33 +143,25 @@ class Walk(Group):
 
     def output(self, output: Output) -> None:
         """Visit the values that an output is computed from."""
-        index = (
-            self.domain.row_index(output.node)
-            if output.content == "row"
-            else self.domain.full(sizes(output.node))
-        )
+        node, scale, domain = output.node, output.scale, self.domain
+        index = domain.row_index(node) if output.content == "row" else domain.full(sizes(node))
         assert index is not None
-        self(output.node, index)
-        if output.scale is not None:
-            if output.scale.granularity == "tile":
-                self.tile(output.scale)
-            elif output.scale.granularity != "one":
-                self(output.scale.node, self.domain.scale_index(output.scale.node, output.scale.granularity))
+        self(node, index)
+        if scale is not None and scale.granularity == "tile":
+            self.tile(scale)
+        elif scale is not None and scale.granularity != "one":
+            self(scale.node, domain.scale_index(scale.node, scale.granularity))
 
     def tile(self, scale: Scale) -> None:
-        """Visit scales of blocks. If they are not in memory, the tile computes them: visit the tensor that
-        they scale."""
+        """Visit scales of blocks. If the tile computes them: visit the tensor that they scale."""
         amax = amax_of(scale.node)
-        if (
-            amax is None
-            or not made_in_place(scale, arg(amax, 0))
-            or any(self.stop(x) for x in (amax, scale.node))
-        ):
+        if amax is None or self.stop(amax) or self.stop(scale.node):
             return
-        index = self.domain.full(sizes(arg(amax, 0)))
-        if index is None:
+        source = arg(amax, 0)
+        index = self.domain.full(sizes(source))
+        if index is None or not made_in_place(scale, source):
             return
-        self(arg(amax, 0), index)
+        self(source, index)
         node = scale.node
         while node is not amax:
             self.tiles[node] = None
@@ -209,8 +195,7 @@ class Walk(Group):
         return 0
 
     def _narrower(self, node: Node) -> bool:
-        """Is a value of other rows than those of the walk made of one tensor of fewer bytes (of FP8, say)?
-        Any other such value is read."""
+        """Is a value of other rows than the walk's made of one of fewer bytes (FP8, say)? Others are read."""
         made = node
         while not self.stop(node) and supported(node):
             inputs = [x for x in node.all_input_nodes if sizes(x) == sizes(node)]
@@ -241,24 +226,19 @@ class Walk(Group):
 
 
 def statistics_of(node: Node) -> tuple[Node, str]:
-    """(the reduction, which of its results) of a node that is the result of a reduction: var_mean has two.
-    Else (node, "")."""
+    """(the reduction, which of its results) for a result of one (var_mean has two), else (node, "")."""
     if node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         if isinstance(source, Node) and source.target is aten.var_mean.correction:
             return source, ("var", "mean")[int(node.args[1])]  # type: ignore[arg-type]
-    if (
-        node.op == "call_function"
-        and node.target in REDUCTIONS
-        and node.target is not aten.var_mean.correction
-    ):
+    single = node.target in REDUCTIONS and node.target is not aten.var_mean.correction
+    if node.op == "call_function" and single:
         return node, str(node.target).split(".")[1]
     return node, ""
 
 
 def _is_random(node: Node) -> bool:
-    """Does this node draw random numbers? A kernel does not draw them: it reads the value that is made of
-    them (a dropout mask)."""
+    """Does this node draw random numbers? A kernel reads what is made of them (a dropout mask) instead."""
     return "inductor_prims" in str(node.target) or "rand" in str(node.target)
 
 
@@ -266,17 +246,14 @@ def title(group: Group) -> str:
     """The kernel's name: the operators of the user's code that it fuses, then the kinds of its outputs."""
     names: dict[str, None] = {}
     for node in group.members:
-        original = node.meta.get("original_aten")
-        name = (
-            getattr(getattr(original, "overloadpacket", None), "__name__", "") if original is not None else ""
-        )
+        packet = getattr(node.meta.get("original_aten"), "overloadpacket", None)
+        name = getattr(packet, "__name__", "")
         if name and name not in _QUIET:
             names[name.strip("_")] = None
     names = {name: None for name in names if f"{name}_backward" not in names}
     contents = {x.content for x in group.outputs}
-    return "_".join(
-        ["fp8", *list(names)[:4], *(word for content, word in _DONE.items() if content in contents)]
-    )
+    done = [word for content, word in _DONE.items() if content in contents]
+    return "_".join(["fp8", *list(names)[:4], *done])
 
 
 _DONE = {

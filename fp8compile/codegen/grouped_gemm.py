@@ -34,8 +34,7 @@ from .indexing import quotient, size_of
 from .lowerings import columns_first, rows_first
 from .scaled_mm_kind import LINE, MX_BLOCK, MX_BLOCKS, MX_TILE, SQUARE
 
-# (BLOCK_R, BLOCK_C, warps, stages) for blocks of 1 x 32, where tensor cores scale them, and where bf16 copies
-# take registers
+# (BLOCK_R, BLOCK_C, warps, stages) for blocks of 1 x 32. The last two: where bf16 copies take registers
 MX_TILES = ((128, 128, 8, 2), (64, 128, 4, 2))
 SMALL_MX_TILES = ((64, 64, 4, 2), (64, 128, 8, 2))  # for 99 KB of shared memory
 WIDENED_MX_TILES = ((64, 128, 8, 2), (128, 64, 8, 2))
@@ -43,8 +42,7 @@ AMD_MX_TILES = ((64, 128, 4, 2), (32, 128, 4, 2))
 
 
 def configurations(gpu: Gpu | None, shared: int, b_block: Block) -> tuple[block_gemm.Tile, ...]:
-    """The tiles to choose from at the first launch, the default first. `shared`: bytes of shared memory a
-    block can have."""
+    """The tiles to choose from at the first launch, default first. `shared`: bytes that a block can share."""
     if b_block not in MX_BLOCKS:
         return block_gemm.configurations(gpu, shared, LINE if b_block == LINE else SQUARE)
     if gpu is not None and gpu.gfx:
@@ -82,14 +80,13 @@ def launch_grouped(node: Node, inline: Callable[..., Node], gpu: Gpu | None, pro
     }
     scales = []
     for name, inverse, block in (("A", a_inv, a_block), ("B", b_inv, b_block)):
-        # Inductor keeps no strides of copies whose sizes are data (`GraphLowering.run_node`): these are read
-        # as they are
+        # Inductor keeps no strides of copies whose sizes are data (`GraphLowering.run_node`): read as is
         as_it_is = value(inverse).dim() == 1 or any(map(is_data, value(inverse).shape))
-        scales.append(
-            inverse if as_it_is else inline(node, columns_first if block == LINE else rows_first, inverse)
-        )
-        if as_it_is and block == LINE:
+        if not as_it_is:
+            inverse = inline(node, columns_first if block == LINE else rows_first, inverse)
+        elif block == LINE:
             constants[f"{name}_KIND"] = LINE_OF_ROW.value
+        scales.append(inverse)
     out = launcher.new(emit, (m, n) if of_rows else (groups, m, n), out_dtype)
     tensors = {"a": a, "b": b, "a_inv": scales[0], "b_inv": scales[1], "offs": offs, "y": out}
     tiles = configurations(gpu, block_gemm.shared_memory(value(node).device), b_block)
@@ -97,15 +94,13 @@ def launch_grouped(node: Node, inline: Callable[..., Node], gpu: Gpu | None, pro
     for rows, columns, *_ in tiles:
         tall = quotient(m, rows) + groups if of_rows else groups * quotient(m + rows - 1, rows)
         grids.append((launcher.number(emit, tall * -(-n // columns)), 1, 1))
-    compat.triton.launch(
-        emit, launch.tuned(fp8_grouped, tiles), grids, {**tensors, **numbers}, constants, contracts=True
-    )
+    kernel = launch.tuned(fp8_grouped, tiles)
+    compat.triton.launch(emit, kernel, grids, {**tensors, **numbers}, constants, contracts=True)
     return out
 
 
 def launch_order(node: Node) -> list[Node]:
-    """Launch `triton_grouped.fp8_group_order` instead of a `group_order`; returns the nodes of its
-    results."""
+    """Launch `triton_grouped.fp8_group_order` for a `group_order`; returns the nodes of its results."""
     from .triton_grouped import fp8_group_order
 
     args: Any = node.args
@@ -121,9 +116,8 @@ def launch_order(node: Node) -> list[Node]:
     places = size_of(value(node)[0].shape[0])
     grid = (launcher.number(emit, quotient(places + block - 1, block)), 1, 1)
     tensors = {"offs": offs, **dict(zip(("rows", "ends", "groups"), made, strict=True))}
-    compat.triton.launch(
-        emit, launch.tuned(fp8_group_order, ((block, 1, 4),)), [grid], {**tensors, **numbers}, constants
-    )
+    kernel = launch.tuned(fp8_group_order, ((block, 1, 4),))
+    compat.triton.launch(emit, kernel, [grid], {**tensors, **numbers}, constants)
     return made
 
 
@@ -133,11 +127,6 @@ def _kind(block: Block, inverse: Tensor) -> int:
 
     if block in (WHOLE, ROW) and inverse.dim() == 3 and inverse.shape[1] == 1:
         return kernel.MATRIX.value
-    kinds = {
-        WHOLE: kernel.WHOLE,
-        ROW: kernel.ROW,
-        LINE: kernel.LINE,
-        SQUARE: kernel.SQUARE,
-        MX_BLOCK: kernel.MX,
-    }
-    return {**kinds, MX_TILE: kernel.MX_TILE}[block].value
+    kinds = {WHOLE: kernel.WHOLE, ROW: kernel.ROW, LINE: kernel.LINE, SQUARE: kernel.SQUARE}
+    kinds |= {MX_BLOCK: kernel.MX, MX_TILE: kernel.MX_TILE}
+    return kinds[block].value

@@ -10,8 +10,7 @@ determines the address.
     bias [C]: (col,)
     rstd [B, T, 1]: (row // T, row % T, None)
 
-The rows of another matrix may be looked up: in x[i], the tensor x has the index (i, col), where i stands for
-i[row].
+The rows of another matrix may be looked up: in x[i], x has the index (i, col), where i stands for i[row].
 
 A rotary embedding exchanges the halves of a head: cat([x[.., 64:], -x[.., :64]], -1). Both parts have the
 index (.., col // 128, col % 64), and so x has (.., col % 64 + 64) in one and (.., col % 64) in the other; the
@@ -31,13 +30,12 @@ from torch.fx import Node
 from ..ir import ops
 from ..ir.fx_utils import PERMUTES, arg, order_of
 from ..ir.fx_utils import VIEWS as RESHAPES
-from .expressions import supported
+from .expressions import FLOATS, supported
 from .scales import FROM_AMAX, of_amax
 
 aten = torch.ops.aten
 VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)  # compute nothing: the operand, at another index
-# have one operand, at an index of its own
-ELSEWHERE = (*VIEWS, aten.index.Tensor, aten.slice.Tensor, *FROM_AMAX)
+ELSEWHERE = (*VIEWS, aten.index.Tensor, aten.slice.Tensor, *FROM_AMAX)  # one operand, at its own index
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, ops.amax_blocks)
 
 
@@ -113,8 +111,7 @@ class Domain:
         return None
 
     def is_full(self, node: Node) -> bool:
-        """Does a node have as many elements as the matrix, in dimensions that split into those of rows and of
-        columns?"""
+        """Does a node have the matrix's elements, in dimensions that split into those of rows and columns?"""
         value = node.meta.get("val")
         return isinstance(value, torch.Tensor) and self.full(sizes(node)) is not None
 
@@ -133,8 +130,7 @@ class Domain:
         return tuple(None if size == 1 else next(terms)[0] for size in source)
 
     def operands(self, node: Node, index: Index) -> list[tuple[Node, Index] | Any] | None:
-        """The arguments of a node, tensors with their index; None if the kernel cannot compute the node in
-        place."""
+        """The arguments of a node, tensors with their index; None if it cannot be computed in place."""
         if node.op != "call_function":
             return None
         if node.target in ELSEWHERE:
@@ -154,8 +150,7 @@ class Domain:
         ]
 
     def _elsewhere(self, node: Node, index: Index) -> Index | None:
-        """The index of the operand of a node that computes nothing, or one number a row (a scale, or an
-        inverse)."""
+        """The index of the operand of a node that computes nothing, or a number a row (scale or inverse)."""
         if node.target in RESHAPES:
             return self.reshaped(index, sizes(node), sizes(arg(node, 0)))
         if node.target in PERMUTES:
@@ -175,13 +170,8 @@ class Domain:
         given: tuple[Any, ...] = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
         source, dim, start, end, step = given
         width, term = sizes(source)[-1], index[-1]
-        if (
-            dim not in (-1, len(index) - 1)
-            or step != 1
-            or term is None
-            or not width.is_Integer
-            or self.is_full(node)
-        ):
+        last = dim in (-1, len(index) - 1)
+        if not last or step != 1 or term is None or not width.is_Integer or self.is_full(node):
             return None
         if not all(isinstance(x, (int, type(None))) for x in (start, end)):
             return None
@@ -192,35 +182,22 @@ class Domain:
         wide and lie along the last dimension, as the halves of a rotation do."""
         parts, whole, term = arg(node, 0), sizes(node)[-1], index[-1]
         dim = arg(node, 1) if len(node.args) > 1 else 0
-        if (
-            dim not in (-1, len(index) - 1)
-            or term is None
-            or (term.axis, term.divisor, term.size) != ("col", 1, whole)
-        ):
+        if term is None or term.shift or dim not in (-1, len(index) - 1) or not whole.is_Integer:
             return None
         widths = {sizes(x)[-1] for x in parts}
-        return (
-            replace(term, size=widths.pop())
-            if len(widths) == 1 and whole.is_Integer and not term.shift
-            else None
-        )
+        if len(widths) > 1 or (term.axis, term.divisor, term.size) != ("col", 1, whole):
+            return None
+        return replace(term, size=widths.pop())
 
     def _looked_up(self, node: Node, index: Index) -> Index | None:
         """The index of x in x[i], rows of x; None for any other lookup."""
-        source, given = node.args[0], arg(node, 1)
+        source, given = arg(node, 0), arg(node, 1)
         rows = given[0] if len(given) == 1 else None
-        if (
-            not isinstance(rows, Node)
-            or rows.meta["val"].dtype not in (torch.int32, torch.int64)
-            or len(sizes(rows)) != 1
-        ):
+        if not isinstance(rows, Node) or rows.meta["val"].dtype not in (torch.int32, torch.int64):
             return None
-        if (
-            len(sizes(source)) != 2  # type: ignore[arg-type]
-            or index != self.full(sizes(node))
-            or index[0] is None
-            or self.row_index(rows) is None
-        ):
+        if (len(sizes(source)), len(sizes(rows))) != (2, 1) or self.row_index(rows) is None:
+            return None
+        if index != self.full(sizes(node)) or index[0] is None:
             return None
         return Term(rows, sympy.Integer(1), None), index[1]
 
@@ -233,12 +210,7 @@ class Domain:
         for term, block, count in zip(index, arg(node, 3), sizes(inverse), strict=True):  # type: ignore[arg-type]
             if count == 1 or term is None:
                 scales.append(None)
-            elif (
-                isinstance(term.axis, str)
-                and term.divisor == 1
-                and term.size is None
-                and term.shift % block == 0
-            ):
+            elif isinstance(term.axis, str) and (term.divisor, term.size, term.shift % block) == (1, None, 0):
                 scales.append(Term(term.axis, sympy.Integer(block), None, term.shift // block))
             else:
                 return None
@@ -251,11 +223,7 @@ class Domain:
             return None
         source = arg(node, 0)
         value = source.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype not in (
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-        ):
+        if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
             return None
         index = self.full(sizes(source))
         if node.target is ops.amax_blocks:
@@ -283,20 +251,16 @@ class Domain:
 
     def shift(self, node: Node, index: Index) -> sympy.Expr:
         """The part of the offset of an element that is the same for all elements."""
-        strides = map(size_of, node.meta["val"].stride())
-        return sympy.Add(
-            *(term.shift * s for term, s in zip(index, strides, strict=True) if term is not None)
-        )
+        pairs = zip(index, map(size_of, node.meta["val"].stride()), strict=True)
+        return sympy.Add(*(term.shift * stride for term, stride in pairs if term is not None))
 
     def address(
         self, node: Node, index: Index
     ) -> dict[tuple[str | Node, sympy.Expr, sympy.Expr | None], sympy.Expr]:
         """The offset of an element from a tensor's first without its `shift`, as terms {(axis, divisor,
         size): stride}. Neighbouring dimensions are merged into one term."""
-        strides = [size_of(s) for s in node.meta["val"].stride()]
-        terms: list[tuple[Term, sympy.Expr]] = [
-            (t, s) for t, s in zip(index, strides, strict=True) if t is not None and s != 0
-        ]
+        pairs = zip(index, map(size_of, node.meta["val"].stride()), strict=True)
+        terms = [(term, stride) for term, stride in pairs if term is not None and stride != 0]
         merged: dict[tuple, sympy.Expr] = {}
         for axis in dict.fromkeys(["row", "col", *(term.axis for term, _ in terms)]):
             mine = sorted((x for x in terms if x[0].axis == axis), key=lambda x: -_magnitude(x[0].divisor))

@@ -1,5 +1,4 @@
-"""Write a plain torch function into a graph: trace it on the fake values of its arguments, and copy the
-trace's operators.
+"""Write a plain torch function into a graph: trace it on its arguments' fake values, and copy the trace.
 
 A trace takes longer than all else that a lowering does. So it is made once for each function, shapes and
 constants: once a process where all sizes are numbers, once a graph where some are symbols, which mean
@@ -60,8 +59,7 @@ class Inliner:
 
     @staticmethod
     def _copy(trace: Graph, before: Node, arguments: list[Node]) -> Node:
-        # computes fake values anew: two copies must not look like one storage
-        emit = Emitter(before.graph, before, before)
+        emit = Emitter(before.graph, before, before)  # computes fake values anew: copies share no storage
         given = iter(arguments)
         copies: dict[Node, Node] = {}
         *nodes, output = trace.nodes

@@ -7,8 +7,7 @@
                                                   for each tile: load, compute, store
 
 A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is
-too much for the registers. It walks over the strips twice: once for the amaxes of the span's rows, once for
-the rest.
+too much for the registers. It walks over the strips twice: for the amaxes of the span's rows, then the rest.
 
 Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. A tile has one scale for
 each of its blocks, [BLOCK_R / rows, BLOCK_C / columns]; these are spread over the tile where values are
@@ -137,8 +136,7 @@ class Writer:
         return ", ".join([*names, *(f"{x}: tl.constexpr" for x in (*widths, "BLOCK_R", "BLOCK_C"))])
 
     def comments(self) -> list[str]:
-        """The comments of the kernel: inputs and scales of blocks with dtype and shape, outputs with content
-        and dtype."""
+        """Comments: inputs and scales of blocks with dtype and shape, outputs with content and dtype."""
         lines = []
         scales = self.group.scales
         blocks = {node: name for node, name in self.scales.items() if scales[node].granularity == "tile"}

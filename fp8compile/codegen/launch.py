@@ -1,5 +1,4 @@
-"""Write a generated kernel into the graph that Inductor compiles: allocate the outputs, launch, hand the
-outputs on.
+"""Write a generated kernel into the graph that Inductor compiles: allocate outputs, launch, hand them on.
 
     y0 = empty(...); y1 = empty(...)
     triton_kernel_wrapper_mutation(kernel, grid, x0=.., s0=.., y0=y0, y1=y1, amaxes=vector, ..)
@@ -9,11 +8,9 @@ over the kernel's configurations at the first launch, and caches the choice on d
 
 The amaxes of a graph are elements of one int32 vector, zeroed once (where the graph has a page of scaling
 state, by the kernel that takes the snapshot of it: `state_kernels`). Kernels raise them by atomic maxima on
-the bits of
-magnitudes: the bits of NaN are above those of infinity, and the order of the maxima does not matter. Amaxes
-of columns are parts of the same vector. Scales and amaxes are passed as views of one element, each 16-byte
-aligned. With a slot's number as an argument, Inductor would take each launch for a kernel of its own, and
-tune each.
+the bits of magnitudes: the bits of NaN are above those of infinity, and the order of the maxima does not
+matter. Amaxes of columns are parts of the same vector. Scales and amaxes are passed as views of one element,
+each 16-byte aligned. With a slot's number as an argument, Inductor would tune each launch as another kernel.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
 
 # (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for
 # each block of rows: its blocks are tall, and their height is fixed. Blocks are tall for column amaxes, too:
-# each block of rows costs an atomic maximum. Where blocks of elements share a scale, a tile holds whole
-# blocks.
+# each costs an atomic maximum. Where blocks of elements share a scale, a tile holds whole blocks.
 # With exp and the like a thread takes 16 elements instead of 32: with 32, registers would spill. So do blocks
 # of whole rows with column sums: with 32, a kernel takes 178 registers, and an SM holds one program. A
 # transposed copy is written in pieces of as many bytes as a block has rows; a sector of memory has 32. The
@@ -48,15 +44,9 @@ AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
 TILES = ((64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
 HEAVY_TILES = (
-    (32, 64, 4),
-    (32, 128, 8),
-    (64, 64, 8),
-    (64, 128, 16),
-    (128, 64, 16),
-    (128, 32, 8),
-    (128, 16, 4),
+    (32, 64, 4), (32, 128, 8), (64, 64, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4),
     (128, 128, 32),
-)
+)  # fmt: skip
 HEAVY_TALL_TILES = ((128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32), (32, 128, 8))
 ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4))
 TALL_ROW_BLOCKS = ((32, 64, 8), (32, 128, 8))
@@ -69,8 +59,7 @@ SPANS = ((128, 32, 8), (128, 16, 8))
 
 
 def apart(group: Group) -> bool:
-    """Does `fuse` make two kernels of this group, because its blocks need more whole rows than a program
-    takes?"""
+    """Does `fuse` make two kernels of this group, as its blocks need more rows than a program takes?"""
     return bool(group.passes) and group.block[0] > MOST_ROWS
 
 
@@ -81,14 +70,10 @@ def configurations(group: Group) -> tuple[tuple[int, int, int], ...]:
     tall = group.sums or group.column_amaxes
     if group.span:
         choices = SPANS
+    elif group.passes and tall:
+        choices = TALL_ROW_BLOCKS
     elif group.passes:
-        choices = (
-            TALL_ROW_BLOCKS
-            if tall
-            else TRANSPOSED_ROW_BLOCKS
-            if group.with_content("transposed")
-            else ROW_BLOCKS
-        )
+        choices = TRANSPOSED_ROW_BLOCKS if group.with_content("transposed") else ROW_BLOCKS
     elif group.heavy:
         choices = HEAVY_TALL_TILES if tall else HEAVY_TILES
     else:
@@ -125,8 +110,7 @@ def tuned(kernel: Any, configs: tuple[tuple[int, ...], ...], restore: tuple[str,
     import triton
 
     most = 1024 // (64 if torch.version.hip else 32)  # warps of a program: it has at most 1024 threads
-    made = [
-        # 3 is Triton's own
+    made = [  # 3 stages: Triton's own number
         triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=min(warps, most), num_stages=(*stages, 3)[0])
         for r, c, warps, *stages in configs
     ]
@@ -151,8 +135,7 @@ def amax_bits(amaxes: Node) -> Node | None:
 
 
 class BufferPart(NamedTuple):
-    """Where a copy lies in a larger matrix, the result of the node `whole`: from `first` on, along dimension
-    `dim`."""
+    """Where a copy lies in a larger matrix, the result of `whole`: from `first` on, along dimension `dim`."""
 
     whole: Node
     dim: int
@@ -173,8 +156,7 @@ class Launcher:
         parts: Mapping[int, BufferPart] | None = None,
     ):
         """`amaxes`: how many amaxes of whole matrices there are. `columns`: elements for all amaxes of
-        columns, as far as the width of the matrix is known. `parts`: outputs that are parts of larger
-        matrices, by id."""
+        columns, as far as the matrix's width is known. `parts`: outputs in larger matrices, by id."""
         self.graph, self.like = graph, like
         self.symbols: dict[sympy.Expr, Node] = {}
         self.vector: Node | None = None
@@ -207,19 +189,14 @@ class Launcher:
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
         configs = configurations(group)
         grids = [(self.number(emit, grid(group, config)), 1, 1) for config in configs]
-        widths = {
-            f"width{i}": value(outputs[i]).stride(0) for i, output in enumerate(group.stored) if output.spaced
-        }
+        spaced = [i for i, output in enumerate(group.stored) if output.spaced]
+        widths = {f"width{i}": value(outputs[i]).stride(0) for i in spaced}
         loaded = compat.triton.load_kernel(kernel.name, kernel.source)
         compat.triton.launch(emit, tuned(loaded, configs), grids, tensors, widths)
-        wide = [
-            emit(
-                aten.view.default,
-                emit(aten.view.dtype, x, torch.float32),
-                [-1, output.replaces.meta["val"].shape[1]],
-            )
-            for x, output in zip(by_column, group.column_amaxes, strict=True)
-        ]
+        wide = []
+        for x, output in zip(by_column, group.column_amaxes, strict=True):
+            amaxes = emit(aten.view.dtype, x, torch.float32)
+            wide.append(emit(aten.view.default, amaxes, [-1, output.replaces.meta["val"].shape[1]]))
         return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
 
     def _columns(self, emit: Emitter, count: sympy.Expr) -> Node:
@@ -248,15 +225,12 @@ class Launcher:
         return amaxes
 
     def raise_amaxes(self, before: Node, amaxes: dict[int, Node]) -> None:
-        """Raise the amaxes with these numbers to the largest of [n] float32 each, with one n. The numbers are
-        nobody else's."""
+        """Raise the amaxes with these numbers, nobody else's, to the largest of [n] float32 each, one n."""
         from .triton_kernels import fp8_raise
 
         emit = self._emitter(before)
         tensors = {f"rows{i}": rows for i, rows in enumerate(amaxes.values())}
-        bits = [
-            emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * number) for number in amaxes
-        ]
+        bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in amaxes]
         tensors |= {f"amax{i}": node for i, node in enumerate(bits)}
         missing = range(len(amaxes), self.MOST_RAISED)
         (count,) = sizes(next(iter(amaxes.values())))
@@ -268,16 +242,10 @@ class Launcher:
     def _empty(self, emit: Emitter, output: Output, domain: Domain) -> Node:
         like = output.node.meta["val"]
         if output.content in ("value", "row"):
-            shape, strides = (list(map(size_of, x)) for x in (like.shape, like.stride()))
-            number = functools.partial(self.number, emit)
-            return emit(
-                aten.empty_strided.default,
-                [number(x) for x in shape],
-                [number(x) for x in strides],
-                dtype=like.dtype,
-                device=like.device,
-                pin_memory=False,
-            )
+            shape = [self.number(emit, size_of(x)) for x in like.shape]
+            strides = [self.number(emit, size_of(x)) for x in like.stride()]
+            kind = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
+            return emit(aten.empty_strided.default, shape, strides, **kind)
         if output.content in ("blocks", "number"):
             return self.new(emit, list(sizes(output.replaces)), torch.float32)
         assert output.dtype is not None
@@ -291,14 +259,8 @@ class Launcher:
 
     def new(self, emit: Emitter, shape: Iterable[Any], dtype: torch.dtype) -> Node:
         """An empty tensor, in row-major order."""
-        device = self.like.meta["val"].device
-        return emit(
-            aten.empty.memory_format,
-            [self.number(emit, x) for x in shape],
-            dtype=dtype,
-            device=device,
-            pin_memory=False,
-        )
+        kind = {"dtype": dtype, "device": self.like.meta["val"].device, "pin_memory": False}
+        return emit(aten.empty.memory_format, [self.number(emit, x) for x in shape], **kind)
 
     def totals(self, before: Node, group: Group, outputs: list[Node]) -> dict[int, tuple[Node, Any, Any]]:
         """For each column sum of a group, by the id of its output: the vector that holds it, its first
@@ -323,11 +285,9 @@ class Launcher:
         rows, columns = sizes(partial)
         if not (rows.is_Integer and columns.is_Integer and rows <= MOST_PARTIAL_SUMS):
             total = emit(aten.sum.dim_IntList, partial, [0])
-            return (
-                total
-                if dtype == torch.float32
-                else emit(torch.ops.prims.convert_element_type.default, total, dtype)
-            )
+            if dtype == torch.float32:
+                return total
+            return emit(torch.ops.prims.convert_element_type.default, total, dtype)
         total = self.new(emit, [columns], dtype)
         constants = {"ROWS": int(rows), "COLUMNS": int(columns)}
         grid = [(_blocks(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
@@ -366,11 +326,8 @@ class Launcher:
             first = None
             for node in self.graph.nodes:
                 value = node.meta.get("val")
-                if (
-                    isinstance(value, torch.SymInt)
-                    and value.node.expr == symbol
-                    and (node.op == "placeholder" or not first)
-                ):
+                same = isinstance(value, torch.SymInt) and value.node.expr == symbol
+                if same and (node.op == "placeholder" or not first):
                     self.symbols[symbol] = node
                     return node
                 if first is None and isinstance(value, torch.Tensor) and symbol in sizes(node):

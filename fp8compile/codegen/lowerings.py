@@ -43,8 +43,7 @@ def last_amaxes(rows: list[Tensor]) -> Tensor:
 
 
 def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
-    """The amax of each block of a copy, float32: `ops.amax_blocks`, reduced along the tensor as it lies in
-    memory."""
+    """The amax of each block of a copy, float32: `ops.amax_blocks`, along the tensor as it lies in memory."""
     if x.numel() == 0:
         rows, columns = (x.shape[1], ops.padded_rows(x.shape[0])) if transposed else x.shape
         return x.new_zeros([ops.blocks(rows, block[0]), ops.blocks(columns, block[1])], dtype=torch.float32)
@@ -95,8 +94,7 @@ def _dense(copy: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def row_major(x: Tensor, shape: Sequence) -> Tensor:
-    """x as `shape` in row-major order, which Inductor has to keep. x must begin where its memory begins, and
-    fill it."""
+    """x as `shape` in row-major order, which Inductor has to keep. x must begin its memory, and fill it."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -104,15 +102,13 @@ def row_major(x: Tensor, shape: Sequence) -> Tensor:
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Copies side by side, row-major, in strides that Inductor has to keep. The casts run in the kernel that
-    writes it."""
+    """Copies side by side, row-major, in strides that Inductor has to keep. The writing kernel casts them."""
     whole = merged.joined(parts, dim)
     return row_major(whole, whole.shape)
 
 
 def transposed(x: Tensor) -> Tensor:
-    """`ops.transposed`, row-major, in strides that Inductor has to keep: it does not know those of a view as
-    another dtype."""
+    """`ops.transposed`, row-major, in strides for Inductor to keep: it knows none of a view as a dtype."""
     copy = ops.transposition(x)
     return row_major(copy, copy.shape)
 
@@ -120,13 +116,8 @@ def transposed(x: Tensor) -> Tensor:
 def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
     """`ops.dequantize`; where 1 x N elements share a scale, without a copy of the scales for each element."""
     rows, columns = data.shape
-    if (
-        inv.dim() == 2
-        and block[0] == 1
-        and block[1] > 1
-        and isinstance(columns, int)
-        and columns % block[1] == 0
-    ):
+    lines = inv.dim() == 2 and block[0] == 1 and block[1] > 1
+    if lines and isinstance(columns, int) and columns % block[1] == 0:
         parts = data.to(torch.float32).view(-1, columns // block[1], block[1]) * inv.unsqueeze(-1)
         return parts.view(-1, columns).to(dtype)
     return ops.values(data, inv, dtype, block)
@@ -152,8 +143,7 @@ def swizzled(inverse: Tensor, rows: Any, tall: int) -> Tensor:
 
 
 def aligned(inverse: Tensor) -> Tensor:
-    """One number, at a multiple of 16 bytes. cuBLASLt refuses the scale of a tensor that begins elsewhere
-    (CUDA 13.0, H200)."""
+    """One number, at a multiple of 16 bytes: cuBLASLt refuses one that begins elsewhere (CUDA 13.0, H200)."""
     return inverse if inverse.storage_offset() % 4 == 0 else copied(inverse)
 
 
@@ -168,8 +158,7 @@ def rows_first(inverse: Tensor) -> Tensor:
 
 
 def of_blocks(inverse: Tensor, block: Sequence[int]) -> Tensor:
-    """[rows, blocks] in cuBLASLt's order: for 1 x 128 blocks column by column, for 128 x 128 blocks row by
-    row."""
+    """[rows, blocks] in cuBLASLt's order: 1 x 128 blocks column by column, 128 x 128 blocks row by row."""
     return columns_first(inverse).t() if block[0] == 1 else rows_first(inverse)
 
 

@@ -39,8 +39,7 @@ aten = torch.ops.aten
 
 
 def lower_order(node: Node, inline: Callable[..., Node]) -> None:
-    """Replace the results of a `group_order` by those of one kernel, or of plain torch where none can be
-    launched."""
+    """Replace a `group_order`'s results by those of a kernel, or of plain torch if none can be launched."""
     items = list(node.users)
     if compat.triton.reorders():
         made = [inline(node, _of_order, *node.args, which) for which in range(3)]
@@ -64,8 +63,7 @@ def _of_order(offs: Tensor, rows: Any, align: int, which: int) -> Tensor:
 def lower_grouped_mm(
     node: Node, inline: Callable[..., Node], scales: tuple[Node, Node] | None = None
 ) -> Node:
-    """Insert the form of a `grouped_mm` before its node. `scales`: its `spread_scales`. Returns the node of
-    the result."""
+    """Insert the form of a `grouped_mm` before it (`scales`: `spread_scales`). Returns the result's node."""
     if scales is not None:
         return inline(node, multiplied, product_of(node), *scales)
     form = form_of(node)
@@ -92,8 +90,7 @@ def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:
 
 def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple[Node, Node]]:
     """For matmuls by ATen whose operands have one scale each: these scales, spread over the vectors that it
-    takes. One kernel writes those of several matmuls, if the scales are stored ones, which are there from the
-    beginning."""
+    takes. One kernel writes those of several matmuls if the scales are stored ones, there from the start."""
     chunks: list[list[Node]] = []  # which are spread together
     for node in graph.find_nodes(op="call_function", target=grouped_mm):
         if form_of(node) != GROUPED or any(value(inverse).dim() != 1 for inverse in _inverses(node)):
@@ -162,10 +159,8 @@ def grouped(x: GroupedProduct) -> Tensor:
 
 def multiplied(x: GroupedProduct, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """a_scale [M], b_scale [E, N]; in a wgrad [E * R] and [E * C]."""
-    b = x.b.transpose(-2, -1)
-    out = aten._scaled_grouped_mm.default(
-        x.a, b, a_scale, b_scale, x.offs, None, None, torch.bfloat16, x.fast_accum
-    )
+    given = x.a, x.b.transpose(-2, -1), a_scale, b_scale, x.offs
+    out = aten._scaled_grouped_mm.default(*given, None, None, torch.bfloat16, x.fast_accum)
     return out.to(x.out_dtype)
 
 

@@ -42,8 +42,7 @@ MX_COLUMNS = 32  # elements that share an E8M0 scale
 
 
 def lower_mm(node: Node, inline: Inline) -> Node:
-    """Insert the form of an `ops.scaled_mm` or `ops.block_mm` before its node. Returns the node of the
-    result."""
+    """Insert the form of an `ops.scaled_mm` or `ops.block_mm` before its node. Returns the result's node."""
     form = form_of(node)
     if form == TRITON:
         return launch_gemm(node, inline, gpu_of(value(node).device), product_of(node))
@@ -52,8 +51,7 @@ def lower_mm(node: Node, inline: Inline) -> Node:
 
 
 def form_of(node: Node) -> str:
-    """The form of a matmul: one of those of `scaled_mm_kind`, or TENSORWISE, where each operand has one
-    scale."""
+    """The form of a matmul: one of `scaled_mm_kind`'s, or TENSORWISE, where each operand has one scale."""
     if FORM in node.meta:
         return node.meta[FORM]
     gpu = gpu_of(value(node).device)
@@ -62,28 +60,19 @@ def form_of(node: Node) -> str:
     x = product_of(node)
     (m, k), n = value(x.a).shape, value(x.b).shape[0]
     made = product_dtype(None if x.bias is None else value(x.bias), x.out_dtype)
-    return scaled_mm_kind.how(
-        gpu, x.a_block, x.b_block, m, n, k, made, x.fast_accum, not compat.triton.reorders()
-    )
+    launches = not compat.triton.reorders()
+    return scaled_mm_kind.how(gpu, x.a_block, x.b_block, m, n, k, made, x.fast_accum, launches)
 
 
 def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:
     """The function and the arguments (nodes and constants) of a matmul in this form, which is not TRITON."""
     product = product_of(node)
+    if form == REFERENCE and node.target is ops.scaled_mm:
+        return ops.product, product[:7]
     if form == REFERENCE:
-        return (
-            (ops.product, product[:7])
-            if node.target is ops.scaled_mm
-            else (ops.block_product, tuple(product))
-        )
-    forms = {
-        TENSORWISE: tensorwise,
-        ROWWISE: rowwise,
-        AFTER: rowwise_after,
-        BLOCKWISE: blockwise,
-        MX: mx,
-        EMULATED: emulated,
-    }
+        return ops.block_product, tuple(product)
+    forms = {TENSORWISE: tensorwise, ROWWISE: rowwise, AFTER: rowwise_after}
+    forms |= {BLOCKWISE: blockwise, MX: mx, EMULATED: emulated}
     return forms[form], (product,)
 
 
@@ -112,14 +101,12 @@ def finished(product: Tensor, x: ScaledProduct) -> Tensor:
 
 def tensorwise(x: ScaledProduct) -> Tensor:
     """A scale for a and one for b."""
-    # views, not `as_strided` without an offset: there, Inductor 2.11 drops the offset of the input
-    # (pytorch#175325)
+    # views, not `as_strided` without an offset: Inductor 2.11 drops the input's there (pytorch#175325)
     return scaled(x, aligned(x.a_inv).view(1, 1), aligned(x.b_inv).view(1, 1))
 
 
 def rowwise(x: ScaledProduct) -> Tensor:
-    """A scale for each row of a and of b, or one for all rows: `_scaled_mm` takes them as [M, 1] and [1,
-    N]."""
+    """A scale for each row of a and of b, or one for all: `_scaled_mm` takes them as [M, 1] and [1, N]."""
     a_scale = stored(of_rows(x.a_inv, x.a), [x.a.shape[0], 1])
     b_scale = stored(of_rows(x.b_inv, x.b), [1, x.b.shape[0]])
     return scaled(x, a_scale, b_scale)
@@ -168,8 +155,7 @@ def emulated(x: ScaledProduct) -> Tensor:
 
 
 def dequantized(copy: Tensor, inverse: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """The values of an operand in bf16, and the factors that its rows have still to be multiplied with (None:
-    no factors).
+    """The values of an operand in bf16, and factors with which its rows are still to be multiplied, if any.
 
     Exact where the inverses are powers of two: an FP8 number has 4 significant bits at most, bf16 has 8, and
     as many exponents as float32.
@@ -185,6 +171,5 @@ def _padded(copy: Tensor) -> Tensor:
     if isinstance(columns, int) and columns % MX_COLUMNS == 0:
         return copy
     whole = ops.blocks(columns, MX_COLUMNS) * MX_COLUMNS
-    return stored(torch.nn.functional.pad(copy.view(torch.uint8), (0, whole - columns)), [rows, whole]).view(
-        copy.dtype
-    )
+    padded = torch.nn.functional.pad(copy.view(torch.uint8), (0, whole - columns))
+    return stored(padded, [rows, whole]).view(copy.dtype)

@@ -1,12 +1,9 @@
 """The scales of a cast: which elements of the matrix share one, and how a kernel gets them.
 
-    one     a scale for the whole matrix, [1]: from memory, or computed by each program from the amax in
-            memory
-    row     a scale a row: computed by an earlier pass over the row (like a norm's sum over a row), or from
-            memory
+    one     a scale for the whole matrix, [1]: from memory, or made by each program of the amax in memory
+    row     a scale a row: made by an earlier pass over the row (like a norm's sum), or from memory
     col     a scale a column: from memory; its amax was taken in another walk
-    tile    a scale for a block of `rows` x `columns` elements; a tile holds whole blocks: computed in place,
-            or from memory
+    tile    a scale for `rows` x `columns` elements, whole blocks in a tile: made in place, or from memory
 
 In the graph, a scale to be computed is `current_scale(amax_blocks(x, ..))`, perhaps permuted for square
 blocks; a scale from memory is a tensor that was computed earlier. A scale computed in place equals that of
@@ -51,8 +48,7 @@ class Scale:
     @property
     def read(self) -> tuple[Node, ...]:
         """What a kernel reads of a scale for the whole matrix: the scale, or what each program computes it
-        from. That is an amax; or, where several tensors have one scale, the amaxes or the scales of all of
-        them."""
+        from: an amax or, where several tensors have one scale, the amaxes or the scales of all of them."""
         if not self.computed:
             return (self.node,)
         source = arg(self.node, 0)
@@ -91,8 +87,7 @@ def of_cast(scale: Node, transposed: bool, block: tuple[int, int]) -> Scale:
 
 
 def of_amax(node: Node) -> Scale:
-    """An `amax_blocks`, or a scale or inverse made of it, with the block of the matrix that each of its
-    numbers is for."""
+    """An `amax_blocks`, or a scale or inverse of it, with the block of the matrix that each number is for."""
     rows, columns = arg(amax_of(node), 2)  # type: ignore[arg-type]
     transposed = bool(arg(amax_of(node), 1))  # type: ignore[arg-type]
     return Scale(node, columns, rows, True) if transposed else _banded(Scale(node, rows, columns, False))
@@ -114,15 +109,10 @@ def amax_of(node: Node) -> Node | None:
 def made_in_place(scale: Scale, source: Node) -> bool:
     """Can the walk that casts `source` compute this scale?"""
     amax = amax_of(scale.node)
-    if (
-        amax is None
-        or arg(amax, 0) is not source
-        or scale.granularity not in ("row", "tile")
-        or scale.groups is not None
-    ):
+    if amax is None or arg(amax, 0) is not source or scale.groups is not None:
         return False
     own = of_amax(amax)
-    return (own.rows, own.columns) == (scale.rows, scale.columns)
+    return scale.granularity in ("row", "tile") and (own.rows, own.columns) == (scale.rows, scale.columns)
 
 
 def chain(amax: Node) -> list[Node]:
@@ -141,11 +131,8 @@ def loaded_scale(scale: Scale, name: str) -> list[str]:
         return [f"{name}_value = {_folded('minimum', loads)}"]
     if len(loads) > 1:  # as integers: the bits of NaN are above those of all numbers
         loads = [_folded("maximum", [f"{x}.to(tl.int32, bitcast=True)" for x in loads])]
-    amax = f"{name}_amax"
-    return [
-        f"{amax} = {loads[0]}.to(tl.float32, bitcast=True)",
-        *computed_scale(scale.node, amax, f"{name}_value"),
-    ]
+    lines = computed_scale(scale.node, f"{name}_amax", f"{name}_value")
+    return [f"{name}_amax = {loads[0]}.to(tl.float32, bitcast=True)", *lines]
 
 
 def _folded(function: str, values: Sequence[str]) -> str:
@@ -153,21 +140,17 @@ def _folded(function: str, values: Sequence[str]) -> str:
 
 
 def computed_scale(node: Node, operand: str, name: str) -> list[str]:
-    """Lines that set `name` to the scales of the amaxes `operand`, or to the inverses of the scales
-    `operand`."""
+    """Lines that set `name` to the scales of `operand`, if these are amaxes, or to the inverses of scales."""
     if node.target is ops.inverse:
         return [f"{name} = tl.div_rn(1.0, {operand})"]
     reach, largest, smallest = arg(node, 1) / 2.0 ** arg(node, 2), number_text(LARGEST), number_text(SMALLEST)
+    raised = f"tl.where({name} < {smallest}, {smallest}, {name})"
     lines = [
         f"{name} = tl.div_rn({number_text(reach)}, {operand})",
-        (
-            f"{name} = tl.where({name} > {largest}, {largest}, tl.where({name} < "
-            f"{smallest}, {smallest}, {name}))"
-        ),
+        f"{name} = tl.where({name} > {largest}, {largest}, {raised})",
         f'{name} = tl.where(({operand} > 0) & ({operand} < float("inf")), {name}, 1.0)',
     ]
     if len(node.args) > 3 and node.args[3]:
-        lines.append(
-            f"{name} = ({name}.to(tl.int32, bitcast=True) & {EXPONENT}).to(tl.float32, bitcast=True)"
-        )
+        power = f"{name}.to(tl.int32, bitcast=True) & {EXPONENT}"
+        lines.append(f"{name} = ({power}).to(tl.float32, bitcast=True)")
     return lines

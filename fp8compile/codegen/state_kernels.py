@@ -1,5 +1,4 @@
-"""The two launches of a direction that serve its scaling state: `fp8_begin` and `fp8_update` of
-`triton_kernels`.
+"""The two launches that serve a direction's scaling state: `triton_kernels.fp8_begin` and `fp8_update`.
 
     vector = zeros(n); scales = snapshot(page)  ->  fp8_begin(page, scales, vector), which fills both
     copy_(page, update(page, scales, amaxes))   ->  fp8_update(page, scales, amaxes)
@@ -48,9 +47,8 @@ def launch_update(node: Node, page: Node, scales: Node, amax: Node) -> None:
 
 
 def launch_begin(node: Node, page: Node) -> Node | None:
-    """A snapshot of the page by the kernel that also zeroes the graph's vector of amaxes. None if the
-    graph has no such vector, or a snapshot before this one has taken it: then the snapshot is a kernel of
-    its own."""
+    """A snapshot of the page by the kernel that also zeroes the graph's vector of amaxes. None if the graph
+    has none, or an earlier snapshot has taken it: then the snapshot is a kernel of its own."""
     from .triton_kernels import fp8_begin
 
     vector = launch.zeroed(node.graph)
@@ -58,17 +56,14 @@ def launch_begin(node: Node, page: Node) -> Node | None:
         return None
     (slots, width), (count,) = (map(int, value(x).shape) for x in (page, vector))
     emit = Emitter(node.graph, vector, vector, nn_module_stack=None, fwd_nn_module_stack=None)  # of no module
-    device = value(page).device
-    scales = emit(
-        aten.empty.memory_format, [slots, BEFORE, APART], dtype=torch.float32, device=device, pin_memory=False
-    )
-    zeros = emit(aten.empty.memory_format, [count], dtype=torch.int32, device=device, pin_memory=False)
+    empty, place = aten.empty.memory_format, {"device": value(page).device, "pin_memory": False}
+    scales = emit(empty, [slots, BEFORE, APART], dtype=torch.float32, **place)
+    zeros = emit(empty, [count], dtype=torch.int32, **place)
     programs = -(-max(slots * BEFORE, count) // NUMBERS_AT_BEGIN)
     constants = {"SLOTS": slots, "WIDTH": width, "COUNT": count}
     kernel = launch.tuned(fp8_begin, ((NUMBERS_AT_BEGIN, 1, 4),))
-    compat.triton.launch(
-        emit, kernel, [(programs, 1, 1)], {"page": page, "scales": scales, "amaxes": zeros}, constants
-    )
+    tensors = {"page": page, "scales": scales, "amaxes": zeros}
+    compat.triton.launch(emit, kernel, [(programs, 1, 1)], tensors, constants)
     vector.replace_all_uses_with(zeros)
     node.graph.erase_node(vector)
     return scales

@@ -131,8 +131,7 @@ class Stores:
             lines.append(f"{name} = tl.fma({value}, 0.0, {value} * {scale})")  # infinity times zero is NaN
         else:
             lines.append(f"{name} = {value} * {scale}")
-            # by comparisons, which let NaN pass: Triton (#11111) miscompiles NaN-propagating min and max next
-            # to these stores
+            # by comparisons, which let NaN pass: Triton (#11111) miscompiles such min and max near the stores
             above = f"tl.where({name} < -{largest}, -{largest}, {name})"
             lines.append(f"{name} = tl.where({name} > {largest}, {largest}, {above})")
             lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')

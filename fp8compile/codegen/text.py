@@ -17,13 +17,11 @@ def integer(expr: sympy.Expr) -> str:
         return str(expr)
     if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
         return " * ".join([f"({integer(expr.base)})"] * int(expr.exp))
-    if type(expr).__name__ in ("Max", "Min"):  # of one or more arguments: a number of blocks, say
-        return functools.reduce(
-            lambda a, b: f"tl.{type(expr).__name__.lower()}imum({a}, {b})", map(integer, expr.args)
-        )
-    sign = {"Add": " + ", "Mul": " * ", "FloorDiv": " // ", "Mod": " % ", "PythonMod": " % "}.get(
-        type(expr).__name__
-    )
+    kind = type(expr).__name__
+    if kind in ("Max", "Min"):  # of one or more arguments: a number of blocks, say
+        function = f"tl.{kind.lower()}imum"
+        return functools.reduce(lambda a, b: f"{function}({a}, {b})", map(integer, expr.args))
+    sign = {"Add": " + ", "Mul": " * ", "FloorDiv": " // ", "Mod": " % ", "PythonMod": " % "}.get(kind)
     if sign is None:
         raise Unwritable(f"the size {expr}")
     return sign.join(integer(x) if x.is_Atom else f"({integer(x)})" for x in expr.args)

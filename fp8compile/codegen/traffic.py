@@ -18,14 +18,7 @@ from .launch import TALL_ROW_BLOCKS, TALL_TILES, apart
 from .scales import of_amax
 
 _PARTS = (aten.slice.Tensor, aten.select.int)  # views of memory
-_MOVES: tuple = (
-    aten.cat.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.constant_pad_nd.default,
-    aten.amax.default,
-)
-_MOVES += (aten.index.Tensor,)
+_MOVES = (*_PARTS, aten.cat.default, aten.constant_pad_nd.default, aten.amax.default, aten.index.Tensor)
 
 
 class Sizes:
@@ -49,16 +42,14 @@ class Sizes:
 
 
 def fusable(node: Node, ours: tuple) -> bool:
-    """Would Inductor compute this node in a kernel with its neighbours? `ours`: our operators that are
-    lowered to such nodes."""
+    """Would Inductor fuse this node with its neighbours? `ours`: our operators that become such nodes."""
     if node.op != "call_function":
         return False
     return pointwise(node) or node.target in (*VIEWS, *REDUCTIONS, *_MOVES, *ours) or supported(node)
 
 
 def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -> tuple[int, int]:
-    """(bytes of the group's kernel, bytes of Inductor's kernels for the same). `stored`: what other groups
-    wrote.
+    """(bytes of the group's kernel, bytes of Inductor's for the same). `stored`: what other groups wrote.
 
     Inductor reads the inputs once for all outputs along rows, and once more for column sums and column
     amaxes. It reads them once more for amaxes of blocks of several rows, if the blocks are one column wide or
@@ -72,12 +63,8 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     # Inductor would compute an input in place if nobody else reads it: then writing it is our cost
     for x in group.inputs:
         made = behind(x, (*VIEWS, *_PARTS))
-        if (
-            made.op == "call_function"
-            and made not in stored
-            and fusable(made, ours_too)
-            and set(x.users) <= set(group.members)
-        ):
+        nobody_else = set(x.users) <= set(group.members)
+        if nobody_else and made not in stored and fusable(made, ours_too):
             ours += sizes_of.bytes_of(x)
     for output in group.outputs:
         elements = sizes_of(product(sizes(output.node)))

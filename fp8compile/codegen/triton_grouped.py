@@ -1,8 +1,7 @@
 """Kernels for groups of rows, written by hand: their order, and their matmul. `grouped_gemm` launches them,
 and imports this module only then, because it needs Triton.
 
-Sizes that are known when a graph is compiled are `tl.constexpr`. See `triton_kernels` for what Inductor
-copies.
+Sizes known when a graph is compiled are `tl.constexpr`. See `triton_kernels` for what Inductor copies.
 """
 
 import triton
@@ -12,8 +11,7 @@ STEP = tl.constexpr(128)  # elements of the contraction that a step takes
 MX_STEP = tl.constexpr(32)  # elements that share an E8M0 scale
 MX_SCALES = tl.constexpr(4)  # of a row in a step
 
-# what has a scale of its own: the operand, one matrix of a stack, a row, 1 x 128 elements, 128 x 128, 1 x 32,
-# 32 x 32
+# what has its own scale: operand, matrix of a stack, row, 1 x 128 elements, 128 x 128, 1 x 32, 32 x 32
 WHOLE = tl.constexpr(0)
 MATRIX = tl.constexpr(1)
 ROW = tl.constexpr(2)
@@ -104,8 +102,7 @@ def fp8_grouped(
     program = tl.program_id(0)
     lane = tl.arange(0, LANES)
     if OF_ROWS:
-        # tiles of a group are neighbours; there are as many as its rows need, so only the ends tell which
-        # group this is
+        # tiles of a group are neighbours, as many as its rows need: only the ends tell which group this is
         tile = program // wide
         block_c = program % wide
         ends = tl.load(offs + lane, mask=lane < E, other=0)
@@ -124,8 +121,7 @@ def fp8_grouped(
         start = tl.maximum(tl.load(offs + group - 1, mask=group > 0, other=0), 0)
         end = tl.load(offs + group)
         col = block_c * BLOCK_C + tl.arange(0, BLOCK_C)
-        # rows and columns outside of the matrix read its first ones instead, so that the loop needs no mask
-        # for them
+        # rows and columns outside of the matrix read its first ones instead, so the loop needs no mask
         from_col = tl.where(col < N, col, 0).to(tl.int64)
         if OF_ROWS:
             row = start + tl.maximum(block_r, 0) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -1,8 +1,7 @@
 """The kernels that are written by hand: the matmul with block scales, the begin and the end of a direction's
 scaling state, and the reductions of partial results: column sums, and amaxes of rows.
 
-`block_gemm`, `state_kernels` and `launch` launch them, and import this module only then, because it needs
-Triton.
+`block_gemm`, `state_kernels` and `launch` launch them, and only then import this module: it needs Triton.
 
 Sizes that are known when a graph is compiled are `tl.constexpr`. Inductor copies a kernel into its code
 together with the `tl.constexpr` globals that the kernel names, and with nothing else of this module.
@@ -53,11 +52,11 @@ def fp8_gemm(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # a: FP8 [rows, inner]; b: FP8 [columns, inner]; y: [rows, columns] of any float; bias: [columns] of any
-    # float, or None Sizes that are known are in M, N and K. Where only a run knows a size, its constant is
-    # None, and it is in m, n or k16 (otherwise None), with K = 16 * k16: the compiler has to know that K is a
-    # multiple of 16 to read 16 bytes at a time. a_inv: [rows / 128, inner / 128] of 128 x 128 blocks
-    # (A_SQUARE), or [inner / 128, rows] of 1 x 128 blocks; b_inv likewise
+    # a: FP8 [rows, inner]; b: FP8 [columns, inner]; y: [rows, columns], bias: [columns] or None, of any float
+    # Sizes that are known are in M, N and K. Where only a run knows a size, its constant is None, and it is
+    # in m, n or k16 (otherwise None), with K = 16 * k16: the compiler has to know that K is a multiple of 16
+    # to read 16 bytes at a time. a_inv: [rows / 128, inner / 128] of 128 x 128 blocks (A_SQUARE), or
+    # [inner / 128, rows] of 1 x 128 blocks; b_inv likewise
     rows = m if M is None else M
     columns = n if N is None else N
     inner = k16 * 16 if K is None else K

@@ -71,14 +71,13 @@ class Interface:
 
 
 class Call(NamedTuple):
-    """A call in progress. `pages`: its state. `again`: it is a recomputation. `dry`: it leaves the state as
-    it is. `ran`: how its forward runs."""
+    """A call in progress."""
 
-    pages: PageSet | None
+    pages: PageSet | None  # its state
     look: probe.Look | None  # set if the call is measured
-    again: bool = False
-    dry: bool = False
-    ran: Ran | None = None
+    again: bool = False  # it is a recomputation
+    dry: bool = False  # it leaves the state as it is
+    ran: Ran | None = None  # how its forward runs
 
 
 NO_CALL = Call(None, None)
@@ -94,18 +93,14 @@ class Calls:
         self.groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
         self.decisions: tuple[str, ...] = ()  # about each matmul of a weight
         self.agreed = False  # the ranks of those groups have compared their slots and decisions
-        # tensors that forwards run eagerly have saved, each with its How
-        self.marks = compat.autograd.TensorMarks()
+        self.marks = compat.autograd.TensorMarks()  # tensors that eager forwards saved, each with its How
         self.local = threading.local()  # `call`: the call in progress on this thread
 
     def keep_state(self, done: Rewritten) -> None:
-        """Make the book of a graph with slots. Forward and backward are compiled one after the other, and
-        share one book."""
-        interface = self.interface
+        """Make the book of a graph with slots. Forward and backward, compiled one by one, share it."""
+        known = self.interface
         if self.book is None:
-            self.book = Book(
-                done.forward, done.backward, interface.history, interface.observes, interface.together
-            )
+            self.book = Book(done.forward, done.backward, known.history, known.observes, known.together)
 
     @property
     def current(self) -> Call:
@@ -121,17 +116,16 @@ class Calls:
             self.local.call = before
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
-        return (self.book is not None and tensor.data_ptr() in self.book.by_pointer) or self.marks.note(
-            tensor
-        ) is not None
+        if self.book is not None and tensor.data_ptr() in self.book.by_pointer:
+            return True
+        return self.marks.note(tensor) is not None
 
     # -- before a call --
 
     def open(
         self, args: Sequence[Any], device: torch.device, look: probe.Look | None
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
-        """Begin a call with these weights among its arguments: the `Call`, and the pages of forward and
-        backward to pass to the graph."""
+        """Begin a call with these arguments: the `Call`, and the graph's pages of forward and backward."""
         assert self.book is not None
         pages = self.book.open(args, device)
         forward, backward = pages.forward.tensor, pages.backward.tensor
@@ -154,8 +148,7 @@ class Calls:
         return (pages.pending > 0 and compat.autograd.recomputing()) or compat.autograd.repeating()
 
     def agree(self) -> None:
-        """Compare with the other ranks, before the first all-reduce. After an error the next call compares
-        again."""
+        """Compare with other ranks, before the first all-reduce; after an error, again in the next call."""
         if not self.agreed:
             keys = (*self.book.keys[0], *self.book.keys[1]) if self.book is not None else ()
             slots = ", ".join(f"{self.interface.names[key.input]} {key.role} {key.use}" for key in keys)

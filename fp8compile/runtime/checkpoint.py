@@ -12,9 +12,8 @@
     dcp.load(state, checkpoint_id=path)  # also before the first call, and on another number of ranks
 
 DCP takes plain tensors with one name for replicas, and keeps those of one rank. The state of a rank is its
-own. So all ranks gather their states, and the checkpoint has one item, "ranks", which is the same on all of
-them: the states, each that is equal on several ranks once. Whoever loads reads them all and takes what is its
-own.
+own. So all ranks gather their states, and the checkpoint has one item, "ranks", the same on all of them: the
+states, each that is equal on several ranks once. Whoever loads reads them all, and takes what is its own.
 """
 
 from __future__ import annotations
@@ -99,13 +98,12 @@ class ScalingState:
         del state[VERSION_KEY]
         values = torch.cat([torch.empty(0), *state.values()])
         owners = set(map(_owner, state))
+        weights = {name: weight for name, weight in self._weights().items() if name in owners}
         own = {
             "slots": list(state),
             "lengths": [row.numel() for row in state.values()],
             "values": values,
-            "parts": compat.shards.parts(
-                {name: weight for name, weight in self._weights().items() if name in owners}
-            ),
+            "parts": compat.shards.parts(weights),
         }
         text = repr([own["slots"], own["lengths"], own["parts"]]).encode()
         known = self._gather(hashlib.sha256(text + bytes(values.view(torch.uint8).tolist())).hexdigest())
@@ -126,7 +124,7 @@ class ScalingState:
             self._load_own(state_dict)
             return
         given = state_dict[ITEM]
-        # allow_partial_load leaves what it was given
+        # DCP with allow_partial_load leaves what it was given
         if given is self._made and self.state_dict()[ITEM] == given:
             logger.warning("fp8: this checkpoint has no scaling state: the run starts cold")
             return
@@ -162,9 +160,8 @@ class ScalingState:
             changes = [prepare_load(model, state, self.strict) for model in self.models]
         else:
             known = self._weights()
-            unexpected = [
-                f"unexpected: {slot}" for slot in state if slot != VERSION_KEY and _owner(slot) not in known
-            ]
+            slots = (slot for slot in state if slot != VERSION_KEY)
+            unexpected = [f"unexpected: {slot}" for slot in slots if _owner(slot) not in known]
             if unexpected:
                 refuse_or_warn(unexpected, self.strict, FIX)
             changes = [prepare_load(model, _of(model, state), self.strict) for model in self.models]
@@ -213,17 +210,14 @@ def _opened(given: Any) -> dict[str, Any]:
         raise StateError(f"this checkpoint has a {type(given).__name__} where ScalingState has put bytes")
     saved = _read(given)
     if (saved["format"], saved["version"]) != (FORMAT, VERSION):
+        known = f"format {FORMAT}, version {VERSION}"
         have = f"format {saved['format']}, version {saved['version']}"
-        raise StateError(
-            f"a scaling state of format {FORMAT}, version {VERSION} can be read here; "
-            f"this checkpoint has {have}"
-        )
+        raise StateError(f"a scaling state of {known} can be read here; this checkpoint has {have}")
     return saved
 
 
 def _owner(slot: str) -> str:
-    """The name of the parameter that a slot belongs to. `slot`: parameter, role and use, as in
-    `scaling_state`."""
+    """The name of a slot's parameter. `slot`: parameter, role and use, as in `scaling_state`."""
     return slot.rsplit(".", 2)[0]
 
 
@@ -241,8 +235,7 @@ def _rows(state: dict[str, Any]) -> dict[str, Tensor]:
 def _chosen(
     saved: dict[str, Any], rank: int, size: int, parts: dict[str, str]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The rows that a rank takes, by name of the slot, and what does not fit. `parts`: of its own
-    parameters."""
+    """The rows that a rank takes, by slot, and what does not fit. `parts`: those of its own parameters."""
     states, ranks = saved["states"], saved["ranks"]
     own = states[ranks[rank]] if len(ranks) == size else None
     held: dict[str, list[Tensor]] = {}
@@ -265,7 +258,6 @@ def _chosen(
         found[slot] = torch.cat((row, torch.stack([row[-1:] for row in rows]).amax(0)))
     for name in sorted(others.keys() - set(map(_owner, held))):
         was = " or ".join(part or "all of it" for part in sorted(others[name]))
-        different.append(
-            f"{name}: the ranks that saved it had {was}; this one has {parts[name] or 'all of it'}"
-        )
+        here = parts[name] or "all of it"
+        different.append(f"{name}: the ranks that saved it had {was}; this one has {here}")
     return found, different

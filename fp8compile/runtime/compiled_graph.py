@@ -39,8 +39,7 @@ class CompiledGraph:
         parts: Sequence[GraphFeature] = (),
         options: Options | None = None,
     ):
-        # Dynamo disables itself around a call of the whole
-        self.function = compat.dynamo.undisabled(function)
+        self.function = compat.dynamo.undisabled(function)  # Dynamo disables itself around the whole call
         self.interface, self.calls, self.owners = interface, calls, owners
         self.record, self.converts, self.parts, self.options = record, converts, parts, options
         self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
@@ -60,7 +59,7 @@ class CompiledGraph:
                 pages = [state_page.new_page(rows, interface.history, first.device) for rows in sizes]
                 fakes = [part.stand_ins(first.device) for part in self.giving]
                 return self.function(*args, *pages, *self._filled(fakes, torch.empty(1, device=first.device)))
-        # those that the user holds
+        # the parameters that the user holds
         known = compat.flat.owners(args, interface.packed) if interface.packed else args
         if isinstance(known[interface.weights[0]], nn.Parameter):
             key = self.owners.key(known)
@@ -79,8 +78,7 @@ class CompiledGraph:
             if not (DRY.get() or compat.process_groups.inferring_shapes()):
                 self.calls.agree()
         if interface.stateful:  # the graph does not read its state inputs
-            if self.idle is None:
-                # as traced: Inductor of 2.11 compares
+            if self.idle is None:  # of the sizes that were traced: Inductor of 2.11 compares them
                 self.idle = state_page.new_page(1, interface.history, first.device)
             args = (*args, self.idle, self.idle)
         args = (*args, *given)
@@ -127,13 +125,10 @@ class CompiledGraph:
 
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """The `Look` of a call that is measured, or runs beside one that is; None for any other call."""
-        if (
-            not self.interface.trains
-            or not self.converts
-            or self.interface.observes
-            or compat.autograd.compiled_autograd()
-        ):
+        interface = self.interface
+        scaled = interface.trains and self.converts and not interface.observes
+        if not scaled or compat.autograd.compiled_autograd():
             return None
         may_begin = not compat.autograd.recomputing() and not compat.autograd.repeating()
         may_begin = may_begin and not DRY.get() and not compat.process_groups.inferring_shapes()
-        return self.calls.looking.at(args, self.interface.weights, compat.autograd.in_backward(), may_begin)
+        return self.calls.looking.at(args, interface.weights, compat.autograd.in_backward(), may_begin)

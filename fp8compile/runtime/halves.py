@@ -1,5 +1,4 @@
-"""Compiles the two halves that AOTAutograd makes of a graph, and keeps each graph for calls that run
-eagerly."""
+"""Compiles the two halves that AOTAutograd makes of a graph, and keeps their graphs for eager calls."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from .warm_start import Half, Later, packed, unpacked
 
 
 class Halves:
-    """`joint_pass` becomes one of Inductor's passes over the joint graph; `compile` replaces Inductor's inner
-    compiler.
+    """`joint_pass` is one of Inductor's passes over the joint graph; `compile` replaces its inner compiler.
 
     `rewrite` runs our passes over a joint graph; `after` hears what they did, here or in an earlier process.
     Then `rewritten` is what they did (None: Inductor saw no joint graph, because the graph has no inputs),
@@ -43,16 +41,15 @@ class Halves:
         self.inner, self.rewrite, self.after, self.calls, self.owners = inner, rewrite, after, calls, owners
         self.rewritten: Rewritten | None = None
         self.converts = False
-        # name of a tensor saved for backward; its mark tells the backward how the forward ran
-        self.marker: str | None = None
+        self.marker: str | None = None  # name of a saved tensor; its mark tells how the forward ran
         self.keeps = self.restored = False
 
     def joint_pass(self, graph: Graph) -> None:
         if not compat.dynamo.is_joint_graph(graph):
             return  # a nested graph: `collect` lists the operator that contains it
         done = self.rewrite(graph)
-        # without the joint graph
-        self._know(replace(done, matmuls=[], opaque=[]), any(matmul.fp8 for matmul in done.matmuls))
+        kept = replace(done, matmuls=[], opaque=[])  # without the joint graph
+        self._know(kept, any(matmul.fp8 for matmul in done.matmuls))
 
     def _know(self, done: Rewritten, converts: bool) -> None:
         self.rewritten, self.converts = done, converts
@@ -79,11 +76,8 @@ class Halves:
     def _sized(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Sequence[Any]:
         """The inputs of a half, with those that we have added as the passes have made them."""
         ours = self.rewritten.added if self.rewritten is not None else ()
-        nodes = gm.graph.find_nodes(op="placeholder")
-        return [
-            value(node) if node.name in ours else given
-            for node, given in zip(nodes, example_inputs, strict=True)
-        ]
+        pairs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+        return [value(node) if node.name in ours else given for node, given in pairs]
 
     def _kept(self, run: Boxed, compiled: Any, half: Half, graph: GraphModule | None, backward: bool) -> Any:
         """`run`, for AOTAutograd's cache if it is used."""
@@ -142,11 +136,9 @@ class Halves:
         page_at, marker_at = (names.index(x) if x in names else None for x in (page, self.marker))
 
         def run(args: list[Any]) -> Any:
-            pages = (
-                book.by_pointer.get(args[page_at].data_ptr())
-                if book is not None and page_at is not None
-                else None
-            )
+            pages = None
+            if book is not None and page_at is not None:
+                pages = book.by_pointer.get(args[page_at].data_ptr())
             how = calls.backward(pages, args[marker_at] if marker_at is not None else None)
             result = eager(args, how) if how is not None and _on(device, args) else warm(args)
             calls.backward_done(pages)
@@ -162,11 +154,9 @@ def _half(gm: GraphModule, backward: bool) -> Half:
     kinds = {value(node).device.type for node in gm.graph.nodes if is_tensor(node)}
     # inputs that are numbers may be on the CPU
     device = next((kind for kind in kinds if kind != "cpu"), "cpu")
-    # the last outputs are saved for backward; if the marker is not among them, the backward does not look for
-    # it
-    made = [
-        i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder" and is_tensor(x)
-    ]
+    # the last outputs are saved for backward, which looks for the marker only if it is among them
+    nodes = [(i, x) for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder"]
+    made = [i for i, x in nodes if is_tensor(x)]
     # a view of an input has the same address in every call, and could not mark one of them
     inputs = [value(x) for x in placeholders if is_tensor(x)]
     made = [i for i in made if not any(compat.autograd.share_memory(value(outputs[i]), x) for x in inputs)]
@@ -175,8 +165,7 @@ def _half(gm: GraphModule, backward: bool) -> Half:
 
 
 def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
-    """Fp8CompileError if the update of the state is missing: the partitioner silently drops a mutation that
-    does not fit into its half of the graph."""
+    """Fp8CompileError if the state's update is missing: the partitioner drops mutations that fit no half."""
     writes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     if slots and not any(getattr(node.args[0], "name", None) == page for node in writes):
         raise Fp8CompileError(
@@ -190,6 +179,5 @@ def _outputs(gm: GraphModule) -> list[Any]:
 
 
 def _on(device: str, args: Sequence[Any]) -> bool:
-    """Are the arguments where the graph was compiled for? (A graph compiled for a described GPU cannot run
-    here.)"""
+    """Are the arguments where the graph was compiled for? (One compiled for a described GPU cannot run.)"""
     return any(isinstance(x, torch.Tensor) and x.device.type == device for x in args)

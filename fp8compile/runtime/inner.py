@@ -31,6 +31,5 @@ def _interpret(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) ->
 
 
 INDUCTOR = Inner(compat.inductor.compile_inner)
-# Our passes rewrite and lower a graph as usual; then it runs node by node. That saves Inductor's 10 to 20 s a
-# graph.
+# Our passes rewrite and lower a graph as usual; then it runs node by node. That saves 10 to 20 s a graph.
 INTERPRETER = Inner(_interpret)

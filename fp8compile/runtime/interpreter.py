@@ -52,7 +52,7 @@ class Eager(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        # comes from a large torch.eye
+        # a large torch.eye has one
         if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:
             return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
         if target is ops.delayed_scale and not self.how.cold:
@@ -74,8 +74,7 @@ def _draw(kind: str, *args: Any) -> torch.Tensor:
 
 
 def boxed(interpreter: Any) -> Callable[..., Any]:
-    """A function `run(args, how=AS_COMPILED)`, which empties the list `args`. Several threads may call it at
-    once."""
+    """A function `run(args, how=AS_COMPILED)`, which empties the list `args`. Threads may call it at once."""
 
     def run(args: list[Any], how: How = AS_COMPILED) -> Any:
         one = copy.copy(interpreter)  # with its own `env`, so that values are freed with the copy

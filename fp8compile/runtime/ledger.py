@@ -23,8 +23,7 @@ class Ledger:
         self._next = 0
 
     def add(self, graph: GraphReport, parameters: Iterable[Tensor] = ()) -> int:
-        """Add `graph`, which reads `parameters`. Returns the index that the graph gets here, in place of
-        `graph.index`."""
+        """Add `graph`, which reads `parameters`. Returns its index here, in place of `graph.index`."""
         with self._lock:
             index = self._next
             self._next += 1
@@ -63,9 +62,8 @@ class Ledger:
 
     def graphs(self) -> dict[int, tuple[GraphReport, set[int]]]:
         """Every graph by its index, with the ids of the tensors that it reads and that are alive."""
-        found: dict[int, tuple[GraphReport, set[int]]] = {
-            i: (graph, set()) for i, graph in list(self._graphs.items())
-        }
+        graphs = list(self._graphs.items())
+        found: dict[int, tuple[GraphReport, set[int]]] = {i: (graph, set()) for i, graph in graphs}
         for key, record in all_records():
             for index in found.keys() & record.graphs:
                 found[index][1].add(key)

@@ -1,5 +1,4 @@
-"""Memory that the first calls of graphs leave in CUDA's caching allocator: they run eagerly, with copies that
-no later call makes.
+"""What first calls of graphs leave in CUDA's caching allocator: they run eagerly, with copies of their own.
 
 The allocator reuses these blocks, and frees them before it gives up. But cuBLAS, NCCL and the pools of CUDA
 graphs cannot have them. So the first warm call gives them back, once for all graphs whose first calls came

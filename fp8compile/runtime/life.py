@@ -59,8 +59,7 @@ class PageSet:
     first: bool = True  # no forward was warm yet
     pending: int = 0  # training forwards whose backward has not run
     watch: Watch | None = None  # of its last call
-    # pages of forwards, for their recomputations
-    copies: dict[int, torch.Tensor] = field(default_factory=dict)
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, to recompute them
 
     def __post_init__(self) -> None:
         self.cold = self.forward.cold() or self.backward.cold()
@@ -82,8 +81,7 @@ class PageSet:
         return ran
 
     def look(self) -> list[Overflow]:
-        """Before a forward that moves watched pages: what was found of earlier calls. The forward is cold
-        after an overflow."""
+        """Before a forward that moves watched pages: what earlier calls met. After an overflow it is cold."""
         if self.observes:  # nothing saturates
             self.forward.moves()
             return []
@@ -109,11 +107,9 @@ class PageSet:
         because a CUDA graph is recorded for addresses."""
         ran = self.repeats.original()
         with compat.autograd.unseen():
-            page = (
-                ran.page
-                if ran is not None and ran.page is not None
-                else state_page.page_before(self.forward.tensor)
-            )
+            page = ran.page if ran is not None else None
+            if page is None:
+                page = state_page.page_before(self.forward.tensor)
             number = self.repeats.number
             if number in self.copies:
                 self.copies[number].data.copy_(page)
@@ -124,11 +120,9 @@ class PageSet:
 
     def runs_cold(self) -> bool:
         """Is the forward that begins cold? `together`: only the first one is, for then it is on all ranks."""
-        return (
-            self.cold
-            and not self.observes
-            and not (self.together and (self.forward.begun() or self.backward.begun()))
-        )
+        if self.observes or not self.cold:
+            return False
+        return not (self.together and (self.forward.begun() or self.backward.begun()))
 
     def begin_backward(self) -> None:
         self.pending = max(0, self.pending - 1)
@@ -189,8 +183,7 @@ class PageSet:
 
 
 class Book:
-    """The pages of one compiled graph, found at each call by the identity of the parameters that it is called
-    with."""
+    """The pages of one compiled graph, found at each call by the identity of the call's parameters."""
 
     def __init__(
         self,
@@ -227,16 +220,10 @@ class Book:
         return [(owner[key.input], (key.role, key.use)) for key in keys]
 
     def _new(self, key: tuple[int, ...], owners: Sequence[Any], device: torch.device) -> PageSet:
-        wanted = [
-            (slot, key.settings)
-            for keys in self.keys
-            for slot, key in zip(self._slots(keys, owners), keys, strict=True)
-        ]
+        halves = [(self._slots(keys, owners), tuple(key.settings for key in keys)) for keys in self.keys]
+        wanted = [pair for slots, settings in halves for pair in zip(slots, settings, strict=True)]
         check_loaded(wanted, self.history)
-        forward, backward = (
-            page_for(self._slots(keys, owners), tuple(key.settings for key in keys), self.history, device)
-            for keys in self.keys
-        )
+        forward, backward = (page_for(slots, settings, self.history, device) for slots, settings in halves)
         book = weakref.ref(self)
 
         def forget(_: Any) -> None:

@@ -49,6 +49,5 @@ def listen(modules: Iterable[nn.Module]) -> None:
 
 
 def listen_to_callers() -> None:
-    """As `listen`, for the modules that are being called: code that was compiled for one module may serve
-    others."""
+    """As `listen`, for the modules that are being called: code compiled for one module may serve others."""
     listen(module for module in compat.dynamo.called() if module not in _listening)

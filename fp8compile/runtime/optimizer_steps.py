@@ -1,5 +1,4 @@
-"""The steps of optimizers, from one pair of torch's hooks: who listens to them, and at which step each model
-is.
+"""The steps of optimizers, from one pair of torch's hooks: who listens, and at which step each model is.
 
 The step of a model is the number of `optimizer.step()` calls that its parameters have seen: forwards that
 accumulate gradients, recomputations and evaluations do not count. `set_step` sets it if the training loop has
@@ -34,8 +33,7 @@ class Steps:
 
 @dataclass(eq=False)
 class _Watch:
-    """A callback, with the model that it is for (a weak reference; None: for all) and the last step that it
-    was called for."""
+    """A callback, its model (a weak reference; None: for all), and the last step that it was called for."""
 
     callback: Callable[[int], None]
     every: int
@@ -52,8 +50,7 @@ class _Watch:
 
 
 class OptimizerSteps:
-    """What is known of the optimizers of this process; of one parameter, in its record. Optimizers are held
-    weakly."""
+    """What is known of this process's optimizers, held weakly; of one parameter, in its record."""
 
     def __init__(self) -> None:
         self.of: Any = WeakKeyDictionary()  # optimizer -> Steps
@@ -127,8 +124,7 @@ def _step_ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def listen(after: Listener, before: Listener | None = None) -> None:
-    """Call these functions after, and before, each step of each optimizer of this process, from now on. Once
-    for each."""
+    """From now on, call these after, and before, each step of each optimizer; the same function only once."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_step_begins))
         _hooks.append(register_optimizer_step_post_hook(_step_ends))
@@ -148,8 +144,7 @@ def count_steps() -> None:
 
 
 def set_step(step: int, model: nn.Module | None = None) -> None:
-    """Set the number of optimizer steps that were taken: after loading a checkpoint, or where steps cannot be
-    counted."""
+    """Set the number of optimizer steps taken: after loading a checkpoint, or if they cannot be counted."""
     integer("step", step, 0)
     if model is None:
         STEPS.offset = step - max((steps.count for steps in STEPS.of.values()), default=0)
@@ -173,8 +168,7 @@ def each_step(callback: Callable[[int], None], model: nn.Module | None, every: i
 
 
 def steps_of(model: nn.Module) -> int:
-    """How many optimizer steps a model has seen, as far as is known: those of the first parameter that an
-    optimizer had."""
+    """The steps that a model has seen, if known: those of its first parameter that an optimizer had."""
     parameters = parameters_of(model)
     parameter = next((p for p in parameters if find(p).steps), next(iter(parameters), None))
     return 0 if parameter is None else STEPS.step_of(parameter)

@@ -1,5 +1,4 @@
-"""How the host learns which tensors overflowed, without waiting for a GPU, and in one look for all graphs of
-a model.
+"""How the host learns which tensors overflowed: without waiting for a GPU, in one look for all graphs.
 
 The update of a page makes a slot cold when an amax saturated and was a jump, too (it exceeded the slot's
 limit), or when it was so small that the scale flushed a good part of the tensor to zero (an underflow). Such
@@ -67,8 +66,7 @@ class Watch:
         self.thread, self.stream = threading.get_ident(), _stream(device)
         self.moved: dict[weakref.ref[Page], None] = {}  # since the last look, in the order of the calls
         self.running = 0  # forwards whose backward has not run
-        # whose rows are on their way to the host, and how many
-        self.sent: list[tuple[weakref.ref[Page], int]] = []
+        self.sent: list[tuple[weakref.ref[Page], int]] = []  # whose rows are on their way, and how many
         self.gathered = self.arrived = torch.empty(0, COLUMNS)
 
     @property
@@ -82,8 +80,7 @@ class Watch:
         self._moves(page)
 
     def ended(self, page: Page) -> None:
-        """After the last update of a training call. After that of the last call of a step, start the copy to
-        the host."""
+        """After the last update of a training call; after a step's last call, start the copy to the host."""
         self.running = max(0, self.running - 1)
         self._moves(page)
         if not (self.on_host or self.running or torch.cuda.is_current_stream_capturing()):
@@ -92,17 +89,14 @@ class Watch:
                 self._send(())
 
     def look(self, *called: Page) -> None:
-        """Before a call with these pages: find what moved slots say, as far as the host can know it without
-        waiting."""
+        """Before a call with these pages: find what moved slots say, as far as that needs no waiting."""
         if self.on_host:
             if any([page.moved for page in called]):
                 odd = [page for page in self._take(called) if page.odd()]
+                places = [(page.reference, len(page.homes)) for page in odd]
                 if odd:
                     with compat.autograd.unseen():
-                        self._read(
-                            [(page.reference, len(page.homes)) for page in odd],
-                            torch.cat([page.rows for page in odd]),
-                        )
+                        self._read(places, torch.cat([page.rows for page in odd]))
         elif not torch.cuda.is_current_stream_capturing():
             self._receive()
             if not self.sent and any([page.moved for page in called]):  # no call was known to be the last one
@@ -169,9 +163,8 @@ class Watch:
             if not_finite:
                 marked.append((page, row))
         if marked:  # the first one. Gradients follow from an activation that is not finite
-            page, row = next(
-                ((page, row) for page, row in marked if page.homes[row][1][0] != "gradient"), marked[0]
-            )
+            causes = [(page, row) for page, row in marked if page.homes[row][1][0] != "gradient"]
+            page, row = (causes or marked)[0]
             page.found = [*page.found, Overflow(row, math.inf, 0.0)]
         for page in dict.fromkeys(page for page, _ in marked):
             Rows(page.rows).limit.abs_()
@@ -216,8 +209,7 @@ def say_not_finite(overflow: Overflow, name: Callable[[Overflow], str]) -> None:
 
 
 def say(overflows: Sequence[Overflow], name: Callable[[Overflow], str]) -> None:
-    """Log a line about some overflows, at INFO. Within QUIET seconds of the last line, only count them for
-    the next line."""
+    """Log a line about overflows, at INFO. Within QUIET seconds of the last, count them for the next line."""
     if not overflows:
         return
     now, last = time.monotonic(), process.of(LastLine)
@@ -226,10 +218,9 @@ def say(overflows: Sequence[Overflow], name: Callable[[Overflow], str]) -> None:
         return
     worst = sorted(overflows, key=lambda x: -x.apart)
     what = " and ".join(dict.fromkeys("overflow" if x.amax > x.covered else "underflow" for x in worst))
-    text = "; ".join(
-        f"{name(x)}: amax {x.amax:.4g}, its scale covered {x.covered:.4g}" for x in worst[:SHOWN]
-    )
+    shown = [f"{name(x)}: amax {x.amax:.4g}, its scale covered {x.covered:.4g}" for x in worst[:SHOWN]]
     more = f"; and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
     missed = f" ({last.missed} overflows since the last such line)" if last.missed else ""
-    logger.info("fp8: %s, next scaled by the current amax: %s%s%s", what, text, more, missed)
+    text = f"{'; '.join(shown)}{more}{missed}"
+    logger.info("fp8: %s, next scaled by the current amax: %s", what, text)
     last.at, last.missed = now, 0

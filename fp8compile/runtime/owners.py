@@ -1,5 +1,4 @@
-"""The parameters that a graph was called with. One graph may serve many layers and models, and a weight may
-be replaced."""
+"""The parameters a graph was called with. It may serve many layers and models; weights may be replaced."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from .calls import Interface
 
 
 class Owners:
-    """`met`: ids of a call's parameters -> all weights of that call, by input. An entry goes when a parameter
-    of it goes."""
+    """`met`: ids of a call's parameters -> all its weights, by input. An entry goes with any parameter."""
 
     def __init__(self, interface: Interface):
         self.interface = interface

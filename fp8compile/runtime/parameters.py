@@ -1,5 +1,4 @@
-"""One record for each parameter, with all that the runtime knows of it. Found by identity, and deleted with
-the parameter.
+"""One record for each parameter: all that the runtime knows of it. Found by identity, deleted with it.
 
 Under FSDP2 a parameter is two tensors: the module and the optimizer hold the sharded one, compiled graphs
 read the unsharded one. Both have the same record. So scaling state, reports and steps are those of the
@@ -29,15 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class ParameterRecord:
-    """The record of a parameter, or of a buffer that is used as a weight. It does not keep the parameter
-    alive."""
+    """The record of a parameter, or of a buffer that is used as a weight. It does not keep that alive."""
 
     references: list[weakref.ref] = field(default_factory=list)  # to the tensors of the parameter
     graphs: set[int] = field(default_factory=set)  # indices in the ledger of the graphs that read it
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
-    # by the records of the weights of a graph
-    repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)
+    repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)  # by records of a graph's weights
     loaded: str | None = None  # its name in a state that was loaded for it
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`
     casts: dict[Name, CastKind] = field(default_factory=dict)
@@ -45,8 +42,7 @@ class ParameterRecord:
     outdated: bool = False  # `casts` and `measured` come from graphs that are gone
     options: Options | None = None  # of the last training graph that was called with it
     # where it is in its training: see `optimizer_steps`
-    # of the optimizers that had it, alive or not; the latest is last
-    steps: list[Steps] = field(default_factory=list)
+    steps: list[Steps] = field(default_factory=list)  # of optimizers that had it, alive or not; latest last
     leads: bool = False  # a graph finds its phase by it
     offset: int | None = None  # added to the steps that were counted; None: the offset of the process
     begins: int | None = None  # the step that `set_step` gave before any optimizer had it
@@ -61,21 +57,16 @@ class Records(dict[int, ParameterRecord]):
 
 
 def record_of(parameter: Any) -> ParameterRecord:
-    """The record of a parameter, for writing: made if there is none. Several threads may ask for it at
-    once."""
+    """The record of a parameter, for writing: made if there is none. Threads may ask for it at once."""
     records = process.of(Records)
     if id(parameter) not in records:
         from .. import compat  # imported late, because it imports Dynamo
 
         with _LOCK:
-            pairs = (
-                pair for pair in compat.fsdp.sharded_pairs() if any(tensor is parameter for tensor in pair)
-            )
-            pair = next(pairs, (parameter,))
-            record = (
-                next((records[id(tensor)] for tensor in pair if id(tensor) in records), None)
-                or ParameterRecord()
-            )
+            pairs = compat.fsdp.sharded_pairs()
+            pair = next((pair for pair in pairs if any(x is parameter for x in pair)), (parameter,))
+            known = [records[id(tensor)] for tensor in pair if id(tensor) in records]
+            record = known[0] if known else ParameterRecord()
             for tensor in pair:
                 if id(tensor) not in records:
                     _add(tensor, record)
@@ -83,8 +74,7 @@ def record_of(parameter: Any) -> ParameterRecord:
 
 
 def share_records(tensors: Iterable[Any]) -> None:
-    """Give the sharded and the unsharded tensor of each of these parameters one record. `tensors`: either of
-    the two."""
+    """Give the sharded and the unsharded tensor of each parameter one record. `tensors`: either of these."""
     from .. import compat  # late, as above
 
     wanted, records = set(map(id, tensors)), process.of(Records)
@@ -118,12 +108,10 @@ def find(parameter: Any) -> ParameterRecord:
 
 def ids_of(tensors: Iterable[Any]) -> frozenset[int]:
     """The ids of these tensors, and of those that have one record with them."""
-    found = set()
+    found: set[int] = set()
     for tensor in tensors:
-        found |= {
-            id(tensor),
-            *(id(other) for reference in find(tensor).references if (other := reference()) is not None),
-        }
+        others = (reference() for reference in find(tensor).references)
+        found |= {id(tensor), *(id(other) for other in others if other is not None)}
     return frozenset(found)
 
 

@@ -1,5 +1,4 @@
-"""Measures what quantization does to tensors: how many elements overflow, how many vanish, how far the copies
-are off.
+"""Measures what quantization does to tensors: how many elements overflow or vanish, how far copies are off.
 
 An ordinary call computes none of this. A `Measurement` asks for it. Then the next training call of each graph
 of the model runs eagerly, forward and backward, as a cold call does (`calls`), and measures every cast.
@@ -46,8 +45,7 @@ Name = tuple[str, int, str]  # role, use, layout: "" (both have the same values)
 
 
 class CastKind(NamedTuple):
-    """How a tensor is quantized. `recipe` is that of its scale: "tensorwise" where delayed scaling has
-    `current_scaling`."""
+    """How a tensor is quantized. `recipe`: "tensorwise" where delayed scaling has `current_scaling`."""
 
     recipe: str
     format: str  # "e4m3fn", "e5m2", ...
@@ -65,8 +63,7 @@ ENDS = "measures no more"
 
 @contextlib.contextmanager
 def ending(what: str, end: Callable[[], object]) -> Iterator[None]:
-    """For whatever measures: an error inside must not end a training. It is one warning, `what` with the
-    error, and calls `end`."""
+    """An error of what measures must not end a training: it is a warning, `what: error`, and calls `end`."""
     try:
         yield
     except Exception as error:
@@ -107,8 +104,7 @@ class Measurement:
             process.of(Active).remove(self)
 
     def wants(self, key: tuple[int, ...]) -> bool:
-        """For a call with these weights (by identity): are they the model's, and is no such call measured
-        yet?"""
+        """Are these weights of a call (by identity) the model's, and was no such call measured yet?"""
         model = self.model()
         if model is None:
             self.end()
@@ -127,8 +123,7 @@ def _fail(measurements: Sequence[Measurement]) -> None:
 
 @dataclass(eq=False)
 class Look:
-    """One call that runs eagerly: to be measured or, if `measurements` is empty, because a call beside it
-    is."""
+    """One call that runs eagerly: it is measured or, if `measurements` is empty, beside one that is."""
 
     key: tuple[int, ...]
     owners: Mapping[int, weakref.ref]  # by input of the graph
@@ -177,8 +172,7 @@ class Looking:
     def at(
         self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool
     ) -> Look | None:
-        """The `Look` of a call that runs eagerly, else None. `may_begin`: the call may begin a
-        measurement."""
+        """The `Look` of a call that runs eagerly, else None. `may_begin`: it may begin a measurement."""
         look = None
         with ending(ENDS, lambda: _fail(process.of(Active))):
             look = self._at(args, weights, in_backward, may_begin)
@@ -191,11 +185,8 @@ class Looking:
         opened = self.open.get(key)
         wanting: list[Measurement] = []
         if opened is None or not in_backward:  # else it recomputes a measured call or one beside it
-            wanting = [
-                measurement
-                for measurement in list(process.of(Active))
-                if may_begin and measurement.wants(key)
-            ]
+            active = list(process.of(Active)) if may_begin else []
+            wanting = [measurement for measurement in active if measurement.wants(key)]
             if not wanting and opened is None:
                 return None
             if wanting:
@@ -230,8 +221,7 @@ class Open:
 
 
 def names_of(cast: Node) -> list[Name]:
-    """The names of a cast's copies, in the order of its results. Where both layouts have the same values, the
-    first one stands for both."""
+    """The names of a cast's copies, in the order of its results: one if both layouts have the same values."""
     operand, copies = cast.meta[OPERAND], copies_at(cast)
     if copies[0].block[0] == copies[0].block[1]:
         return [(operand.role, operand.use, "")]
@@ -266,8 +256,7 @@ def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], Cas
 def measured(
     x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float, transposed: bool, block: Sequence[int]
 ) -> Tensor:
-    """COLUMNS (float64 `[10]`, on x's device) of x `[R, C]` and its FP8 copy, plain `[R, C]` or transposed
-    `[C, R padded]`.
+    """COLUMNS (float64 `[10]`, on x's device) of x `[R, C]` and its FP8 copy `[R, C]` or `[C, R padded]`.
 
     Overflows: |x * scale| > fp8_max. Underflows: x is not 0, but its copy is. `error`: the sum of (x - copy *
     scale_inv)^2, `signal`: that of x^2, both over finite elements.
@@ -297,7 +286,7 @@ def measured(
     inverse = inverse_of(scale).to(torch.float64)
     elements = torch.full((), float(rows * columns), dtype=torch.float64, device=x.device)
     count = torch.full((), float(scale.numel()), dtype=torch.float64, device=x.device)
-    ends = (
-        (scale.amax().to(torch.float64), inverse.amin(), inverse.amax()) if scale.numel() else [count * 0] * 3
-    )
+    ends = [count * 0] * 3
+    if scale.numel():
+        ends = [scale.amax().to(torch.float64), inverse.amin(), inverse.amax()]
     return torch.stack((elements, peak, *total, count, *ends))

@@ -39,8 +39,7 @@ class Ran:
 
 @dataclass(eq=False)
 class Region:
-    """The forwards of one set of weights within one checkpoint, and how far the recomputation that `hook`
-    belongs to has come."""
+    """The forwards of some weights within a checkpoint, and how far the recomputation of `hook` has come."""
 
     forwards: list[Ran] = field(default_factory=list)
     hook: Any = None

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..errors import StateError
+from ..errors import StateError, at_most
 from ..ir import state_page
 from ..ir.inputs import plain
 from ..ir.state_page import AGE, LIMIT, Rows, SlotSettings
@@ -35,15 +35,13 @@ PATIENCE = 16  # cold calls; afterwards a slot that saw only zeros is used with 
 
 @dataclass(eq=False)
 class Loading:
-    """A state that was loaded for a model, until its graphs have taken it. `quiet`: nobody has to hear what
-    does not fit."""
+    """A state loaded for a model, until its graphs have taken it. `quiet`: what does not fit is not said."""
 
     strict: bool
     quiet: bool = False
 
     def differs(self, differences: Sequence[str]) -> None:
-        """StateError where `strict` and there is any difference; else one warning, whichever graph meets one
-        first."""
+        """Differences are a StateError if `strict`, else one warning, by whichever graph meets them first."""
         if differences and not self.quiet:
             self.quiet = not self.strict
             refuse_or_warn(differences, self.strict)
@@ -51,8 +49,7 @@ class Loading:
 
 @dataclass(eq=False)
 class Page:
-    """`tensor` is float32 `[rows, 10 + history]`, see `state_page`; row i is the slot `homes[i]`: owner,
-    (role, use)."""
+    """`tensor`: float32 `[rows, 10 + history]` (`state_page`). Row i: slot `homes[i]`: owner, (role, use)."""
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
@@ -67,8 +64,7 @@ class Page:
     found: Sequence[Overflow] = ()  # by the last look
 
     def __post_init__(self) -> None:
-        # .data: autograd may have saved the page for a backward; views of .data do not share its version
-        # counter
+        # autograd may have saved the page for a backward: views of .data do not share its version counter
         self.rows = self.tensor.data.narrow(0, 0, len(self.homes)).narrow(1, 0, COLUMNS)
         self.signs = self.rows.t()[AGE : LIMIT + 1 : LIMIT - AGE]
         self.reference = weakref.ref(self)
@@ -177,8 +173,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
-    """The delayed scaling state of a model: `{(parameter name, "input" | "weight" | "gradient", use):
-    Slot}`."""
+    """A model's delayed scaling state: `{(parameter name, "input" | "weight" | "gradient", use): Slot}`."""
     return {
         (name, role, use): slot
         for name, weight in named_weights(model).items()
@@ -187,29 +182,25 @@ def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
 
 
 def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
-    """Say if a state was loaded for weights of a training graph that keep none there. `wanted`: the weights
-    that do."""
+    """Say if a state was loaded for weights of a training graph that keep none. `wanted`: those that do."""
     known = set(map(id, wanted))
-    found = [
-        slot.page for weight in weights if id(weight) not in known for slot in find(weight).slots.values()
-    ]
+    others = (weight for weight in weights if id(weight) not in known)
+    found = [slot.page for weight in others for slot in find(weight).slots.values()]
     _tell([(page.loading, f"unexpected: {page.name}") for page in found if page.loading is not None])
 
 
 def check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
     """Say if slots of a new graph were loaded, and differ from the slots that the graph needs."""
     held = [find(owner).slots.get(name) for (owner, name), _ in wanted]
-    loading = next(
-        (slot.page.loading for slot in held if slot is not None and slot.page.loading is not None), None
-    )
-    if loading is None:
+    loaded = [slot.page.loading for slot in held if slot is not None and slot.page.loading is not None]
+    if not loaded:
         return
     differences: list[tuple[Loading, str]] = []
     roles: dict[int, set[str]] = {}
     for ((owner, (role, use)), settings), slot in zip(wanted, held, strict=True):
         roles.setdefault(id(owner), set()).add(role)
         if slot is None and find(owner).loaded is not None:
-            differences.append((loading, f"missing: {find(owner).loaded}.{role}.{use}"))
+            differences.append((loaded[0], f"missing: {find(owner).loaded}.{role}.{use}"))
         elif slot is not None and (of := slot.page.loading) is not None:
             found = differing(slot.page.name, slot.page.settings[0], slot.numbers.length, settings, history)
             differences += [(of, difference) for difference in found]
@@ -237,22 +228,16 @@ def refuse_or_warn(differences: Sequence[str], strict: bool, fix: str = FIX) -> 
     """What does not fit of a state that is loaded: StateError if `strict`, else a warning."""
     if strict:
         raise StateError.of(differences, fix)
-    shown = [
-        *differences[:SHOWN],
-        *([f"and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []),
-    ]
     what = (
         "this scaling state is of another model, policy or option: what fits is loaded, "
         "and the rest starts cold"
     )
-    logger.warning(
-        "fp8: %s:\n  %s\nScalingState(model, strict=True) makes this an error", what, "\n  ".join(shown)
-    )
+    shown = "\n  ".join(at_most(SHOWN, differences))
+    logger.warning("fp8: %s:\n  %s\nScalingState(model, strict=True) makes this an error", what, shown)
 
 
 def differing(name: str, saved: SlotSettings, kept: int, settings: SlotSettings, history: int) -> list[str]:
-    """The differences between a slot that was saved (with `kept` amaxes) and this graph's slot (with
-    `history` amaxes)."""
+    """The differences between a saved slot (with `kept` amaxes) and this graph's (with `history` amaxes)."""
     pairs = [
         ("FP8 maximum / 2**margin", saved.reach, settings.reach),
         ("window (amax_history_len, or 1 with most_recent)", saved.window, settings.window),
@@ -269,8 +254,7 @@ def page_for(
     history: int,
     device: torch.device,
 ) -> Page:
-    """The page that holds just these slots in this order (after a recompilation), or a new one that takes
-    them over."""
+    """The page with just these slots in this order (after a recompilation), or a new one that takes them."""
     rows = state_page.rows_for(len(slots))
     held = [find(owner).slots.get(name) for owner, name in slots]
     pages = {id(slot.page): slot.page for slot in held if slot is not None}

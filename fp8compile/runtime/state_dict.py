@@ -33,8 +33,7 @@ SHORTEST = state_page.HISTORY + 2  # numbers of a slot in a file: a row, and its
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """The delayed scaling state of a model: {"layers.0.up.weight.input.0": float32 vector, ...} and a
-    version.
+    """A model's delayed scaling state: {"layers.0.up.weight.input.0": float32 vector, ...} and a version.
 
     Names are those of the bare module, whatever torch.compile, DDP or checkpointing put around it. Other
     recipes keep no state: their dict has the version alone.
@@ -82,16 +81,9 @@ def prepare_load(
             record = record_of(weight)
             record.slots = {key: slot for key, slot in record.slots.items() if not slot.page.name}
             record.loaded = name if given else None
-        for (name, role, use), row in rows.items():
-            if name in weights:
-                _take(
-                    f"{name}.{role}.{use}",
-                    weights[name],
-                    (role, use),
-                    row,
-                    live.get((name, role, use)),
-                    loading,
-                )
+        for key, row in rows.items():
+            if key[0] in weights:
+                _take(key, weights[key[0]], row, live.get(key), loading)
 
     return change
 
@@ -116,12 +108,8 @@ def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
                 f"{key!r} is no name of a scaling state: they end in a role and a number, as in "
                 "up.weight.input.0"
             )
-        if (
-            not isinstance(row, Tensor)
-            or row.dim() != 1
-            or row.numel() < SHORTEST
-            or row.dtype != torch.float32
-        ):
+        vector = isinstance(row, Tensor) and row.dim() == 1 and row.dtype == torch.float32
+        if not vector or row.numel() < SHORTEST:
             wanted = f"a float32 vector of {SHORTEST} numbers or more"
             raise StateError(f"{key!r} of this scaling state should be {wanted}; it is {_kind(row)}")
         rows[name, role, int(use)] = row.detach().cpu()
@@ -135,8 +123,7 @@ def _kind(x: Any) -> str:
 def _differences(
     rows: Mapping[Key, Tensor], weights: Mapping[str, Tensor], live: Mapping[Key, Slot], waiting: Set[Key]
 ) -> list[str]:
-    """What does not fit. `live`: the slots of compiled graphs, none before the first call. `waiting`: as in
-    the caller."""
+    """What does not fit. `live`: slots of compiled graphs. `waiting`: loaded ones that none has taken yet."""
     found = []
     for key, row in rows.items():
         name, role, use = key
@@ -145,27 +132,23 @@ def _differences(
             found.append(f"unexpected: {full} (the model has no {name})")
         elif key in live:
             saved, slot = Rows(row[:-1]), live[key]
-            found += differing(
-                full, saved.settings(), saved.length, slot.page.settings[slot.row], slot.numbers.length
-            )
+            here = slot.page.settings[slot.row]
+            found += differing(full, saved.settings(), saved.length, here, slot.numbers.length)
         elif live and key not in waiting:
             found.append(f"unexpected: {full}")
-    return found + [
-        f"missing: {name}.{role}.{use}" for name, role, use in live if (name, role, use) not in rows
-    ]
+    missing = [key for key in live if key not in rows]
+    return found + [f"missing: {name}.{role}.{use}" for name, role, use in missing]
 
 
-def _take(
-    name: str, weight: Tensor, key: tuple[str, int], row: Tensor, slot: Slot | None, loading: Loading
-) -> None:
-    """Put a loaded row into a graph's page, or (`slot` is None) into its own page, from which the first graph
-    takes it."""
+def _take(key: Key, weight: Tensor, row: Tensor, slot: Slot | None, loading: Loading) -> None:
+    """Put a loaded row into the page of `slot`; None: into its own, from which the first graph takes it."""
+    name, role, use = key
     values, patience = row[:-1].clone(), int(row[-1])
-    settings = (Rows(values).settings(),)
-    page = Page(values.unsqueeze(0), [(weakref.ref(weight), key)], settings, patience=patience, loaded=True)
+    homes, settings = [(weakref.ref(weight), (role, use))], (Rows(values).settings(),)
+    page = Page(values.unsqueeze(0), homes, settings, patience=patience, loaded=True)
     if slot is None:
-        page.name, page.loading = name, loading
-        record_of(weight).slots[key] = Slot(page, 0)
+        page.name, page.loading = f"{name}.{role}.{use}", loading
+        record_of(weight).slots[role, use] = Slot(page, 0)
         return
     slot.page.take(slot.row, page)
     slot.page.patience, slot.page.loaded = patience, True

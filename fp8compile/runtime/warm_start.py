@@ -1,5 +1,4 @@
-"""What a later process needs of a graph whose compiled code is in AOTAutograd's cache, and under which facts
-it may have it.
+"""What a later process needs of a graph whose code is in AOTAutograd's cache, and when it may have it.
 
 A hit in that cache skips our passes. What they would have found (the report, the layout of the scaling state,
 the graph that cold calls run) is in the same entry (`compat.aot_cache.Saved`). The entry's key has, beside
@@ -105,8 +104,7 @@ def facts(
     gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, others: Sequence[Any]
 ) -> str | None:
     """A hash of what our passes read of a Dynamo graph, its inputs and this process, beside the policy, but
-    is not in AOTAutograd's key for certain. `others`: more such facts. None if the graph should not use the
-    cache."""
+    is not in AOTAutograd's key for certain. `others`: more of it. None: the graph must not use the cache."""
     if not compat.aot_cache.cache_is_on():
         return None
     try:
@@ -139,9 +137,8 @@ def _no_symbols(gm: GraphModule) -> None:
     """Symbolic sizes have guards, which an entry would bring along."""
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or not all(
-            type(size) is int for size in (*value.shape, *value.stride())
-        ):
+        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (None,)
+        if not all(type(size) is int for size in sizes):
             raise Unknown(f"the input {node.name} is no tensor, or a size of it is symbolic")
 
 
@@ -157,18 +154,8 @@ def _tensors(values: Sequence[Any]) -> list[Any]:
             raise Unknown("a size is symbolic")
         place = memory.setdefault(compat.autograd.storage_of(x), len(memory))
         hooks = compat.aot_cache.has_hooks(x)
-        found.append(
-            [
-                sizes,
-                x.dtype,
-                x.device,
-                x.requires_grad,
-                x.is_leaf,
-                isinstance(x, torch.nn.Parameter),
-                place,
-                hooks,
-            ]
-        )
+        facts = [sizes, x.dtype, x.device, x.requires_grad, x.is_leaf]
+        found.append([*facts, isinstance(x, torch.nn.Parameter), place, hooks])
     return found
 
 
