@@ -178,8 +178,7 @@ def tag_backward(graph: Graph) -> set[Node]:
 
 def root_modules(gm: GraphModule, attributes: Collection[int] = ()) -> dict[int, tuple[nn.Module, Any]]:
     """For each input of a Dynamo graph that is a parameter or buffer, by position: the module through which
-    the compiled frame reaches it, and its Dynamo source. `attributes`: inputs that are parameters, and plain
-    attributes."""
+    the compiled frame reaches it, and its source. `attributes`: parameters that are plain attributes."""
     output = _output()
     scopes = {"L": output.local_scope, "G": output.global_scope} if output is not None else {}
     values: dict[Any, Any] = {}  # what sources stand for
@@ -297,7 +296,7 @@ def is_tangent(node: Node) -> bool:
 @contextlib.contextmanager
 def other_code(functions: Iterable[types.FunctionType]) -> Iterator[None]:
     """Inside, each of these functions for which Dynamo has compiled code has a copy of its code object, so
-    that Dynamo finds none and adds none. (An object holds so many at most, and is freed of all or none.)"""
+    that Dynamo finds none and adds none. (Each holds a limited number, and Dynamo drops all or none.)"""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     before = [(f, f.__code__) for f in functions if _debug_get_cache_entry_list(f.__code__)]

@@ -21,8 +21,7 @@ EVALUATES = "fp8compile_evaluates"  # of a group: it was gathered for a forward 
 
 def class_name(kind: type | str) -> str:
     """The name of a module's class, as the user wrote it; `fully_shard` and `replicate` make FSDPLinear,
-    ReplicateLinear or DDPLinear of it. `kind`: a class, or its name with its package. Read in 2.11 to
-    2.15."""
+    ReplicateLinear or DDPLinear of it (2.11 to 2.15). `kind`: a class, or its name with its package."""
     package, _, name = kind.rpartition(".") if isinstance(kind, str) else (kind.__module__, "", kind.__name__)
     return MADE.sub("", name) if package.startswith("torch.distributed.") else name
 

@@ -52,9 +52,8 @@ def compile_fx(
 
 def keep_saved_tensors() -> None:
     """For a backward that is compiled now: if that is with the forward, its code leaves the saved tensors as
-    they are. torch knows whether a graph is to be retained when its backward is called, and donates the
-    memory of saved tensors to a backward compiled then; one compiled before would refuse
-    `retain_graph=True`."""
+    they are. torch knows whether a graph is to be retained when its backward is called, and donates saved
+    tensors' memory to a backward compiled then; one compiled before would refuse `retain_graph=True`."""
     context = TracingContext.try_get()
     donated = getattr(context.fw_metadata, "bw_donated_idxs", None) if context is not None else None
     if donated and functorch_config.force_non_lazy_backward_lowering:

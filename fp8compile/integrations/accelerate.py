@@ -1,8 +1,7 @@
 """Hugging Face Accelerate: `Accelerator(dynamo_backend="fp8")`, once this module is imported.
 
-Accelerate has a list of backends, without "fp8". Importing this module makes it accept every backend that
-torch knows, also in what builds on it: `TrainingArguments(torch_compile_backend="fp8")`. `FP8Plugin` takes
-options.
+Accelerate has a list of backends, without "fp8". Importing this module makes it accept all backends of torch,
+also in what builds on it: `TrainingArguments(torch_compile_backend="fp8")`. `FP8Plugin` takes options, too.
 
 A launcher is another process. This command launches with the backend, and the script needs no import:
 
@@ -32,10 +31,9 @@ MODULE = "fp8compile.integrations.accelerate"
 class FP8Plugin(TorchDynamoPlugin):
     """A `TorchDynamoPlugin` for `backend="fp8"`. Accelerate compiles after checkpointing, DDP, before FSDP2.
 
-    `options`: those of the backend and of Inductor (docs/options.md), checked here, before anything is
-    prepared: raises OptionError. All other arguments are those of `TorchDynamoPlugin`;
-    `use_regional_compilation=True` compiles block by block. Without `options`, FP8COMPILE_POLICY names the
-    policy."""
+    `options`: those of the backend and of Inductor (docs/options.md), checked before anything is prepared:
+    raises OptionError. Without them, FP8COMPILE_POLICY names the policy. All other arguments are those of
+    `TorchDynamoPlugin`; `use_regional_compilation=True` compiles block by block."""
 
     backend: Any  # for the type checker: this is no new field
 

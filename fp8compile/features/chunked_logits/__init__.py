@@ -10,8 +10,7 @@ becomes
 Inductor's auto chunker (`auto_chunker.enable`) computes the loss and the head's gradients by chunks of rows,
 so that the logits never exist as a whole. It follows the rows of the largest matmul through the graph, and
 gives up at a view that splits them. Models split them: they return logits as [B, T, V], and their losses
-upcast or cap them before they flatten them again. Without views it finds the whole chain. Values stay the
-same.
+upcast or cap them before they flatten them again. Without views it finds the whole chain, and values stay.
 """
 
 from __future__ import annotations

@@ -103,9 +103,8 @@ def choose(
     collective_of: Callable[[Node], C | None],
     reason_of: Callable[[C, Collection[Operand], Mapping[Node, Matmul]], str],
 ) -> int:
-    """Note the collectives of one kind that FP8 matmuls read, and which of them can carry FP8; returns how
-    many. `collective_of`: the one that brings a tensor. `reason_of`: why it stays in high precision, or
-    ""."""
+    """Note the collectives of one kind that FP8 matmuls read, and which can carry FP8; returns how many can.
+    `collective_of`: the one that brings a tensor. `reason_of`: why it stays in high precision, or ""."""
     if joint.high_precision:
         return 0
     readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in joint.matmuls}

@@ -78,8 +78,7 @@ def _compressed(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
 
 def _e8m0(layer: ExportedLayer, scale_inv: Tensor) -> Tensor:
     """The bytes of the scales, uint8 ``[out, in / 32]``; the rows of a tile get a copy each. Nothing is
-    rounded: scales are powers of two, and their inverses lie in E8M0, between 2**-127 and 2**126
-    (`ir.scale`)."""
+    rounded: scales are powers of two, with inverses from 2**-127 to 2**126 (`ir.scale`), which E8M0 holds."""
     rows = scale_inv.repeat_interleave(layer.scaling.block.rows, dim=0)[: layer.weight.shape[0]]
     return rows.to(torch.float8_e8m0fnu).view(torch.uint8)
 

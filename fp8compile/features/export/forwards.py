@@ -34,8 +34,7 @@ class Forward:
     histories; None with a scale from the current amax. `together`: the inputs of the graph whose weights
     share one scale with this one, where matmuls are merged. `whole`: the operand is the parameter itself, not
     a slice of it or a tensor computed from it. `rows_are_outputs`: the parameter is ``[out, in]``, as a
-    Linear's. `groups`: experts, where the weight is a stack of matrices. `fnuz`: the weight's encoding is
-    AMD's."""
+    Linear's. `groups`: experts, where the weight is a stack of matrices. `fnuz`: it has AMD's encoding."""
 
     recipe: str = ""
     reason: str = ""

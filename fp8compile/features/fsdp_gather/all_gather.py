@@ -299,8 +299,7 @@ def asked(tensors: Sequence[Any]) -> dict[int, str]:
 @dataclass(eq=False)
 class Gathers(GraphFeature):
     """What one graph says of the weights that it reads, by input. `sharded`: names of those that may be
-    gathered in FP8. `observes`: it is the high-precision graph of a schedule; the FP8 graph has said
-    which."""
+    gathered in FP8. `observes`: it is a schedule's high-precision graph, and the FP8 graph has said which."""
 
     sharded: Mapping[int, str]
     strict: bool

@@ -270,11 +270,10 @@ def _erase(node: Node) -> None:
 
 def _record(x: Node, copies: tuple[Node, Node]) -> KeptRecord:
     module = _module(x) or _module(_memory(x))
-    before, after = (
-        sum(hint(value(node).numel()) * value(node).itemsize for node in nodes) for nodes in ((x,), copies)
-    )
+    before, *others = (hint(value(node).numel()) * value(node).itemsize for node in (x, *copies))
     shape = " x ".join(str(hint(size)) for size in value(x).shape)
-    return KeptRecord(module, f"{str(value(x).dtype).removeprefix('torch.')} [{shape}]", before, after)
+    kind = f"{str(value(x).dtype).removeprefix('torch.')} [{shape}]"
+    return KeptRecord(module, kind, before, sum(others))
 
 
 def _module(x: Node) -> str:

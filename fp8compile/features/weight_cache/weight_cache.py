@@ -134,8 +134,7 @@ def casts_of_step(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
 
 def step_wrote(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
     """To be called in a step: when it ends, the weights of this optimizer are cast for graphs that keep
-    copies. `weights` are some that the step has written, and `amaxes` theirs, exact and of one element
-    each."""
+    copies. `weights` are some that the step has written, and `amaxes` theirs, exact, one element each."""
     pairs = zip(weights, amaxes, strict=True)
     _STEPS.written[optimizer] = {id(weight): (_mark(weight), amax) for weight, amax in pairs}
 
