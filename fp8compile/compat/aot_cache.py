@@ -73,9 +73,8 @@ class Saved(OutputCode):
 
 
 def _not_made(inputs: list[Any]) -> Any:
-    raise RuntimeError(
-        "fp8compile: a half of a graph from the cache was called before it was made; please report this"
-    )
+    what = "a half of a graph from the cache was called before it was made"
+    raise RuntimeError(f"fp8compile: {what}; please report this")
 
 
 @functools.cache

@@ -20,9 +20,8 @@ def check(version: str) -> None:
         raise ImportError(f"fp8compile needs torch {oldest} or later, and this is {version}: {fix}")
     if have > NEWEST:
         told = f"fp8compile was tested with torch {oldest} to {newest}, and this is {version}"
-        warnings.warn(
-            f"{told}: private parts may have moved. If compiling fails: {fix}", RuntimeWarning, stacklevel=3
-        )
+        text = f"{told}: private parts may have moved. If compiling fails: {fix}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def rowwise_returns_float32() -> bool:

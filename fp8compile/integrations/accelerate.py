@@ -29,7 +29,7 @@ MODULE = "fp8compile.integrations.accelerate"
 
 
 class FP8Plugin(TorchDynamoPlugin):
-    """A `TorchDynamoPlugin` for `backend="fp8"`. Accelerate compiles after checkpointing, DDP, before FSDP2.
+    """A `TorchDynamoPlugin` for "fp8". Accelerate compiles after checkpointing and DDP, before FSDP2.
 
     `options`: those of the backend and of Inductor (docs/options.md), checked before anything is prepared:
     raises OptionError. Without them, FP8COMPILE_POLICY names the policy. All other arguments are those of

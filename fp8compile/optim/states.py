@@ -189,9 +189,8 @@ def packed(parameter: Tensor, saved: Mapping[str, Any], master: str | None, name
         absent = " and no ".join(missing)
         raise ValueError(f"{name}: the checkpoint has no {absent} but {keys}: it is not of torch.optim.AdamW")
     if "max_exp_avg_sq" in saved:
-        raise ValueError(
-            f"{name}: the checkpoint is of amsgrad=True, which fp8compile.optim.AdamW does not do"
-        )
+        what = f"{name}: the checkpoint is of amsgrad=True"
+        raise ValueError(f"{what}, which fp8compile.optim.AdamW does not do")
     step = saved["step"]
     state: State = {"step": torch.tensor(float(step), dtype=torch.float32)}
     for key, dtype in _MOMENTS.items():
@@ -212,14 +211,11 @@ def _like(parameter: Tensor, value: Any, what: str) -> Tensor:
         raise ValueError(f"{what} is {found} in the checkpoint, the parameter is {list(parameter.shape)}")
     if isinstance(parameter, DTensor):
         if not isinstance(value, DTensor):
-            how = "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            raise ValueError(
-                f"{what} is a whole tensor in the checkpoint, the parameter is sharded: load it by {how}"
-            )
+            fix = "load it by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            raise ValueError(f"{what} is a whole tensor in the checkpoint, the parameter is sharded: {fix}")
         if value.placements != parameter.placements or value.device_mesh != parameter.device_mesh:
             value = value.redistribute(parameter.device_mesh, parameter.placements)
     elif isinstance(value, DTensor):
-        raise ValueError(
-            f"{what} is sharded in the checkpoint, the parameter is not: save it with full_state_dict=True"
-        )
+        fix = "save it with full_state_dict=True"
+        raise ValueError(f"{what} is sharded in the checkpoint, the parameter is not: {fix}")
     return local(value).to(local(parameter).device, torch.float32)

@@ -94,11 +94,9 @@ def _move_sizes(graph: Graph, made: dict[Node, Node]) -> None:
         for user in list(old.users):
             if call_function(user, SIZES):
                 user.replace_input_with(old, made[old])
-            elif (
-                call_function(user, LAYOUT)
-                and user not in made
-                and not all(isinstance(x, int) for x in value(user).shape)
-            ):
+            elif call_function(user, LAYOUT) and user not in made:
+                if all(isinstance(x, int) for x in value(user).shape):
+                    continue
                 same = call_function(user, (*CASTS, *SAME, aten.clone.default))
                 emit = Emitter(graph, user, user)
                 made[user] = made[old] if same else emit(user.target, made[old], *user.args[1:])

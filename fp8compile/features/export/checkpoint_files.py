@@ -63,13 +63,13 @@ def own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def config_of(model: nn.Module) -> dict[str, Any]:
     """The model's own configuration, as `save_pretrained` of transformers writes it; {} if it has none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):
         return {}
     if hasattr(config, "to_json_string"):
-        text = config.to_json_string(use_diff=False)  # type: ignore[union-attr]
+        text = config.to_json_string(use_diff=False)
     else:
-        text = json.dumps(config.to_dict())  # type: ignore[union-attr]
+        text = json.dumps(config.to_dict())
     found = json.loads(text)
     if not found.get("architectures"):
         found["architectures"] = [type(model).__name__]  # servers find the class of the model by it

@@ -138,9 +138,8 @@ def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Export
         )
     partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
     strategy, scale_inv = STRATEGIES[scaling.block], _input_scale_inv(known)
-    return ExportedLayer(
-        name, weight, first.recipe, strategy, scaling, first.data.block, known, partners, scale_inv
-    )
+    inputs = first.data.block
+    return ExportedLayer(name, weight, first.recipe, strategy, scaling, inputs, known, partners, scale_inv)
 
 
 def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:

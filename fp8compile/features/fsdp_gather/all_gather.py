@@ -176,13 +176,11 @@ def _loaded(module: nn.Module, _: Any) -> None:
 
 
 def _check(parameter: compat.fsdp.ShardedParameter) -> None:
+    reshard = "use reshard_after_forward=True or False"
     fixes = {
         "is offloaded to the CPU": (parameter.on_cpu, "fully_shard without CPUOffloadPolicy"),
         "has an all-gather extension already": (parameter.extended, "leave one of the two out"),
-        "is resharded to fewer ranks after forward": (
-            parameter.partly_resharded,
-            "use reshard_after_forward=True or False",
-        ),
+        "is resharded to fewer ranks after forward": (parameter.partly_resharded, reshard),
     }
     for what, (found, fix) in fixes.items():
         if found:

@@ -169,9 +169,7 @@ class Phases(Feature):
         if not any(isinstance(x, GatheredWeight) for x in job.given):  # gathered ones are for FP8 phases
             text = "fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule"
             logger.info(text, job.inputs.root)
-            observing = compiled(
-                HIGH_PRECISION
-            )  # one entry in the ledger for both, whichever is called first
+            observing = compiled(HIGH_PRECISION)  # one entry in the ledger for both, whichever runs first
         first = next((i for i in weights if job.given[i].requires_grad), weights[0])
         return ScheduledGraph({FP8: graph, HIGH_PRECISION: observing}, schedule, first)
 
