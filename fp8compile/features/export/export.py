@@ -1,8 +1,9 @@
-"""`fp8compile.export(model, "dir")`: a trained model as an FP8 checkpoint, with its recipe's numerics.
+"""`fp8compile.export(model, "dir")`: a trained model as an FP8 checkpoint, with the numerics of the recipe
+that trained it.
 
-model  ->  layers whose forward matmul is FP8 (`choose`), weights cast as training casts them (`cast`)
-       ->  names of tensors and the configuration of a format (`checkpoint_formats`)
-       ->  model.safetensors, config.json (`checkpoint_files`)
+    model  ->  layers whose forward matmul is FP8 (`choose`), weights cast as training casts them (`cast`)
+           ->  names of tensors and the configuration of a format (`checkpoint_formats`)
+           ->  model.safetensors, config.json (`checkpoint_files`)
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Which layers are exported in FP8, and why others are not; their bytes and scales, as training casts them.
+"""Which layers of a model are exported in FP8, and why the others stay as they are; and their FP8 bytes and
+scales, by the operators that training casts with.
 
-weight   = saturate(w * scale), rounded to nearest even, float8_e4m3fn [out, in]
-scale    = 448 / (amax * 2**margin), float32, one a tensor, row or block; see `ir.scale`
-exported: the weight, and 1 / scale, which multiplies the values of the weight: [1], [out, 1],
-          [out / 128, in / 128], [out, in / 32] or, for tiles, [out / 32, in / 32], rounded up
+    weight   = saturate(w * scale), rounded to nearest even, float8_e4m3fn [out, in]
+    scale    = 448 / (amax * 2**margin), float32, one a tensor, row or block; see `ir.scale`
+    exported: the weight, and 1 / scale, which multiplies the values of the weight: [1], [out, 1],
+              [out / 128, in / 128], [out, in / 32] or, for tiles, [out / 32, in / 32], rounded up
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _merged(
     kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(late, _readers(x.node, through)))]
     direct = [x for x in kept if any("attention" in str(user.target) for user in _readers(x.node))]
     if len(kept) == len(fprops) and 0 < len(direct) < len(fprops):
-        # attention reads a copy of its slice, and backward keeps that, too: after norms of q, k, v is apart
+        # attention reads a copy of its slice that backward keeps, too: after norms of q and k, v stays apart
         rest = [x for x in fprops if x not in direct]
         return _merged(rest, of_layer, ranks, save) if len(rest) > 1 else None
     if save:  # slices that are kept in FP8 do not keep the result of the matmul
