@@ -13,8 +13,7 @@
     regions     graphs that a graph calls
     versions    which versions of torch these are
 
-Differences between versions are handled here, in `dryrun.fake_gpu` (which stands in for a device), and
-nowhere else.
+Differences between versions are handled here and in `dryrun.fake_gpu` (which stands in for a device) only.
 """
 
 import torch

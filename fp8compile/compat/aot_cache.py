@@ -1,5 +1,4 @@
-"""Callables of ours in AOTAutograd's cache, which makes a second process skip tracing, our passes and the
-partitioner.
+"""Callables of ours in AOTAutograd's cache: a second process skips tracing, our passes and the partitioner.
 
 With `bundled_autograd_cache`, an entry of that cache holds what the inner compiler returned for each half of
 a graph, pickled, as far as it is an `OutputCode`; a hit unpickles both and calls `post_compile` of each
@@ -32,8 +31,7 @@ _local = threading.local()
 
 
 class Saved(OutputCode):
-    """One half of a graph: `run` calls the code that Inductor made (`compiled`). `content`: what `run` can be
-    made of again."""
+    """Half of a graph: `run` calls Inductor's code (`compiled`). `content`: what remakes `run`."""
 
     def __init__(self, run: Callable[[list[Any]], Any], compiled: Any, content: bytes | None, backward: bool):
         super().__init__()
@@ -75,9 +73,8 @@ class Saved(OutputCode):
 
 
 def _not_made(inputs: list[Any]) -> Any:
-    raise RuntimeError(
-        "fp8compile: a half of a graph from the cache was called before it was made; please report this"
-    )
+    what = "a half of a graph from the cache was called before it was made"
+    raise RuntimeError(f"fp8compile: {what}; please report this")
 
 
 @functools.cache
@@ -95,17 +92,12 @@ def cache_is_on() -> bool:
 
     bundles = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
     off = inductor_config.force_disable_caches or bundles or functorch_config.strict_autograd_cache
-    return (
-        bool(
-            options_by_thread() and functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
-        )
-        and not off
-    )
+    on = options_by_thread() and functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
+    return bool(on and not off)
 
 
 def options_by_thread() -> bool:
-    """Are torch's options those of a thread, while it patches them? In 2.13 and 2.15 they are, in 2.11 those
-    of the process."""
+    """Are torch's options, while patched, those of a thread (2.13, 2.15)? In 2.11 they are the process's."""
     entries: Any = functorch_config
     return isinstance(entries._config["enable_autograd_cache"].user_override, ContextVar)
 
@@ -117,12 +109,11 @@ def cached(on: bool) -> Iterator[list[Saved]]:
     before: list[Saved] | None = getattr(_local, "hit", None)
     hit: list[Saved] = []
     _local.hit = hit if on else None
-    # an entry is saved when its backward has been compiled: in here, while the options are ours
-    options: dict[str, Any] = (
-        {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True} if on else {}
-    )
+    options: dict[str, Any] = {"enable_autograd_cache": on}
+    if on:  # an entry is saved when its backward has been compiled: in here, while the options are ours
+        options |= {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
     try:
-        with functorch_config.patch({"enable_autograd_cache": on, **options}):
+        with functorch_config.patch(options):
             yield hit
     finally:
         _local.hit = before
@@ -140,11 +131,8 @@ def saved(run: Callable[[list[Any]], Any], compiled: Any, content: bytes | None,
 @contextlib.contextmanager
 def inner_options() -> Iterator[None]:
     """For the inner compiler: it uses FxGraphCache as ever, although AOTAutograd bundles."""
-    bundled = (
-        functorch_config.patch(bundled_autograd_cache=False)
-        if getattr(_local, "hit", None) is not None
-        else None
-    )
+    used = getattr(_local, "hit", None) is not None
+    bundled = functorch_config.patch(bundled_autograd_cache=False) if used else None
     before, _local.inner = in_inner(), True
     try:
         with bundled or contextlib.nullcontext():
@@ -168,9 +156,8 @@ def modules_of_nodes(gm: GraphModule) -> list[Any]:
     found: list[Any] = []
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            stack = [
-                (str(path), text(kind)) for path, kind in (node.meta.get("nn_module_stack") or {}).values()
-            ]
+            modules = (node.meta.get("nn_module_stack") or {}).values()
+            stack = [(str(path), text(kind)) for path, kind in modules]
             tags = [(name, str(node.meta[name])) for name in TAGS if name in node.meta]
             found.append([node.op, node.name, stack, tags])
     return found
@@ -180,12 +167,10 @@ def modes() -> list[Any]:
     """What a trace depends on and that torch 2.11 to 2.15 do not all have in AOTAutograd's key."""
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    flags = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return [*autocast, *flags, torch.get_default_dtype(), str(torch.get_default_device())]
+    flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    defaults = torch.get_default_dtype(), str(torch.get_default_device())
+    return [*autocast, *flags, deterministic, *defaults]
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

@@ -16,13 +16,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 no_torch_function = torch._C._disabled_torch_function_impl  # of a tensor subclass
-# the dispatch key that keeps track of both
-VERSIONS_AND_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+VERSIONS_AND_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # the key of both
 
 
 class TensorMarks:
-    """A note on each of some tensors, found by its memory: autograd hands back a saved tensor as another
-    object. Does not keep the tensors alive."""
+    """Notes on tensors by their memory, because autograd hands back new objects. Keeps no tensor alive."""
 
     def __init__(self) -> None:
         self.marks: dict[int, tuple[StorageWeakRef, Any]] = {}
@@ -72,9 +70,8 @@ def saved_as_they_are(ours: Callable[[torch.Tensor], bool]) -> AbstractContextMa
 
 
 def unseen(values: Sequence[Any] = ()) -> AbstractContextManager[Any]:
-    """Inside, neither autograd nor the user's dispatch modes see what is computed, as they do not see into a
-    compiled graph. With fake tensors among `values` this does nothing, because their mode has to see all
-    operators."""
+    """Inside, neither autograd nor the user's dispatch modes see what is computed, as in a compiled graph.
+    With fake tensors among `values` this does nothing: their mode has to see all operators."""
     return _NOTHING if any(isinstance(x, FakeTensor) for x in values) else _Unseen()
 
 
@@ -82,10 +79,8 @@ class _Unseen:
     """A class, because each call of a compiled graph pays for it."""
 
     def __enter__(self) -> None:
-        self.guards = (
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._ExcludeDispatchKeyGuard(VERSIONS_AND_VIEWS),
-        )
+        below = torch._C._AutoDispatchBelowAutograd()
+        self.guards = below, torch._C._ExcludeDispatchKeyGuard(VERSIONS_AND_VIEWS)
         for guard in self.guards:
             guard.__enter__()
         self.modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else None
@@ -116,15 +111,13 @@ def hooked() -> bool:
 
 def recomputing() -> bool:
     """Is a forward that runs now the recomputation of a checkpoint? A checkpoint sets saved-tensor hooks for
-    it. A reentrant checkpoint sets none, and its second forward is no recomputation for us: the first one ran
-    without gradients."""
+    it. A reentrant one sets none; its second forward is no recomputation: the first ran without gradients."""
     return in_backward() and hooked()
 
 
 def repeating() -> bool:
-    """Is a forward that runs now certainly the recomputation of a checkpoint, whatever ran before? Then the
-    checkpoint's hooks are the topmost ones. If the user sets hooks inside of the checkpointed region, this
-    cannot be told: the answer is no."""
+    """Is a forward that runs now certainly the recomputation of a checkpoint, whatever ran before? Its hooks
+    are the topmost ones then. No if the user sets hooks in the checkpointed region: this cannot be told."""
     found = checkpoint()
     return found is not None and found.repeats
 
@@ -147,10 +140,8 @@ def checkpoint() -> Checkpoint | None:
     name = getattr(hook, "__qualname__", "")
     if "_checkpoint_hook" not in name and "_recomputation_hook" not in name:
         return None
-    cells = {
-        name: cell.cell_contents
-        for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
-    }
+    closure = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    cells = {name: cell.cell_contents for name, cell in closure}
     frame = cells["frame"] if "frame" in cells else cells["target_frame_ref"]()
     return None if frame is None else Checkpoint(frame, hooks[0], "frame" not in cells)
 

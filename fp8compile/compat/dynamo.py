@@ -24,25 +24,19 @@ def frames(file: str = "") -> Iterator[types.FrameType]:
 
 
 def source_name(placeholder: Node) -> str:
-    """The expression of a Dynamo placeholder in the user's frame,
-    `L['self']._modules['up']._parameters['weight']`; or ''."""
+    """A Dynamo placeholder's expression in the user's frame, as `L['self']._parameters['weight']`; or ''."""
     return getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
 
 
 def add_input(gm: GraphModule, name: str, example: torch.Tensor, stable: bool = True) -> torch.Tensor:
     """Give a Dynamo graph one more tensor input, at the end, and return the tensor that stands for it at
     compile time. The caller passes a tensor of the same sizes at each call; if `stable`, at one address (so
-    that CUDA graphs need not copy it).
-    """
+    that CUDA graphs need not copy it)."""
     from torch._dynamo.source import ConstantSource
     from torch._guards import detect_fake_mode
 
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    with (
-        gm.graph.inserting_after(placeholders[-1])
-        if placeholders
-        else gm.graph.inserting_before(next(iter(gm.graph.nodes)))
-    ):
+    placeholders, first = gm.graph.find_nodes(op="placeholder"), next(iter(gm.graph.nodes))
+    with gm.graph.inserting_after(placeholders[-1]) if placeholders else gm.graph.inserting_before(first):
         node = gm.graph.placeholder(name)
     node._dynamo_source = ConstantSource(source_name=name)
     mode = detect_fake_mode()
@@ -55,8 +49,7 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor, stable: bool = 
 
 
 def rows_vary(*tensors: torch.Tensor) -> None:
-    """Tell Dynamo that the first dimension of these tensors differs from call to call, and that no other
-    does."""
+    """Tell Dynamo that the first dimension of these tensors differs from call to call, and no other one."""
     import torch._dynamo
 
     for tensor in tensors:
@@ -78,9 +71,8 @@ def compiling() -> contextlib.AbstractContextManager[None]:
 
 
 def input_index(placeholder: Node) -> int | None:
-    """The position of the Dynamo input that a joint-graph placeholder is (or, for a tensor subclass, is a
-    part of). None for a tangent, a number (the size of a tensor subclass), and an input that AOTAutograd
-    added."""
+    """The position of the Dynamo input that a joint-graph placeholder is (or is a part of, for a tensor
+    subclass). None for a tangent, a number (a size of a tensor subclass) and what AOTAutograd added."""
     return _index(placeholder.meta.get("desc"))
 
 
@@ -92,29 +84,25 @@ def is_whole(placeholder: Node) -> bool:
 
 def _index(desc: Any) -> int | None:
     whole = _whole(desc)
-    # a size or stride of a tensor subclass is an input of its own, whose description has an `idx`, too: the
-    # dimension
+    # a size or stride of a tensor subclass is an input, too; the `idx` that describes it is a dimension
     number = whole is not desc and hasattr(desc, "idx")
     return int(whole.idx) if type(whole).__name__ == "PlainAOTInput" and not number else None
 
 
 def _whole(desc: Any) -> Any:
-    """AOTAutograd's description of an input; for a part of a tensor subclass, the description of the whole
-    tensor."""
+    """AOTAutograd's description of an input; of the whole tensor, for a part of a tensor subclass."""
     while getattr(desc, "base", None) is not None:
         desc = desc.base
     return desc
 
 
 def is_joint_graph(graph: Graph) -> bool:
-    """False for a nested graph (an attention's score function, a branch), whose inputs AOTAutograd does not
-    describe."""
+    """False for a nested graph (a score function, a branch), whose inputs AOTAutograd does not describe."""
     return any(input_index(node) is not None for node in graph.find_nodes(op="placeholder"))
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy of a graph, with the attributes that AOTAutograd reads from a Dynamo graph. (Compilers own what
-    they get.)"""
+    """A copy of a Dynamo graph, with the attributes that AOTAutograd reads. (Compilers own what they get.)"""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))
@@ -129,8 +117,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def shown(error: Exception) -> Exception:
-    """`error` as an exception of a derived class, which Dynamo passes on to the user as it is, instead of
-    wrapping it."""
+    """`error` as an exception of a derived class, which Dynamo passes on to the user without wrapping it."""
     from torch._dynamo.exc import ShortenTraceback
 
     kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
@@ -141,8 +128,7 @@ def shown(error: Exception) -> Exception:
 
 
 def restart(why: str) -> Exception:
-    """An exception for a backend to raise: Dynamo traces the frame again, with what the backend has
-    changed."""
+    """An exception for a backend to raise: Dynamo traces the frame again, with what the backend changed."""
     # the one that backends raise; all others are errors of theirs
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
@@ -150,9 +136,8 @@ def restart(why: str) -> Exception:
 
 
 def let_go(example_inputs: Any, inputs: Iterable[int]) -> None:
-    """Have Dynamo hold these inputs no longer, before a `restart`: their memory is to be free before that.
-    `example_inputs`: what the backend got. Read in 2.11, 2.13 and 2.15: the list, and what side effects keep
-    alive."""
+    """Have Dynamo hold these inputs no longer: their memory is free before a `restart`. `example_inputs`:
+    what the backend got. Read in 2.11, 2.13 and 2.15: the list, and what side effects keep alive."""
     if isinstance(example_inputs, list):
         gone = {id(example_inputs[i]) for i in inputs}
         if (output := _output()) is not None:
@@ -174,8 +159,7 @@ def is_backward(node: Node) -> bool:
 
 
 def differentiates(gm: GraphModule) -> bool:
-    """Does a Dynamo graph compute gradients itself, by torch.func or (from torch 2.15)
-    torch.autograd.grad?"""
+    """Does a Dynamo graph itself compute gradients: torch.func or (from 2.15 on) torch.autograd.grad?"""
     names = {getattr(node.target, "__name__", "") for node in gm.graph.nodes if node.op == "call_function"}
     return bool(names & {"_autograd_grad", "grad"})
 
@@ -194,8 +178,7 @@ def tag_backward(graph: Graph) -> set[Node]:
 
 def root_modules(gm: GraphModule, attributes: Collection[int] = ()) -> dict[int, tuple[nn.Module, Any]]:
     """For each input of a Dynamo graph that is a parameter or buffer, by position: the module through which
-    the compiled frame reaches it, and that module's Dynamo source. `attributes`: inputs that are parameters,
-    and plain attributes."""
+    the compiled frame reaches it, and its source. `attributes`: parameters that are plain attributes."""
     output = _output()
     scopes = {"L": output.local_scope, "G": output.global_scope} if output is not None else {}
     values: dict[Any, Any] = {}  # what sources stand for
@@ -212,26 +195,23 @@ def root_modules(gm: GraphModule, attributes: Collection[int] = ()) -> dict[int,
 
 
 def _root(source: Any, is_attribute: bool) -> Any:
-    """What the first step to a parameter or buffer starts from: of
-    `L['self']._modules['up']._parameters['weight']`, the source of `L['self']`. None if this is no source of
-    one."""
+    """What the first step to a parameter or buffer starts from: `L['self']` is the source for
+    `L['self']._modules['up']._parameters['weight']`. None if this is no source of one."""
     from torch._dynamo.source import AttrSource
 
     root, owned = None, is_attribute
+    containers = "_modules", "_parameters", "_buffers"
     while source is not None:
         first = is_attribute and root is None  # `.weight` itself
-        if isinstance(source, AttrSource) and (
-            first or source.member in ("_modules", "_parameters", "_buffers")
-        ):
+        if isinstance(source, AttrSource) and (first or source.member in containers):
             root, owned = source.base, owned or source.member != "_modules"
         source = getattr(source, "base", None)
     return root if owned else None
 
 
 def is_part(module: nn.Module) -> bool:
-    """Is a graph of this module compiled because a module around it is compiled, whose own graph breaks? To
-    be asked within the backend: the frames between it and the compiled module's call are those of the modules
-    that are being called."""
+    """Is a graph of this module compiled because a module around it is, whose own graph breaks? To be asked
+    within the backend: between it and the compiled module's call are the frames of modules being called."""
     compiling = False
     for frame in frames():
         file = frame.f_code.co_filename.replace("\\", "/")
@@ -239,11 +219,8 @@ def is_part(module: nn.Module) -> bool:
         if compiling and file.endswith("torch/_dynamo/eval_frame.py"):
             return False
         caller = frame.f_locals.get("self") if compiling else None
-        if (
-            isinstance(caller, nn.Module)
-            and caller is not module
-            and any(part is module for part in caller.modules())
-        ):
+        around = isinstance(caller, nn.Module) and any(part is module for part in caller.modules())
+        if around and caller is not module:
             return True
     return False
 
@@ -284,9 +261,8 @@ def guard_attribute(source: Any, name: str) -> None:
 
     context = TracingContext.try_get()
     if context is not None:
-        context.guards_context.dynamo_guards.add(
-            AttrSource(source, name).make_guard(GuardBuilder.CONSTANT_MATCH)
-        )
+        guard = AttrSource(source, name).make_guard(GuardBuilder.CONSTANT_MATCH)
+        context.guards_context.dynamo_guards.add(guard)
 
 
 def symbolic_kernels() -> contextlib.AbstractContextManager[None]:
@@ -298,9 +274,8 @@ def symbolic_kernels() -> contextlib.AbstractContextManager[None]:
 
 
 def gradient_outputs(graph: Graph) -> list[tuple[Node, int]] | None:
-    """The outputs of a joint graph that are gradients, each with the position of the Dynamo input that it is
-    the gradient of (for a tensor subclass: of a part of that input). None where AOTAutograd does not describe
-    outputs."""
+    """The outputs of a joint graph that are gradients, each with the position of the Dynamo input (for a
+    tensor subclass, of which it is a part's gradient). None where AOTAutograd does not describe outputs."""
     output = next(iter(graph.find_nodes(op="output")))
     descs = output.meta.get("desc")
     if not isinstance(descs, (list, tuple)) or len(descs) != len(output.args[0]):  # type: ignore[arg-type]
@@ -320,16 +295,11 @@ def is_tangent(node: Node) -> bool:
 
 @contextlib.contextmanager
 def other_code(functions: Iterable[types.FunctionType]) -> Iterator[None]:
-    """Inside, those of these functions for which Dynamo has compiled code have a copy of their code object,
-    so that it finds none and adds none. (They hold a limited number, and Dynamo drops all code of an object
-    or none.)"""
+    """Inside, each of these functions for which Dynamo has compiled code has a copy of its code object, so
+    that Dynamo finds none and adds none. (Each holds a limited number, and Dynamo drops all or none.)"""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    before = [
-        (function, function.__code__)
-        for function in functions
-        if _debug_get_cache_entry_list(function.__code__)
-    ]
+    before = [(f, f.__code__) for f in functions if _debug_get_cache_entry_list(f.__code__)]
     for function, code in before:
         function.__code__ = code.replace(co_name=code.co_name)
     try:

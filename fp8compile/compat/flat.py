@@ -36,15 +36,11 @@ def owners(args: Sequence[Any], positions: Iterable[int]) -> Sequence[Any]:
 
 
 def freed(inputs: Sequence[Any]) -> frozenset[int]:
-    """Which of a graph's inputs are such views whose memory is freed after forward, and gathered again in
-    backward. To be asked within the backend, while the forward of the module that has packed them is under
-    way."""
-    handles = [(module._handle, module._is_root) for module in _under_way() if module._handle is not None]
-    kept = {
-        id(handle.flat_param)
-        for handle, root in handles
-        if root or handle._sharding_strategy.name not in FREED
-    }
+    """Which of a graph's inputs are such views whose memory is freed after forward and gathered in backward.
+    To be asked within the backend, while the forward of the module that packed them is under way."""
+    packers = [m for m in _under_way() if m._handle is not None]
+    stay = [m._handle for m in packers if m._is_root or m._handle._sharding_strategy.name not in FREED]
+    kept = {id(handle.flat_param) for handle in stay}
     return frozenset(i for i in packed(inputs) if id(inputs[i]._base) not in kept)
 
 
@@ -60,12 +56,8 @@ def is_packed(module: nn.Module) -> bool:
 
 def shapes(model: nn.Module) -> dict[int, Size]:
     """The shapes of the whole parameters that are packed in a model, by the ids of the original ones."""
-    kind = _kind()
-    flats = (
-        [m._handle.flat_param for m in model.modules() if isinstance(m, kind) and m._handle is not None]
-        if kind
-        else []
-    )
+    kind: Any = _kind() or ()
+    flats = [m._handle.flat_param for m in model.modules() if isinstance(m, kind) and m._handle is not None]
     pairs = (zip(flat._params, flat._shapes, strict=True) for flat in flats if flat._params is not None)
     return {id(parameter): shape for several in pairs for parameter, shape in several}
 
@@ -79,17 +71,13 @@ def on_refusal(backend: str, tell: Callable[..., None]) -> None:
     def begins(_: Any) -> None:
         if any(not module._use_orig_params and module._handle is not None for module in _under_way()):
             frames = (variables.get("compiler_fn") for variables in _variables("torch._dynamo"))
-            given = next(
-                (getattr(made, "_torchdynamo_orig_backend", made) for made in frames if made is not None),
-                None,
-            )
+            made = next((made for made in frames if made is not None), None)
+            given = getattr(made, "_torchdynamo_orig_backend", made)
             if getattr(given, "compiler_name", "") == backend:
                 tell(**given.kwargs)  # type: ignore[union-attr]
 
-    if all(
-        getattr(known, "__qualname__", "") != begins.__qualname__
-        for known in callback_handler.start_callbacks
-    ):
+    known = [getattr(callback, "__qualname__", "") for callback in callback_handler.start_callbacks]
+    if begins.__qualname__ not in known:
         callback_handler.register_start_callback(begins)
 
 

@@ -20,22 +20,16 @@ EVALUATES = "fp8compile_evaluates"  # of a group: it was gathered for a forward 
 
 
 def class_name(kind: type | str) -> str:
-    """The name of a module's class, as the user wrote it. `fully_shard` and `replicate` make one of their own
-    for each class: FSDPLinear, ReplicateLinear, DDPLinear. `kind`: a class, or its name with its package.
-    Read in 2.11 to 2.15."""
+    """The name of a module's class, as the user wrote it; `fully_shard` and `replicate` make FSDPLinear,
+    ReplicateLinear or DDPLinear of it (2.11 to 2.15). `kind`: a class, or its name with its package."""
     package, _, name = kind.rpartition(".") if isinstance(kind, str) else (kind.__module__, "", kind.__name__)
     return MADE.sub("", name) if package.startswith("torch.distributed.") else name
 
 
 def resharded(inputs: Sequence[Any]) -> frozenset[int]:
-    """Which of a graph's inputs are parameters that FSDP2 frees after forward and gathers again in backward,
-    by position."""
-    freed = {
-        id(_unsharded(p))
-        for group in _groups()
-        if group.post_forward_mesh_info is not None
-        for p in group.fsdp_params
-    }
+    """Which of a graph's inputs FSDP2 frees after forward and gathers again in backward, by position."""
+    groups = [group for group in _groups() if group.post_forward_mesh_info is not None]
+    freed = {id(_unsharded(p)) for group in groups for p in group.fsdp_params}
     return frozenset(i for i, value in enumerate(inputs) if value is not None and id(value) in freed)
 
 
@@ -48,8 +42,7 @@ def sharded_pairs() -> Iterator[tuple[Any, Any]]:
 
 
 def specs_before_sharding() -> dict[int, Any]:
-    """By the id of each parameter that FSDP2 has sharded: how it was distributed before, None if it was a
-    plain tensor."""
+    """By the id of a parameter that FSDP2 has sharded: how it was distributed before; None if not at all."""
     found = {}
     for group in _groups():
         for parameter in group.fsdp_params:  # _tp_spec up to 2.11, where a plain tensor has none
@@ -75,12 +68,8 @@ def _groups() -> Iterator[Any]:
         return
     from torch.distributed._composable_state import _module_state_mapping
 
-    found = {
-        id(state): state
-        for _, reference in list(_module_state_mapping.items())
-        if (state := reference()) is not None
-    }
-    for state in found.values():
+    alive = [reference() for reference in list(_module_state_mapping.values())]
+    for state in {id(state): state for state in alive}.values():
         if isinstance(state, states.FSDPState):
             yield from _of(state)
 
@@ -99,12 +88,10 @@ class ShardedParameter:
         self.module: nn.Module = parameter._module_info.module  # whose parameter it is
         self.tied = bool(parameter._module_info.shared_modules)
         self.is_tensor_parallel: bool = parameter.is_dtensor
-        # nothing is gathered: each rank has the whole
-        self.is_replicated = not hasattr(group.mesh_info, "shard_mesh_size")
+        self.is_replicated = not hasattr(group.mesh_info, "shard_mesh_size")  # each rank has the whole
         self.on_cpu: bool = parameter.offload_to_cpu
         self.kind = ""  # in use
-        # of kinds not in use: FSDP2's memory, the unsharded parameter
-        self._others: dict[str, tuple[Any, Any]] = {}
+        self._others: dict[str, tuple[Any, Any]] = {}  # of other kinds: FSDP2's memory, unsharded parameter
 
     @property
     def sharded(self) -> nn.Parameter:
@@ -166,8 +153,7 @@ class ShardedParameter:
         return getattr(self._local, "fp8_all_gather", None) is self
 
     def install(self, prepare: Callable[[], Sequence[Tensor]], finish: Callable[..., Tensor]) -> None:
-        """Into the tensor of the shard, where FSDP2 looks for it. `load_state_dict(assign=True)` makes
-        another one."""
+        """Into the shard's tensor, where FSDP2 looks for it. `load_state_dict(assign=True)` makes another."""
 
         def pre(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
             return tuple(prepare()), None
@@ -215,12 +201,8 @@ class Listener(Protocol):
 
 def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
     """All that `fully_shard` manages in a model, in the order of the model."""
-    found = {
-        id(p.sharded_param): (p, group)
-        for state in _states(model)
-        for group in _of(state)
-        for p in group.fsdp_params
-    }
+    groups = [group for state in _states(model) for group in _of(state)]
+    found = {id(p.sharded_param): (p, group) for group in groups for p in group.fsdp_params}
     return [ShardedParameter(*found[id(p)], name) for name, p in model.named_parameters() if id(p) in found]
 
 
@@ -239,8 +221,7 @@ def _hear_forward(state: Any, listener: Listener) -> None:
         state._lazy_init()
         context = state._state_ctx
         if context.iter_forward_root is None:
-            # an optimizer on another stream; the listener reads its weights
-            if context.post_optim_event is not None:
+            if context.post_optim_event is not None:  # the listener reads what another stream writes
                 state._device_handle.current_stream().wait_event(context.post_optim_event)
                 context.post_optim_event = None
             if in_backward():  # a checkpoint around a sharded module computes it again
@@ -271,11 +252,8 @@ def _hear_unshard(group: Any, listener: Listener) -> None:
             listener.reduces()
         if group._all_gather_result is None:  # else it is under way
             evaluates = listener.evaluates and not backward
-            if (
-                group.is_unsharded
-                and evaluates != getattr(group, EVALUATES, evaluates)
-                and listener.differs(group)
-            ):
+            changes = evaluates != getattr(group, EVALUATES, evaluates)
+            if group.is_unsharded and changes and listener.differs(group):
                 group._to_sharded()  # it was left unsharded, for the other purpose
             if not group.is_unsharded:
                 setattr(group, EVALUATES, evaluates)
@@ -302,16 +280,14 @@ def _of(state: Any) -> Sequence[Any]:
 
 
 class Shard(NamedTuple):
-    """A parameter in FSDP2's buffer of gradients: the shape of the whole, and the elements of a rank's part,
-    with padding."""
+    """A parameter in FSDP2's buffer of gradients: the whole's shape, and a rank's elements with padding."""
 
     shape: tuple[int, ...]
     elements: int
 
 
 def shard_ranks(module: Any) -> int:
-    """Over how many ranks FSDP2 shards the parameters of this module; 1 if it has none of its own, or
-    replicates them."""
+    """Over how many ranks FSDP2 shards this module's own parameters; 1 for none, or if it replicates them."""
     meshes = [group.mesh_info for group in _of(module._get_fsdp_state())]
     return max((getattr(mesh, "shard_mesh_size", 1) for mesh in meshes), default=1)
 

@@ -52,9 +52,8 @@ def compile_fx(
 
 def keep_saved_tensors() -> None:
     """For a backward that is compiled now: if that is with the forward, its code leaves the saved tensors as
-    they are. torch knows whether a graph is to be retained when its backward is called, and donates the
-    memory of saved tensors to backwards that it compiles then; one that was compiled before would refuse
-    `retain_graph=True`."""
+    they are. torch knows whether a graph is to be retained when its backward is called, and donates saved
+    tensors' memory to a backward compiled then; one compiled before would refuse `retain_graph=True`."""
     context = TracingContext.try_get()
     donated = getattr(context.fw_metadata, "bw_donated_idxs", None) if context is not None else None
     if donated and functorch_config.force_non_lazy_backward_lowering:
@@ -70,9 +69,8 @@ def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
 
 
 def _make_manager(is_backward: bool = False, boxed_forward_device_index: Any = None, **_: Any) -> None:
-    """Make the manager of CUDA graphs before the backward of a recorded forward. A backward that is not
-    recorded asserts that the forward's first call has made it (`maybe_handle_backward_generation`), and a
-    cold call has not."""
+    """Make CUDA graphs' manager before the backward of a recorded forward. A backward that is not recorded
+    asserts that the forward's first call made it (`maybe_handle_backward_generation`); a cold one did not."""
     device = getattr(boxed_forward_device_index, "value", None)
     if is_backward and device is not None and config.triton.cudagraphs and config.triton.cudagraph_trees:
         from torch._inductor.cudagraph_trees import get_manager
@@ -110,14 +108,11 @@ def async_tensor_parallel(options: Mapping[str, Any]) -> bool:
 def changes_collectives(options: Mapping[str, Any]) -> bool:
     """May Inductor fuse, merge or reorder the collectives of a graph? It keeps their order otherwise
     (`comms.py`, `decide_global_ordering_of_comms`). `options`: of this compilation."""
-    flags = (
-        "_micro_pipeline_tp _fuse_ddp_communication reorder_for_compute_comm_overlap dedup_reduce_scatters"
-    ).split()
+    flags = "_micro_pipeline_tp _fuse_ddp_communication reorder_for_compute_comm_overlap".split()
     later = "collective_bucketing enable_low_contention_collectives allow_comms_decompositions".split()
-    return any(
-        is_on(x, options)
-        for x in (*flags, *REORDERING, *(f"aten_distributed_optimizations.{x}" for x in later))
-    )
+    names = [*flags, "dedup_reduce_scatters", *REORDERING]
+    names += [f"aten_distributed_optimizations.{name}" for name in later]
+    return any(is_on(name, options) for name in names)
 
 
 def inductor_type(option: str) -> Any:
@@ -140,8 +135,7 @@ def sources_hash() -> str:
 
 
 class OneObject:
-    """Torch copies Inductor's config, deeply, where it traces a `scan`. What a compilation hands to its
-    passes is in it."""
+    """Not copied with Inductor's config, which torch copies deeply where it traces a `scan`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
@@ -154,8 +148,7 @@ class GraphPass(OneObject, CustomGraphPass):
 
     `key` tells apart passes that do different things. `users` is a pass of the user's own, which runs first.
     `facts`: what `run` reads beside the joint graph, for AOTAutograd's cache. (FxGraphCache has the graph
-    that `run` has made.)
-    """
+    that `run` has made.)"""
 
     def __init__(self, run: Callable[[Graph], None], key: str, users: Any = None, facts: str = ""):
         self.run, self.key, self.users, self.facts = run, key, users, facts
@@ -168,16 +161,13 @@ class GraphPass(OneObject, CustomGraphPass):
     def uuid(self) -> Any:
         theirs = self.users.uuid() if hasattr(self.users, "uuid") else None
         facts = f"-{self.facts}" if self.facts and not in_inner() else ""
-        return (
-            None
-            if self.users is not None and theirs is None
-            else f"fp8compile-{sources_hash()}-{self.key}-{theirs}{facts}"
-        )
+        if self.users is not None and theirs is None:
+            return None
+        return f"fp8compile-{sources_hash()}-{self.key}-{theirs}{facts}"
 
 
 class Partitioner(OneObject, CustomPartitionerFn):
-    """The min-cut partitioner, told that `recomputable` operators fuse like pointwise ones and may run again
-    in backward.
+    """The min-cut partitioner, told that `recomputable` operators fuse like pointwise ones and may run again.
 
     To the stock partitioner a custom operator is opaque, so it would save FP8 copies of whole weights
     (pytorch#141881).
@@ -185,8 +175,7 @@ class Partitioner(OneObject, CustomPartitionerFn):
     `after` (forward, backward, number of outputs that the caller sees) may change what the forward keeps for
     the backward; the forward's other outputs are what it keeps. `key` tells apart partitioners that do
     different things. `free`: Dynamo inputs that cost no memory if they are kept, as parameters do, although
-    they are none to AOTAutograd.
-    """
+    they are none to AOTAutograd."""
 
     def __init__(
         self,
@@ -199,20 +188,14 @@ class Partitioner(OneObject, CustomPartitionerFn):
         self.after, self.free, self.key = after, frozenset(free), f"{key}-{sorted(free)}"
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
-        free = {
-            i: node
-            for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-            if input_index(node) in self.free
-        }
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        free = {i: node for i, node in enumerate(placeholders) if input_index(node) in self.free}
         known = kwargs.get("static_lifetime_input_indices") or ()
         with self._extended():
-            more = {"static_lifetime_input_indices": [*known, *(free.keys() - known)]}
-            forward, backward = partitioners.min_cut_rematerialization_partition(
-                gm, joint_inputs, **{**kwargs, **more}
-            )
-        # its address changes (read in 2.15)
-        for node in (node for i, node in free.items() if i not in known):
-            node.meta["is_static_input"] = False
+            kwargs["static_lifetime_input_indices"] = [*known, *(free.keys() - known)]
+            forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        for i in free.keys() - known:
+            free[i].meta["is_static_input"] = False  # its address changes (read in 2.15)
         if self.after is not None:
             self.after(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
@@ -223,10 +206,8 @@ class Partitioner(OneObject, CustomPartitionerFn):
     @contextlib.contextmanager
     def _extended(self) -> Iterator[None]:
         stock = partitioners.get_default_op_list
-        packets = [
-            getattr(getattr(torch.ops, space), op)
-            for space, op in (name.split("::") for name in self.recomputable)
-        ]
+        names = (name.split("::") for name in self.recomputable)
+        packets = [getattr(getattr(torch.ops, space), op) for space, op in names]
 
         def op_list() -> Any:
             types = stock()
@@ -246,11 +227,8 @@ class Partitioner(OneObject, CustomPartitionerFn):
 
 def keep_instead(forward: Graph, visible: int, instead: Mapping[Node, Sequence[Node]]) -> None:
     """Let a forward graph keep other tensors for its backward: `instead` of a node, these nodes. The first
-    `visible` outputs are those that the caller sees, and stay.
-
-    AOTAutograd describes each output (torch 2.11 to 2.15, `_extract_fwd_bwd_modules`): what is kept has a
-    number.
-    """
+    `visible` outputs, which the caller sees, stay. AOTAutograd describes each output (torch 2.11 to 2.15,
+    `_extract_fwd_bwd_modules`): what is kept has a number."""
     (output,) = forward.find_nodes(op="output")
     old: Any = output.args[0]
     descs = output.meta["desc"]
@@ -261,8 +239,7 @@ def keep_instead(forward: Graph, visible: int, instead: Mapping[Node, Sequence[N
 
 
 def no_version_check(node: Node) -> bool:
-    """Does AOTAutograd keep this tensor without checking its version (torch 2.11 to 2.15)? Such tensors come
-    last."""
+    """Does AOTAutograd keep this tensor without checking its version (2.11 to 2.15)? Such ones come last."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check"))
 
 
@@ -273,7 +250,6 @@ def is_checkpointed(node: Node) -> bool:
 
 
 def random_prims() -> dict[Any, str]:
-    """Inductor's seeded random operators, whose eager forms ignore their seed: operator -> torch function
-    name."""
+    """Inductor's seeded random operators (eager forms ignore the seed): operator -> torch function name."""
     prims = importlib.import_module("torch._inductor.inductor_prims")
     return {prims.random: "random", prims.randint: "randint"}

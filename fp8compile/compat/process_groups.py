@@ -23,9 +23,9 @@ def _functional(name: str) -> tuple[Any, ...]:
 
 
 # as targets of nodes
-ALL_GATHER, ALL_TO_ALL, WAIT = map(
-    _functional, ("all_gather_into_tensor", "all_to_all_single", "wait_tensor")
-)
+ALL_GATHER = _functional("all_gather_into_tensor")
+ALL_TO_ALL = _functional("all_to_all_single")
+WAIT = _functional("wait_tensor")
 
 _asked: Counter[str] = Counter()  # group -> how often its ranks were compared
 _alike: set[tuple[str, str]] = set()  # (group, what) that its ranks have agreed on
@@ -83,15 +83,13 @@ def _groups() -> list[Any]:
 
 
 def largest(amax: torch.Tensor, name: str) -> torch.Tensor:
-    """The maximum of an amax over a group. As integers: so NaN is above all numbers. A maximum of floats may
-    drop it."""
+    """The maximum of an amax over a group; of its bits, where NaN is largest. Of floats, it may drop NaN."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(amax.view(torch.int32), "max", name)).view(torch.float32)
 
 
 def in_pipeline(functions: str = "") -> bool:
-    """Is a stage of torch.distributed.pipelining on the stack, in a function whose name contains
-    `functions`?"""
+    """Is a stage of torch.distributed.pipelining on the stack, in a function with `functions` in its name?"""
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
     return any(functions in frame.f_code.co_name for frame in frames("distributed/pipelining/stage.py"))
@@ -108,8 +106,7 @@ class Alone(Exception):
 
 
 def _timeout(group: Any) -> datetime.timedelta:
-    """After which a collective of the group fails: the shortest of its backends. Read in 2.11, 2.13 and
-    2.15."""
+    """After which a collective of the group fails: its backends' shortest. Read in 2.11, 2.13 and 2.15."""
     backends = [group._get_backend(device) for device in group._device_types]
     limits = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
     return min((limit for limit in limits if limit), default=dist.constants.default_pg_timeout)
@@ -135,9 +132,7 @@ def different(name: str, what: str, more: str = "", waiting: Waiting | None = No
     may recompile a graph on its own. Otherwise each rank of the group has to call this as often as the
     others. A rank that they leave alone cannot know what they do: they may still compile. After `PATIENCE`
     seconds it calls `waiting` with the missing ranks and the seconds that are left. After half of the group's
-    timeout it raises `Alone`: before the others give up, who wait for this rank in a collective of the graph
-    that they run.
-    """
+    timeout it raises `Alone`: before the others give up, who wait for this rank in a graph's collective."""
     key, said = hashlib.sha256(what.encode()).hexdigest(), f"{what}\n{more}"
     if (name, key) in _alike:
         return {}

@@ -1,11 +1,10 @@
-"""Regions of a Dynamo graph that are compiled once and called often
-(`torch.compiler.nested_compile_region`)."""
+"""Regions of Dynamo graphs, compiled once and called often (`torch.compiler.nested_compile_region`)."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,19 +16,16 @@ OWNED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
 
 def inline_regions(gm: GraphModule) -> None:
-    """Put each region in place of its calls, in `gm` and graphs inside of it. A region with options of its
-    own stays.
+    """Put each region without options of its own in place of its calls, in `gm` and graphs inside of it.
 
     All calls of a region share one graph, which was traced for the first of them, and has that one's module
-    paths. In another call, nodes get the paths that its parameters tell, or none.
-    """
+    paths. In another call, nodes get the paths that its parameters tell, or none."""
     graphs = list(dict.fromkeys(module for module in gm.modules() if isinstance(module, GraphModule)))
     paths = _paths(gm, graphs)
     for module in reversed(graphs):  # the inner ones first
         first: dict[GraphModule, Sequence[Any]] = {}  # the arguments of its first call
-        for call in module.graph.find_nodes(
-            op="call_function", target=torch.ops.higher_order.invoke_subgraph
-        ):
+        calls = module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+        for call in calls:
             region = _held(module, call.args[0])
             if "nested_region_config" not in {*region.meta, *(call.meta.get("custom") or ())}:
                 _inline(module, call, region, _moved(first.setdefault(region, call.args), call.args, paths))
@@ -51,10 +47,8 @@ def _inline(gm: GraphModule, call: Node, region: GraphModule, moved: tuple[str, 
         elif moved is None:
             copy.meta.pop("nn_module_stack", None)
         elif "nn_module_stack" in copy.meta:
-            stack = copy.meta["nn_module_stack"]
-            copy.meta["nn_module_stack"] = {
-                key: (_path(path, *moved), cls) for key, (path, cls) in stack.items()
-            }
+            stack = copy.meta["nn_module_stack"].items()
+            copy.meta["nn_module_stack"] = {key: (_path(path, *moved), cls) for key, (path, cls) in stack}
     for user in list(call.users):
         user.replace_all_uses_with(outputs[user.args[1]])
         gm.graph.erase_node(user)
@@ -66,26 +60,20 @@ def _held(gm: GraphModule, node: Any) -> Any:
 
 
 def _paths(gm: GraphModule, graphs: Sequence[GraphModule]) -> dict[Node, list[str]]:
-    """The path of each parameter and buffer that is an input of one of these graphs. `graphs`: the outer ones
-    first."""
-    sources = {node: source_name(node) for node in gm.graph.find_nodes(op="placeholder")}
-    paths = {
-        node: OWNED.sub(r".\1", source).split(".") for node, source in sources.items() if OWNED.search(source)
-    }
+    """The path of each parameter and buffer that is an input of one of these graphs, the outer ones first."""
+    sources = [(node, source_name(node)) for node in gm.graph.find_nodes(op="placeholder")]
+    paths = {node: OWNED.sub(r".\1", source).split(".") for node, source in sources if OWNED.search(source)}
     for module in graphs:
         for call in module.graph.find_nodes(op="get_attr"):
             held = _held(module, call)
             for user in call.users if isinstance(held, GraphModule) else ():
                 inner = held.graph.find_nodes(op="placeholder")
-                # before them, what is called, and how
-                pairs = zip(reversed(inner), reversed(user.args), strict=False)
+                pairs = zip(reversed(inner), reversed(user.args), strict=False)  # before: what is called
                 paths.update((a, paths[b]) for a, b in pairs if b in paths and a not in paths)
     return paths
 
 
-def _moved(
-    first: Sequence[Any], call: Sequence[Any], paths: Mapping[Node, list[str]]
-) -> tuple[str, str] | None:
+def _moved(first: Sequence[Any], call: Sequence[Any], paths: dict[Node, list[str]]) -> tuple[str, str] | None:
     """What the paths of the parameters of two calls of a region begin with, up to the last part that differs.
     None if that is not one pair for all."""
     pairs = set()

@@ -1,5 +1,4 @@
-"""DDPOptimizer cuts a Dynamo graph where its buckets end. This module finds the whole graph, while a part is
-compiled."""
+"""DDPOptimizer cuts a Dynamo graph where its buckets end. While a part is compiled, this finds the whole."""
 
 from __future__ import annotations
 
@@ -20,11 +19,9 @@ def uncut(gm: GraphModule) -> tuple[GraphModule, Sequence[Any]] | None:
     for frame in frames("_dynamo/backends/distributed.py"):
         if frame.f_code.co_name == "compile_fn":
             whole, inputs = frame.f_locals.get("gm"), frame.f_locals.get("example_inputs")
-            return (
-                (whole, inputs)
-                if isinstance(whole, GraphModule) and inputs is not None and whole is not gm
-                else None
-            )
+            if isinstance(whole, GraphModule) and inputs is not None and whole is not gm:
+                return whole, inputs
+            break
     return None
 
 

@@ -1,5 +1,4 @@
-"""Triton kernels: loading generated ones, launching them from a graph, and what Inductor does with
-launches."""
+"""Triton kernels: loading generated ones, launching them in a graph, and how Inductor treats launches."""
 
 from __future__ import annotations
 
@@ -14,10 +13,8 @@ import torch
 from torch._inductor import config
 from torch.fx import Graph, Node
 
-# the Python functions of the kernels that were launched here: may the compiler contract them?
-_ours: dict[Any, bool] = {}
-# by such a function and the arguments that are not given: what it reads and writes
-_accesses: dict[Any, Any] = {}
+_ours: dict[Any, bool] = {}  # Python functions of kernels launched here: may the compiler contract them?
+_accesses: dict[Any, Any] = {}  # by such a function and the arguments not given: what it reads and writes
 
 
 # options of Inductor by which it reorders a graph by data dependencies, after our pass
@@ -26,17 +23,13 @@ REORDERING += ("aten_distributed_optimizations.enable_overlap_scheduling",)
 
 
 def is_on(option: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Is this option of Inductor on? One that a version does not have is off. `options`: of this
-    compilation."""
-    value = (options or {}).get(
-        option, functools.reduce(lambda x, part: getattr(x, part, None), option.split("."), config)
-    )
-    return value not in (None, False, "none")
+    """Is this option of Inductor on? One that a version does not have is off. `options`: a compilation's."""
+    given = functools.reduce(lambda x, part: getattr(x, part, None), option.split("."), config)
+    return (options or {}).get(option, given) not in (None, False, "none")
 
 
 def reorders() -> bool:
-    """Will Inductor reorder a graph after our pass by data dependencies? A launch has none: it writes its
-    arguments."""
+    """Will Inductor reorder a graph after our pass by data dependencies? Launches, which write, have none."""
     return any(map(is_on, REORDERING))
 
 
@@ -45,8 +38,7 @@ def max_autotune() -> bool:
 
 
 def converts_wrongly(capability: tuple[int, int]) -> bool:
-    """Are conversions of float32 to FP8 that Triton writes wrong on this NVIDIA GPU? Those of 3.6 are, those
-    of 3.9 are not.
+    """Does Triton convert float32 to FP8 wrongly on this NVIDIA GPU? 3.6 may; 3.9 does not.
 
     On sm_89, 3.6 converts in two steps, which rounds twice: `cvt.rz.f16.f32`, then `cvt.rn.satfinite` of
     float16. And its ptxas (12.8, up to sm_90) miscompiles pairs of FP8 numbers that are 16-bit registers: a
@@ -60,8 +52,7 @@ def converts_wrongly(capability: tuple[int, int]) -> bool:
 
 @functools.cache
 def load_kernel(name: str, source: str) -> Any:
-    """The JIT function `name` of `source`, from a file in Inductor's cache (Triton reads its functions'
-    sources from files)."""
+    """The JIT function `name` of `source`, from a file in Inductor's cache: Triton reads files."""
     from torch._inductor.codecache import PyCodeCache
 
     kernel = getattr(PyCodeCache.load(source), name)
@@ -179,9 +170,8 @@ def contraction_chosen() -> Iterator[None]:
 
         def written(name: str, body: str, *more: Any, **others: Any) -> Any:
             chosen = f"triton_meta={{'enable_fp_fusion': {contracts}, "
-            return write(
-                name, body if chosen in body else body.replace("triton_meta={", chosen, 1), *more, **others
-            )
+            new = body if chosen in body else body.replace("triton_meta={", chosen, 1)
+            return write(name, new, *more, **others)
 
         self.define_kernel = written
         try:
@@ -203,8 +193,8 @@ def accesses_known() -> Iterator[None]:
     model launch the same ones, as do the graphs of a model that is compiled block by block."""
     from torch._higher_order_ops import triton_kernel_wrap as module
 
-    # up to 2.11
-    name = next(x for x in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(module, x))
+    names = "identify_accessed_tensors", "identify_mutated_tensors"  # the second one up to 2.11
+    name = next(name for name in names if hasattr(module, name))
     find = getattr(module, name)
 
     def identify(kernel: Any, arguments: dict[str, Any], *more: Any) -> Any:

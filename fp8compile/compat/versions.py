@@ -11,8 +11,7 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 
 def check(version: str) -> None:
-    """ImportError for a torch that is too old; a warning for one that is newer than all that we have
-    tested."""
+    """ImportError for a torch that is too old; a warning for one that is newer than all that we tested."""
     found = re.match(r"(\d+)\.(\d+)", version)
     have = (int(found[1]), int(found[2])) if found else OLDEST
     oldest, newest = (".".join(map(str, number)) for number in (OLDEST, NEWEST))
@@ -21,12 +20,10 @@ def check(version: str) -> None:
         raise ImportError(f"fp8compile needs torch {oldest} or later, and this is {version}: {fix}")
     if have > NEWEST:
         told = f"fp8compile was tested with torch {oldest} to {newest}, and this is {version}"
-        warnings.warn(
-            f"{told}: private parts may have moved. If compiling fails: {fix}", RuntimeWarning, stacklevel=3
-        )
+        text = f"{told}: private parts may have moved. If compiling fails: {fix}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def rowwise_returns_float32() -> bool:
-    """CUTLASS's row-wise kernel returns bf16 and fp16, and float32 from torch 2.15 on
-    (RowwiseScaledMM.cu)."""
+    """CUTLASS's row-wise kernel returns bf16 and fp16; from torch 2.15 also float32 (RowwiseScaledMM.cu)."""
     return torch.torch_version.TorchVersion(torch.__version__) >= "2.15"

@@ -1,5 +1,4 @@
-"""What the core can do without. A feature is a folder here and its line below: deleted, the rest works (`make
-features`).
+"""What the core works without (`make features`). A feature is a folder here and its line below.
 
 Features stand on the core, and know nothing of each other. `extension` says what one may add. Where several
 have passes at one place, they run in this order.

@@ -1,9 +1,7 @@
-"""Hugging Face Accelerate: `Accelerator(dynamo_backend="fp8")` after `import
-fp8compile.integrations.accelerate`.
+"""Hugging Face Accelerate: `Accelerator(dynamo_backend="fp8")`, once this module is imported.
 
-Accelerate has a list of backends, without "fp8". Importing this module makes it accept every backend that
-torch knows, also in what builds on it: `TrainingArguments(torch_compile_backend="fp8")`. `FP8Plugin` takes
-options, too.
+Accelerate has a list of backends, without "fp8". Importing this module makes it accept all backends of torch,
+also in what builds on it: `TrainingArguments(torch_compile_backend="fp8")`. `FP8Plugin` takes options, too.
 
 A launcher is another process. This command launches with the backend, and the script needs no import:
 
@@ -31,14 +29,11 @@ MODULE = "fp8compile.integrations.accelerate"
 
 
 class FP8Plugin(TorchDynamoPlugin):
-    """A `TorchDynamoPlugin` that compiles with `backend="fp8"`, at the place where Accelerate compiles: after
-    checkpointing, before FSDP2, after DDP.
+    """A `TorchDynamoPlugin` for "fp8". Accelerate compiles after checkpointing and DDP, before FSDP2.
 
-    `options`: those of the backend and of Inductor (docs/options.md). They are checked here, before anything
-    is prepared: raises OptionError. All other arguments are those of `TorchDynamoPlugin`;
-    `use_regional_compilation=True` compiles block by block. Without `options`, the policy is the one that
-    FP8COMPILE_POLICY names.
-    """
+    `options`: those of the backend and of Inductor (docs/options.md), checked before anything is prepared:
+    raises OptionError. Without them, FP8COMPILE_POLICY names the policy. All other arguments are those of
+    `TorchDynamoPlugin`; `use_regional_compilation=True` compiles block by block."""
 
     backend: Any  # for the type checker: this is no new field
 
@@ -62,23 +57,18 @@ class FP8Plugin(TorchDynamoPlugin):
 
 
 def accept_registered_backends() -> None:
-    """Make `DynamoBackend` accept the names of all backends that torch knows. Importing this module does it;
-    twice is once."""
+    """Make `DynamoBackend` accept all backends that torch knows; twice is once. Importing this does it."""
     earlier = DynamoBackend._missing_
     if getattr(earlier, "_of_fp8compile", False):
         return
 
     def missing(cls: Any, value: Any) -> Any:
         # Accelerate writes names in capitals, and passes them on to torch.compile in small letters
-        if (
-            isinstance(value, str)
-            and value.isupper()
-            and value.lower() in torch.compiler.list_backends(exclude_tags=())
-        ):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if isinstance(value, str) and value.isupper() and value.lower() in known:
             member = str.__new__(cls, value)
             member._name_ = member._value_ = value
-            # the same object each time: it is compared by identity
-            return cls._value2member_map_.setdefault(value, member)
+            return cls._value2member_map_.setdefault(value, member)  # one object: compared by identity
         return earlier(value)
 
     missing._of_fp8compile = True  # type: ignore[attr-defined]
@@ -108,10 +98,8 @@ def _main(arguments: Sequence[str]) -> None:
 def _launch(arguments: list[str]) -> None:
     from accelerate.commands import launch
 
-    launch.DYNAMO_BACKENDS = [
-        *launch.DYNAMO_BACKENDS,
-        *map(str.upper, torch.compiler.list_backends(exclude_tags=())),
-    ]
+    known = map(str.upper, torch.compiler.list_backends(exclude_tags=()))
+    launch.DYNAMO_BACKENDS = [*launch.DYNAMO_BACKENDS, *known]
     parser = launch.launch_command_parser()
     args = parser.parse_args(arguments)
     if not args.no_python:  # a program that is not Python imports nothing

@@ -1,5 +1,4 @@
-"""PyTorch Lightning: `Trainer(callbacks=[FP8Callback(policy="fast")])`. Fabric needs no callback:
-docs/hosts.md."""
+"""PyTorch Lightning: `Trainer(callbacks=[FP8Callback(policy="fast")])`. Fabric needs none: docs/hosts.md."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class FP8Callback(Callback):
     ) -> None:
         self._training.stepped()
         step = trainer.global_step
-        # with accumulation, batches share a step
-        if step != self._logged and step % trainer.log_every_n_steps == 0:
+        if step != self._logged and step % trainer.log_every_n_steps == 0:  # accumulated batches share steps
             self._logged = step
             pl_module.log_dict(self._training.numbers())
 
@@ -78,9 +76,8 @@ class FP8Callback(Callback):
             found = None
         if found is None and made:
             close = near(self.network, [name for name, _ in pl_module.named_modules() if name])
-            raise OptionError.of(
-                "network", self.network, "the name of a module of the LightningModule", close
-            )
+            wanted = "the name of a module of the LightningModule"
+            raise OptionError.of("network", self.network, wanted, close)
         yield from [] if found is None else [found]
 
 

@@ -4,8 +4,7 @@
     -> {"recipe": "delayed", "fp8_format": "hybrid", "amax_history_len": 1024,
         "amax_compute_algo": "most_recent"}
 
-The names are those of `TERecipeKwargs`, and of the section `fp8_config` of a file that `accelerate config`
-has written.
+The names are those of `TERecipeKwargs` and of the section `fp8_config` of a file of `accelerate config`.
 """
 
 from __future__ import annotations
@@ -32,15 +31,11 @@ _FLAGS = {
     "use_autocast_during_eval": ("eval", {True: "fp8", False: "high_precision"}),
     "use_mxfp8_block_scaling": ("recipe", {True: "mxfp8", False: "delayed"}),
 }
+_MS_AMP = "it says what MS-AMP keeps in FP8. Leave it out; fp8compile.optim.AdamW keeps"
 # Options of torchao and MS-AMP: why there is no option of ours, and what to write
 _NONE = {
-    "opt_level": (
-        "it says what MS-AMP keeps in FP8. Leave it out; fp8compile.optim.AdamW keeps an "
-        "optimizer's state in FP8"
-    ),
-    "optimization_level": (
-        "it says what MS-AMP keeps in FP8. Leave it out; fp8compile.optim.AdamW keeps its state in FP8"
-    ),
+    "opt_level": f"{_MS_AMP} an optimizer's state in FP8",
+    "optimization_level": f"{_MS_AMP} its state in FP8",
     "enable_fsdp_float8_all_gather": (
         "call fp8compile.distributed.fp8_all_gather(model) after sharding, and leave it out"
     ),
@@ -53,13 +48,11 @@ _NONE = {
 
 
 def recipe_options(recipe: Any) -> dict[str, Any]:
-    """Our options for a recipe of Accelerate: a dict, or an object such as `TERecipeKwargs`. None is a key
-    that is not given.
+    """Our options for a recipe of Accelerate: a dict, or an object as `TERecipeKwargs`. None: not given.
 
     The options are checked. OptionError names a key that has no counterpart, and what to write instead. A
     `margin` holds for inputs, weights and gradients, as in Transformer Engine; it replaces our headroom for
-    gradients. Leave it out to keep that.
-    """
+    gradients. Leave it out to keep that."""
     found: dict[str, Any] = {}
     for key, value in _items(recipe).items():
         if value is None:
@@ -79,10 +72,8 @@ def recipe_options(recipe: Any) -> dict[str, Any]:
         else:
             known = (*_SAME, *_FLAGS, *_NONE)
             meant = did_you_mean(near(name, known))
-            text = (
-                f"accelerate's FP8 recipes have no key {describe(key)}.{meant} The keys are "
-                f"{', '.join((*_SAME, *_FLAGS))}."
-            )
+            keys = ", ".join((*_SAME, *_FLAGS))
+            text = f"accelerate's FP8 recipes have no key {describe(key)}.{meant} The keys are {keys}."
             raise _error(key, value, text)
     options = {"recipe": "delayed", **found}
     parse(options)
@@ -94,35 +85,28 @@ def _items(recipe: Any) -> dict[Any, Any]:
         return dict(recipe)
     if dataclasses.is_dataclass(recipe) and not isinstance(recipe, type):
         return {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    raise OptionError.of(
-        "recipe", recipe, "a dict of accelerate's names, or an object such as TERecipeKwargs()"
-    )
+    wanted = "a dict of accelerate's names, or an object such as TERecipeKwargs()"
+    raise OptionError.of("recipe", recipe, wanted)
 
 
 def _put(found: dict[str, Any], option: str, value: Any, key: str) -> None:
     if found.get(option, value) != value:
-        raise _error(
-            key,
-            value,
-            f"accelerate's {key!r} is given twice, as {found[option]!r} and as {value!r}. Leave one out.",
-        )
+        text = f"accelerate's {key!r} is given twice, as {found[option]!r} and as {value!r}. Leave one out."
+        raise _error(key, value, text)
     found[option] = value
 
 
 def _value(key: str, value: Any) -> Any:
     if key.endswith("fp8_format") and isinstance(value, str) and value.upper() == "E5M2":
-        raise _error(
-            key, value, f"accelerate's {key!r}: 'E5M2' for all tensors is not for training. Write 'HYBRID'."
-        )
+        text = f"accelerate's {key!r}: 'E5M2' for all tensors is not for training. Write 'HYBRID'."
+        raise _error(key, value, text)
     return value.lower() if isinstance(value, str) else value
 
 
 def _check_backend(key: str, value: Any) -> None:
     if not isinstance(value, str) or value.upper() != "TE":
-        why = (
-            "only the keys of Transformer Engine ('TE') have counterparts. Leave it out, and the keys of "
-            "that backend with it"
-        )
+        fix = "Leave it out, and the keys of that backend with it"
+        why = f"only the keys of Transformer Engine ('TE') have counterparts. {fix}"
         raise _error(key, value, f"accelerate's {key!r} is {describe(value)}: {why}.")
 
 

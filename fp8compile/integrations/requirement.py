@@ -1,5 +1,4 @@
-"""One line instead of a traceback where a host is missing, or is of a version without what an integration
-needs."""
+"""One line, not a traceback, where a host is missing or of a version without what an integration needs."""
 
 from __future__ import annotations
 
@@ -21,16 +20,14 @@ def host(package: str, least: str, wanted_by: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise _cannot(wanted_by, package, str(error), fix) from error
-        raise ImportError(
-            f"{wanted_by} needs {package}, which is not installed: {fix}", name=package
-        ) from None
+        text = f"{wanted_by} needs {package}, which is not installed: {fix}"
+        raise ImportError(text, name=package) from None
     except ImportError as error:
         raise _cannot(wanted_by, package, str(error), fix) from error
     found = version(package)
     if numbers(found) < numbers(least):
-        raise ImportError(
-            f"{wanted_by} needs {package} {least} or newer, and finds {found}: {fix}", name=package
-        )
+        text = f"{wanted_by} needs {package} {least} or newer, and finds {found}: {fix}"
+        raise ImportError(text, name=package)
 
 
 def version(package: str) -> str:
@@ -47,6 +44,5 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def _cannot(wanted_by: str, package: str, why: str, fix: str) -> ImportError:
-    return ImportError(
-        f"{wanted_by} cannot use {package} {version(package)} ({why.splitlines()[0]}): {fix}", name=package
-    )
+    text = f"{wanted_by} cannot use {package} {version(package)} ({why.splitlines()[0]}): {fix}"
+    return ImportError(text, name=package)

@@ -1,5 +1,4 @@
-"""What the callbacks of trainers share: options, compiling in place, the step, numbers for the trainer's log,
-one complaint."""
+"""What trainers' callbacks share: options, compiling in place, the step, numbers to log, one complaint."""
 
 from __future__ import annotations
 
@@ -40,21 +39,18 @@ def options_of(policy: Any, schedule: Any, options: Mapping[str, Any]) -> dict[s
     if policy is not None:
         found["policy"] = policy
     if schedule is not None:
-        tables = load({"schedule": dict(schedule)}) if isinstance(schedule, Mapping) else None
-        if tables is None and not isinstance(schedule, Schedule):
-            raise OptionError.of(
-                "schedule", schedule, "a dict such as {'warmup_steps': 200}, or a fp8compile.Schedule"
-            )
-        found["policy"] = dataclasses.replace(
-            load(policy), schedule=schedule if tables is None else tables.schedule
-        )
+        if isinstance(schedule, Mapping):
+            schedule = load({"schedule": dict(schedule)}).schedule
+        elif not isinstance(schedule, Schedule):
+            wanted = "a dict such as {'warmup_steps': 200}, or a fp8compile.Schedule"
+            raise OptionError.of("schedule", schedule, wanted)
+        found["policy"] = dataclasses.replace(load(policy), schedule=schedule)
     parse(found)
     return found
 
 
 class Training:
-    """One training run of a trainer. `who` is the callback's name in messages; `measure_every`: see
-    `fp8compile.monitor`."""
+    """One training run. `who`: the callback's name in messages; `measure_every`: see `fp8compile.monitor`."""
 
     def __init__(
         self, who: str, policy: Any, schedule: Any, measure_every: int | None, options: Mapping[str, Any]
@@ -64,8 +60,7 @@ class Training:
             integer("measure_every", measure_every, 1)
         self._every = measure_every
         self._model: weakref.ref[nn.Module] | None = None
-        # compiled by this callback, or found compiled
-        self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # compiled here, or found compiled
         self._monitor: Monitor | None = None
         self._measured: list[dict[str, Any]] = []
         self._checked = False
@@ -80,13 +75,8 @@ class Training:
                 given = [name for name in self.options if name in OURS]
                 level = logging.WARNING if given else logging.INFO
                 lost = f"; without effect: {', '.join(given)}" if given else ""
-                logger.log(
-                    level,
-                    "fp8: %s: %s is compiled already and stays so%s",
-                    self.who,
-                    type(module).__name__,
-                    lost,
-                )
+                text = "fp8: %s: %s is compiled already and stays so%s"
+                logger.log(level, text, self.who, type(module).__name__, lost)
                 continue
             module.compile(backend="fp8", options=self.options)
 
@@ -106,8 +96,7 @@ class Training:
         self._checked = True
         found = report(model)
         if any(record.decision == FP8 for record in found.matmuls):
-            # where the trainer holds a wrapper, only the first call shows that the model is compiled
-            self._measure(model)
+            self._measure(model)  # where a trainer holds a wrapper, only the first call shows it is compiled
             return
         message = f"{self.who}: nothing of {type(model).__name__} became FP8: {found.summary()}"
         if self.options.get("strict"):
@@ -125,7 +114,7 @@ class Training:
         if model is None:
             return {}
         found = report(model)
-        # a note: for evaluation
+        # a graph with a note is for evaluation
         matmuls = [record for graph in found.graphs if not graph.note for record in graph.matmuls]
         in_fp8 = sum(record.decision == FP8 for record in matmuls)
         logged: dict[str, float] = {"fp8/share": found.fp8_flop_fraction, "fp8/matmuls": in_fp8}

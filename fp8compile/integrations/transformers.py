@@ -1,7 +1,6 @@
 """Hugging Face Trainer and TRL: `Trainer(model, args, callbacks=[FP8Callback(policy="fast")], ...)`.
 
-Importing this module also makes `TrainingArguments(torch_compile_backend="fp8")` work; the policy is then the
-one that FP8COMPILE_POLICY names.
+Importing it makes `TrainingArguments(torch_compile_backend="fp8")` work, with FP8COMPILE_POLICY's policy.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ class FP8Callback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._training.stepped()
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs is None or "loss" not in logs:  # an evaluation, or the summary of the run
             return
         numbers = self._training.numbers()

@@ -24,15 +24,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamW(Optimizer):
-    """torch.optim.AdamW whose states take 3.06 bytes per parameter instead of 8, and whose `state_dict()` is
-    torch's.
+    """torch.optim.AdamW with 3.06 bytes of states per parameter instead of 8. Its `state_dict()` is torch's.
 
     The first moment is kept in E4M3 and the second in FP16, in blocks of 128 elements with a power-of-two
     scale each; the arithmetic is float32. Parameters of fewer than 4,096 elements keep float32 moments. No
     step waits for the device.
 
-    * `params`, `lr`, `betas`, `eps`, `weight_decay`, `maximize`: as torch.optim.AdamW's. `lr` may be a
-      tensor.
+    * `params`, `lr` (may be a tensor), `betas`, `eps`, `weight_decay`, `maximize`: as torch.optim.AdamW's.
     * `master`: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder":
       the lower half of the float32 master weight, 2 bytes per parameter; exact, for bf16 weights. "float32":
       a float32 copy, 4 bytes. Weights in float32 need none.
@@ -133,12 +131,9 @@ class AdamW(Optimizer):
     def _asked(self) -> frozenset[int]:
         """The parameters (ids) whose amaxes are used at the end of this step."""
         asked = [ids for feature in features() if (ids := feature.wanted_amaxes(self)) is not None]
-        # not in a first step: torch.distributed.checkpoint makes one to make states
-        if not asked and self._stepped:
-            why = (
-                "no compiled graph keeps FP8 copies of these weights: compile with "
-                "options={'cache_weights': True}"
-            )
+        if not asked and self._stepped:  # not in a first step, which may be torch.distributed.checkpoint's
+            fix = "compile with options={'cache_weights': True}"
+            why = f"no compiled graph keeps FP8 copies of these weights: {fix}"
             say_once(logger, logging.WARNING, f"fp8: AdamW's fp8_weights has no effect: {why}")
         self._stepped = True
         return frozenset().union(*asked)
@@ -151,11 +146,9 @@ class AdamW(Optimizer):
         for p, of_blocks in amaxes.items():
             alike[of_blocks.device, of_blocks.dtype].append((p, of_blocks))
         weights = [p for members in alike.values() for p, _ in members]
-        found = [
-            x
-            for members in alike.values()
-            for x in torch._foreach_max([of_blocks for _, of_blocks in members])
-        ]
+        found: list[Tensor] = []
+        for members in alike.values():
+            found += torch._foreach_max([of_blocks for _, of_blocks in members])
         for feature in features():
             feature.step_wrote(self, weights, found)
 
@@ -172,8 +165,7 @@ class AdamW(Optimizer):
         asked: frozenset[int],
         amaxes: dict[Tensor, Tensor],
     ) -> None:
-        """`amaxes` gets those of the blocks of the parameters that are `asked` for: [blocks] of the weight's
-        dtype."""
+        """`amaxes` gets those of each block of the parameters in `asked`: [blocks] of the weight's dtype."""
         by = factors(group, step)
         compiles = self._compiled and casts_to_e4m3(local(members[0][0]).device)
         for p, state in members:
@@ -182,29 +174,20 @@ class AdamW(Optimizer):
                 continue
             kept = state.get("remainder", state.get("master"))
             rows = to_blocks(weight).data  # without the view's base, whose shape Dynamo would guard
-            moments = (
-                state["exp_avg"],
-                state["exp_avg_scale"],
-                state["exp_avg_sq"],
-                state["exp_avg_sq_scale"],
-            )
+            moments = [state[key] for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")]
             function: Callable[..., Tensor | None] = update_with_amax if id(p) in asked else update
             call = compiled(function) if compiles else function
             found = call(rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
             if found is not None:
                 amaxes[p] = found
             torch.autograd.graph.increment_version(p)  # `.data` does not count
-            # a copy: the last block is not full, or the weight is not contiguous
-            if rows.data_ptr() != weight.data_ptr():
+            if rows.data_ptr() != weight.data_ptr():  # a copy: not contiguous, or its last block not full
                 weight.copy_(from_blocks(rows, weight.shape))
         small = [(local(p), local(p.grad), state) for p, state in members if is_small(p)]  # type: ignore[arg-type]
         small = [each for each in small if each[0].numel()]
         if small:
             weights = [weight for weight, _, _ in small]
-            masters = [
-                s["master"] if "master" in s else w if w.dtype == torch.float32 else w.float()
-                for w, _, s in small
-            ]
+            masters = [s["master"] if "master" in s else w.float() for w, _, s in small]
             first, second = [s["exp_avg"] for *_, s in small], [s["exp_avg_sq"] for *_, s in small]
             update_small(weights, [g for _, g, _ in small], first, second, masters, group, step)
         amaxes.update({p: local(p).abs() for p, _ in members if id(p) in asked and is_small(p)})
@@ -212,9 +195,7 @@ class AdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's, with float32 moments: 8 bytes per parameter, newly allocated."""
         mine = self.state
-        whole = {
-            p: vanilla(p, state) if isinstance(p, Tensor) and state else state for p, state in mine.items()
-        }
+        whole = {p: vanilla(p, s) if isinstance(p, Tensor) and s else s for p, s in mine.items()}
         self.state = defaultdict(dict, whole)  # so that the hooks of others see torch's keys too
         try:
             return super().state_dict()
@@ -222,8 +203,7 @@ class AdamW(Optimizer):
             self.state = mine
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch.optim.AdamW's `state_dict()`, or ours. ValueError if it is another's; nothing is changed
-        then."""
+        """Load torch.optim.AdamW's `state_dict()`, or ours. ValueError for another's: nothing is changed."""
         found: dict[Tensor, State] = {}
 
         def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:  # after the hooks of others
@@ -233,30 +213,25 @@ class AdamW(Optimizer):
         def give(_: Optimizer) -> None:  # before the hooks of others
             self.state = defaultdict(dict, found)
 
-        hooks = (
-            self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(give, prepend=True),
-        )
+        before = self.register_load_state_dict_pre_hook(take)
+        after = self.register_load_state_dict_post_hook(give, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            for hook in hooks:
-                hook.remove()
+            before.remove()
+            after.remove()
 
     def _packed(self, saved: dict[str, Any]) -> dict[Tensor, State]:
         ours, theirs = self.param_groups, saved["param_groups"]
-        if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
-            shapes = " and ".join(
-                str([len(group["params"]) for group in groups]) for groups in (theirs, ours)
-            )
+        got, have = [len(group["params"]) for group in theirs], [len(group["params"]) for group in ours]
+        if got != have:
+            shapes = f"{got} and {have}"
             raise ValueError(f"the checkpoint has other parameter groups: {shapes} parameters in it and here")
         for mine, group in zip(ours, theirs, strict=True):
             absent = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
             if absent:
-                raise ValueError(
-                    f"a group of the checkpoint has no {' and no '.join(absent)}: it is not of "
-                    "torch.optim.AdamW"
-                )
+                keys = " and no ".join(absent)
+                raise ValueError(f"a group of the checkpoint has no {keys}: it is not of torch.optim.AdamW")
             _check({**self.defaults, **group, "params": mine["params"]}, self.master)
         ids = dict(zip(_members(theirs), _members(ours), strict=True))
         strangers = [key for key in saved["state"] if key not in ids]
@@ -302,11 +277,8 @@ def _check(group: dict[str, Any], master: str | None) -> None:
             raise ValueError(f"fp8compile.optim.AdamW has no {key}: use torch.optim.AdamW for it")
     for index, p in enumerate(group["params"]):
         if p.dtype not in _DTYPES:
-            what = (
-                f"{_name(group, index)} is {p.dtype}: fp8compile.optim.AdamW updates "
-                "float32, bfloat16 and float16"
-            )
-            raise ValueError(f"{what}. Give it to torch.optim.AdamW")
+            does = "fp8compile.optim.AdamW updates float32, bfloat16 and float16"
+            raise ValueError(f"{_name(group, index)} is {p.dtype}: {does}. Give it to torch.optim.AdamW")
         if master == "bf16+remainder" and p.dtype == torch.float16:
             what = f"{_name(group, index)} is float16: master='bf16+remainder' is for bfloat16"
             raise ValueError(f"{what}. Take master='float32'")

@@ -1,5 +1,4 @@
-"""An optimizer's states in few bytes, and what torch.optim.AdamW keeps instead: same keys, same shapes,
-float32.
+"""An optimizer's states in few bytes, and as torch.optim.AdamW keeps them: its keys and shapes, float32.
 
 A tensor is cut into blocks of 128 elements, in its logical order; the last block is filled up with zeros.
 Each block has a scale of its own, a power of two in float32. A power of two costs no precision, and makes
@@ -28,8 +27,7 @@ from torch.nn import functional
 
 BLOCK = 128
 FIRST, SECOND = torch.float8_e4m3fn, torch.float16
-# 1.75 * 2^8 and (2 - 2^-10) * 2^15: the bits after the point, and E
-LARGEST = {FIRST: (0x600000, 8), SECOND: (0x7FE000, 15)}
+LARGEST = {FIRST: (0x600000, 8), SECOND: (0x7FE000, 15)}  # fraction, E: 1.75 * 2^8, (2 - 2^-10) * 2^15
 SMALL = 4096  # elements: below, packing saves nothing worth a kernel
 MASTERS = (None, "bf16+remainder", "float32")
 MASTER = "master_param"  # TransformerEngine's key for a float32 master weight
@@ -42,8 +40,7 @@ State = dict[str, Any]
 
 
 class Packed(NamedTuple):
-    """`data` [blocks, 128] in E4M3 or FP16, and `scale` [blocks, 1] in float32: the values are data *
-    scale."""
+    """The values are `data` [blocks, 128] in E4M3 or FP16, times `scale` [blocks, 1] in float32."""
 
     data: Tensor
     scale: Tensor
@@ -52,11 +49,9 @@ class Packed(NamedTuple):
 def to_blocks(values: Tensor) -> Tensor:
     """Any shape -> [blocks, 128] of the same dtype; a view if that is possible."""
     flat = values.reshape(-1)
-    return (
-        functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-        if flat.numel() % BLOCK
-        else flat.view(-1, BLOCK)
-    )
+    if rest := flat.numel() % BLOCK:
+        flat = functional.pad(flat, (0, BLOCK - rest))
+    return flat.view(-1, BLOCK)
 
 
 def from_blocks(values: Tensor, shape: torch.Size) -> Tensor:
@@ -65,11 +60,9 @@ def from_blocks(values: Tensor, shape: torch.Size) -> Tensor:
 
 
 def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest power of two s, but at least 2^-126, with amax / s <= the dtype's largest number. `amax`
-    is float32, finite, not negative.
+    """The smallest power of two s >= 2^-126 with amax / s <= the dtype's largest; amax: finite float32 >= 0.
 
-    In float32's bits: amax = (1 + f) 2^e and largest = (1 + F) 2^E give s = 2^(e - E), or its double where f
-    > F."""
+    In bits: amax = (1 + f) 2^e and largest = (1 + F) 2^E give s = 2^(e - E), or its double where f > F."""
     mantissa, exponent = LARGEST[dtype]
     biased = ((amax.view(torch.int32) + (0x7FFFFF - mantissa)) >> 23) - exponent
     return (biased.clamp(min=1) << 23).view(torch.float32)
@@ -104,17 +97,14 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 master weight -> the nearest bf16 weight (halves away from zero), and the int16 remainder
-    that `join` adds."""
-    # any other NaN's bits could overflow below
-    bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
+    """A float32 master weight -> the nearest bf16 one (halves away from zero), and the int16 `join` adds."""
+    bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)  # other NaNs may overflow below
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def follow(master: Tensor, weight: Tensor) -> Tensor:
-    """The float32 master of a 16-bit weight: `master`, but where somebody else has changed the weight since,
-    the weight.
+    """The float32 master of a 16-bit weight: `master`, or the weight where somebody else has changed it.
 
     By the distance, at most half a unit in the last place: Inductor may leave out the rounding in
     `master.to(weight.dtype)`."""
@@ -138,8 +128,7 @@ def is_small(parameter: Tensor) -> bool:
 
 
 def fresh(parameter: Tensor, master: str | None) -> State:
-    """The state before the first step. Packed moments are [blocks, 128]; `step` is a float32 number on the
-    CPU, as torch's."""
+    """The state before a first step. Packed moments: [blocks, 128]; `step`: float32 on the CPU as torch's."""
     mine = local(parameter)
     state: State = {"step": torch.tensor(0.0, dtype=torch.float32)}
     for key, dtype in _MOMENTS.items():
@@ -178,11 +167,10 @@ def vanilla(parameter: Tensor, state: State) -> State:
     found: State = {"step": state["step"].clone()}
     for key in _MOMENTS:
         kept = state[key]
-        values = (
-            kept.clone()
-            if is_small(parameter)
-            else from_blocks(unpack(kept, state[f"{key}_scale"]), mine.shape)
-        )
+        if is_small(parameter):
+            values = kept.clone()
+        else:
+            values = from_blocks(unpack(kept, state[f"{key}_scale"]), mine.shape)
         found[key] = like(values)
     if "remainder" in state:
         found[MASTER] = like(from_blocks(join(to_blocks(mine), state["remainder"]), mine.shape))
@@ -198,14 +186,11 @@ def packed(parameter: Tensor, saved: Mapping[str, Any], master: str | None, name
     missing = [key for key in ("step", *_MOMENTS) if key not in saved]
     if missing:
         keys = ", ".join(sorted(saved)) or "nothing"
-        raise ValueError(
-            f"{name}: the checkpoint has no {' and no '.join(missing)} but {keys}: it is not of "
-            "torch.optim.AdamW"
-        )
+        absent = " and no ".join(missing)
+        raise ValueError(f"{name}: the checkpoint has no {absent} but {keys}: it is not of torch.optim.AdamW")
     if "max_exp_avg_sq" in saved:
-        raise ValueError(
-            f"{name}: the checkpoint is of amsgrad=True, which fp8compile.optim.AdamW does not do"
-        )
+        what = f"{name}: the checkpoint is of amsgrad=True"
+        raise ValueError(f"{what}, which fp8compile.optim.AdamW does not do")
     step = saved["step"]
     state: State = {"step": torch.tensor(float(step), dtype=torch.float32)}
     for key, dtype in _MOMENTS.items():
@@ -226,14 +211,11 @@ def _like(parameter: Tensor, value: Any, what: str) -> Tensor:
         raise ValueError(f"{what} is {found} in the checkpoint, the parameter is {list(parameter.shape)}")
     if isinstance(parameter, DTensor):
         if not isinstance(value, DTensor):
-            how = "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            raise ValueError(
-                f"{what} is a whole tensor in the checkpoint, the parameter is sharded: load it by {how}"
-            )
+            fix = "load it by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            raise ValueError(f"{what} is a whole tensor in the checkpoint, the parameter is sharded: {fix}")
         if value.placements != parameter.placements or value.device_mesh != parameter.device_mesh:
             value = value.redistribute(parameter.device_mesh, parameter.placements)
     elif isinstance(value, DTensor):
-        raise ValueError(
-            f"{what} is sharded in the checkpoint, the parameter is not: save it with full_state_dict=True"
-        )
+        fix = "save it with full_state_dict=True"
+        raise ValueError(f"{what} is sharded in the checkpoint, the parameter is not: {fix}")
     return local(value).to(local(parameter).device, torch.float32)

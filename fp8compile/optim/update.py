@@ -1,5 +1,4 @@
-"""One step of AdamW, in float32, on states that are packed: Loshchilov and Hutter, arXiv 1711.05101, as
-torch.optim.AdamW."""
+"""AdamW's step (Loshchilov and Hutter, arXiv 1711.05101), as torch's, in float32 on packed states."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class Factors(NamedTuple):
 
 
 def factors(group: dict[str, Any], step: int) -> Factors:
-    """The factors of a parameter group in its step number `step`, counted from 1. Nothing waits for a
-    device."""
+    """A parameter group's factors in its step number `step`, counted from 1. Nothing waits for a device."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     lr = lr.double() if isinstance(lr, Tensor) else lr
     values = (
@@ -41,12 +39,11 @@ def factors(group: dict[str, Any], step: int) -> Factors:
         1 - beta2,
         group["eps"],
     )
-    return Factors(
-        *(
-            x.float().reshape(()) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32)
-            for x in values
-        )
-    )
+
+    def number(x: Any) -> Tensor:
+        return x.float().reshape(()) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32)
+
+    return Factors(*map(number, values))
 
 
 def update(
@@ -87,8 +84,7 @@ def update(
 
 
 def update_with_amax(weight: Tensor, *others: Any) -> Tensor:
-    """`update`, which also returns the largest magnitude of each block of the new weight: [blocks] of its
-    dtype. NaN where an element is NaN.
+    """`update`, and the largest magnitude of each block of the new weight: [blocks] of its dtype, or NaN.
 
     It is exact although Inductor may leave out the rounding in between: rounding is monotonic, so that the
     rounded maximum is the maximum of rounded values. A function of its own, because torch.compile counts the
@@ -148,8 +144,7 @@ def update_small(
     torch._foreach_mul_(steps, size)
     torch._foreach_mul_(masters, decay)
     torch._foreach_sub_(masters, steps)
-    copied = [
-        (weight, master) for weight, master in zip(weights, masters, strict=True) if master is not weight
-    ]
+    pairs = zip(weights, masters, strict=True)
+    copied = [(weight, master) for weight, master in pairs if master is not weight]
     if copied:
         torch._foreach_copy_([weight for weight, _ in copied], [master for _, master in copied])

@@ -33,11 +33,8 @@ def expose(graph: Graph) -> int:
 def _between_views(node: Node, a: Node) -> None:
     for user in node.users:
         shape = value(user).shape if call_function(user, VIEWS) else ()
-        if (
-            len(shape) > 2
-            and shape[-1] == value(node).shape[-1]
-            and all(isinstance(size, int) for size in shape)
-        ):
+        is_whole = len(shape) > 2 and shape[-1] == value(node).shape[-1]
+        if is_whole and all(isinstance(size, int) for size in shape):
             emit = Emitter(node.graph, node, node)
             whole = emit(aten.reshape.default, a, [*shape[:-1], value(a).shape[-1]])
             node.args = (emit(aten.reshape.default, whole, list(value(a).shape)), *node.args[1:])

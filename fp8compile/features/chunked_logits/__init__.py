@@ -7,11 +7,10 @@ becomes
 
     loss = nll(log_softmax(tanh(to_float32(mm(x, w)))))
 
-Inductor's auto chunker (`auto_chunker.enable`) computes the loss and the gradients of the head by chunks of
-rows, so that the logits never exist as a whole. It follows the rows of the largest matmul through the graph,
-and gives up at a view that splits them. Models split them: they return logits as [B, T, V], and their losses
-upcast or cap them before they flatten them again. Without views it finds the whole chain. The values are the
-same.
+Inductor's auto chunker (`auto_chunker.enable`) computes the loss and the head's gradients by chunks of rows,
+so that the logits never exist as a whole. It follows the rows of the largest matmul through the graph, and
+gives up at a view that splits them. Models split them: they return logits as [B, T, V], and their losses
+upcast or cap them before they flatten them again. Without views it finds the whole chain, and values stay.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ HEADS = (aten.mm.default, aten.addmm.default)
 
 
 def flatten(joint: Joint) -> int:
-    """Let pointwise operators follow the matrix of the largest matmul directly; returns how many were moved
-    before a view."""
+    """Let pointwise operators follow the largest matmul's matrix directly; returns how many moved."""
     graph = joint.graph
     if joint.inference or not compat.inductor.chunks():
         return 0
@@ -52,8 +50,7 @@ def flatten(joint: Joint) -> int:
         return 0
     shape = value(max(sizes, key=sizes.__getitem__)).shape
     for node in graph.find_nodes(op="call_function", target=aten.scalar_tensor.default):
-        # what constant folding makes of it; where nothing is folded (for a described device), the chunker
-        # does not know it
+        # as constant folding makes it; where nothing is folded (a described device), the chunker needs it
         like = {"dtype": value(node).dtype, "device": value(node).device}
         node.replace_all_uses_with(Emitter(graph, node, node)(aten.full.default, [], arg(node, 0), **like))
     moved = 0
@@ -81,8 +78,7 @@ def _matrix(x: object, shape: torch.Size) -> Node | None:
 
 
 def _moved(graph: Graph, node: Node, shape: torch.Size) -> bool:
-    """Write a pointwise operator on matrices and a view, if all of its operands are views of such matrices,
-    or numbers."""
+    """Write a pointwise operator on matrices, then a view, if its operands are views of such, or numbers."""
     operands = {x: _matrix(x, shape) for x in node.all_input_nodes}
     numbers = {x for x in operands if is_tensor(x) and value(x).dim() == 0}
     if set(operands) == numbers or any(matrix is None and x not in numbers for x, matrix in operands.items()):

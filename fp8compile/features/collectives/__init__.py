@@ -30,10 +30,8 @@ class FP8Collectives(Feature):
     name = "collectives"
     passes = {
         "amax_groups": (
-            # which all-gathers of the graph can carry FP8
-            Pass("all_gathers", run_all_gathers, optional=True),
-            # which all-to-alls can, with `fp8_all_to_all`
-            Pass("all_to_alls", run_all_to_alls, optional=True),
+            Pass("all_gathers", run_all_gathers, optional=True),  # which all-gathers can carry FP8
+            Pass("all_to_alls", run_all_to_alls, optional=True),  # with `fp8_all_to_all`, all-to-alls
         ),
         "substitute": (
             Pass("move_all_gathers", move_all_gathers),

@@ -1,5 +1,4 @@
-"""all_gathers: let the all-gathers of a graph carry FP8. The rank casts its part, and the gather moves one
-byte an element.
+"""all_gathers: let all-gathers carry FP8. The rank casts its part, and the gather moves one byte an element.
 
     whole = wait(all_gather(local)); w8 = quantize(whole, scale)
 ->
@@ -44,9 +43,7 @@ def _reason(gather: AllGather, operands: Collection[Operand], matmuls: Mapping[N
     if value(gather.local).dim() < 2:
         return "its parts are no matrices"
     steps = set(gather.steps)
-    return reason_against(
-        operands, gather.wait, lambda node: node in steps or call_function(node, LAYOUT), matmuls
-    )
+    return reason_against(operands, gather.wait, lambda x: x in steps or call_function(x, LAYOUT), matmuls)
 
 
 def _carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _inverse: Node) -> None:
@@ -59,9 +56,8 @@ def _carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _
         if copy.shape not in matrices:
             matrices[copy.shape] = whole
             if not same_shape(value(whole).shape, (rows, columns)):
-                matrices[copy.shape] = written.after(whole, operand)(
-                    aten.view.default, whole, view_sizes(rows, columns)
-                )
+                emit = written.after(whole, operand)
+                matrices[copy.shape] = emit(aten.view.default, whole, view_sizes(rows, columns))
         made = matrices[copy.shape]
         if copy.transposed:
             made = written.after(made, operand)(ops.transposed, made)
@@ -70,8 +66,7 @@ def _carry(written: Written, operand: Operand, gather: AllGather, scale: Node, _
 
 
 def _gathered(graph: Graph, operand: Operand, gather: AllGather, scale: Node) -> Node:
-    """Cast this rank's part, gather the bytes, and do with them what is done with the tensor: its FP8 values,
-    in its shape."""
+    """Cast this rank's part, gather the bytes, and treat them as the tensor was: its FP8 values and shape."""
     node, form = gather.node, operand.format
     emit = Emitter(graph, node, node)
     part = cast_local(emit, operand, gather, scale)
@@ -99,21 +94,17 @@ def _move_sizes(graph: Graph, made: dict[Node, Node]) -> None:
         for user in list(old.users):
             if call_function(user, SIZES):
                 user.replace_input_with(old, made[old])
-            elif (
-                call_function(user, LAYOUT)
-                and user not in made
-                and not all(isinstance(x, int) for x in value(user).shape)
-            ):
+            elif call_function(user, LAYOUT) and user not in made:
+                if all(isinstance(x, int) for x in value(user).shape):
+                    continue
                 same = call_function(user, (*CASTS, *SAME, aten.clone.default))
-                made[user] = (
-                    made[old] if same else Emitter(graph, user, user)(user.target, made[old], *user.args[1:])
-                )
+                emit = Emitter(graph, user, user)
+                made[user] = made[old] if same else emit(user.target, made[old], *user.args[1:])
                 stack.append(user)
 
 
 def _cat(emit: Emitter, step: Node, made: Mapping[Node, Node], dtype: torch.dtype) -> Node:
-    """Put parts together as bytes, and take them as FP8 again at once: the order that torch's fusion of a
-    gather with a matmul looks for."""
+    """Put parts together as bytes, then take them as FP8, as torch's fusion of gather and matmul expects."""
     old: list[Node] = arg(step, 0)
     parts = [made[part] for part in old]
     if value(parts[0]).dtype != torch.uint8:

@@ -1,5 +1,4 @@
-"""all_to_alls: with `fp8_all_to_all`, let all-to-alls carry FP8. The rank casts the rows that it sends, one
-byte a feature.
+"""all_to_alls: with `fp8_all_to_all`, all-to-alls carry FP8. The rank casts what it sends, a byte a feature.
 
     came = wait(all_to_all(local)); y = mm(quantize(index(came, order), scale), ..)
 ->
@@ -57,8 +56,7 @@ def _moves(node: Node) -> bool:
 
 
 def _carry(written: Written, operand: Operand, exchange: AllToAll, scale: Node, inverse: Node) -> None:
-    """Cast what this rank sends, and send the bytes. The readers of what came get it in the dtype that it
-    had."""
+    """Cast what this rank sends, and send the bytes. The readers of what came get it in the dtype it had."""
     graph = written.graph
     emit = Emitter(graph, exchange.node, exchange.node)
     came = emit(exchange.node.target, cast_local(emit, operand, exchange, scale), *exchange.node.args[1:])
@@ -74,8 +72,7 @@ def _carry(written: Written, operand: Operand, exchange: AllToAll, scale: Node, 
 
 
 def moved_from(node: Node) -> Node | None:
-    """The tensor whose values a node moves, and maybe puts zeros between; None if it computes something
-    else."""
+    """The tensor whose values a node moves, and maybe puts zeros between; None if it computes anything."""
     if call_function(node, MOVES):
         return arg(node, 0)
     if call_function(node, (aten.cat.default,)):
@@ -103,8 +100,5 @@ def all_to_all_of(node: Node) -> AllToAll | None:
         if source is None:
             return None
         node = source
-    return (
-        AllToAll(arg(node, 0), node)
-        if call_function(arg(node, 0), compat.process_groups.ALL_TO_ALL)
-        else None
-    )
+    sent = arg(node, 0)
+    return AllToAll(sent, node) if call_function(sent, compat.process_groups.ALL_TO_ALL) else None

@@ -61,8 +61,7 @@ C = TypeVar("C", AllGather, AllToAll)
 
 @dataclass
 class Carried:
-    """`by`: what brings an operand in FP8. `agreements`: what ranks agree on about stored scales, by
-    direction and group."""
+    """`by`: what brings an operand in FP8. `agreements` of ranks on stored scales, by direction and group."""
 
     by: dict[Operand, Collective] = field(default_factory=dict)
     agreements: dict[tuple[bool, str], Node] = field(default_factory=dict)
@@ -74,11 +73,8 @@ class CollectiveRecord(TableRecord):
     "mlp.up (input)". The bytes are those that a rank sends, `before` without our passes. `reason`: why they
     are not FP8, "" if they are."""
 
-    key, titles, sides = (
-        "collectives",
-        ("read from other ranks", "by", "bytes a rank", "with FP8", WHY),
-        "<<>><",
-    )
+    key, sides = "collectives", "<<>><"
+    titles = "read from other ranks", "by", "bytes a rank", "with FP8", WHY
 
     tensor: str
     bytes: int
@@ -107,9 +103,8 @@ def choose(
     collective_of: Callable[[Node], C | None],
     reason_of: Callable[[C, Collection[Operand], Mapping[Node, Matmul]], str],
 ) -> int:
-    """Note the collectives of one kind that FP8 matmuls read, and which of them can carry FP8; returns how
-    many can. `collective_of`: the one that brings a tensor. `reason_of`: why it stays in high precision, ""
-    if it can carry FP8."""
+    """Note the collectives of one kind that FP8 matmuls read, and which can carry FP8; returns how many can.
+    `collective_of`: the one that brings a tensor. `reason_of`: why it stays in high precision, or ""."""
     if joint.high_precision:
         return 0
     readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in joint.matmuls}
@@ -178,8 +173,7 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
         return 0
     for operand, sent in mine.items():
         before = written.amaxes[operand]
-        # all ranks have to call their collectives in one order, and not all ranks have the nodes before a
-        # gather in common: the last ones pad their part
+        # ranks have to call collectives in one order; the nodes before a gather differ (the last ones pad)
         emit = written.at(sent.node, operand, recompute=None, ac_graph_id=None)
         written.amaxes[operand] = amax = emit(ops.amax, _local_matrix(emit, sent))
         written.groups[operand] = sent.group
@@ -189,9 +183,8 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
             scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *delayed(operand))
             inverse = emit(ops.inverse, scale)
         else:
-            for group in dict.fromkeys(
-                name for name in (sent.group, joint.amax_groups.of(operand)) if name is not None
-            ):
+            groups = sent.group, joint.amax_groups.of(operand)
+            for group in dict.fromkeys(name for name in groups if name is not None):
                 amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
             emit = written.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
             scale, inverse = current(emit, operand, amax)
@@ -204,21 +197,14 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
 
 
 def _agreed(joint: Joint, written: Written, operand: Operand, group: str) -> tuple[Node, int]:
-    """What the ranks of a group agree on about the stored scales of one direction; and the place of an
-    operand in it."""
+    """What the ranks of a group agree on about one direction's stored scales; an operand's place in it."""
     backward, carried = operand.backward, joint.extras.of(Carried)
-    mine = [
-        x
-        for x, found in carried.by.items()
-        if found.group == group and x.backward is backward and x.slot >= 0
-    ]
-    operands = sorted(mine, key=lambda x: x.slot)
+    stored = [x for x, found in carried.by.items() if found.group == group and x.slot >= 0]
+    operands = sorted((x for x in stored if x.backward is backward), key=lambda x: x.slot)
     if (key := (backward, group)) in carried.agreements:
         return carried.agreements[key], operands.index(operand)
-    snapshot, tag = written.snapshots[backward], "backward" if backward else "forward"
-    emit = Emitter(
-        written.graph, snapshot.next, snapshot, partitioner_tag=f"must_be_in_{tag}", recompute=None
-    )
+    snapshot, tag = written.snapshots[backward], f"must_be_in_{'backward' if backward else 'forward'}"
+    emit = Emitter(written.graph, snapshot.next, snapshot, partitioner_tag=tag, recompute=None)
     votes = emit(ops.votes, snapshot, [x.slot for x in operands])
     started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
     emit.anchor = min(carried.by[x].node for x in operands)
@@ -227,8 +213,7 @@ def _agreed(joint: Joint, written: Written, operand: Operand, group: str) -> tup
 
 
 def _local_matrix(emit: Emitter, collective: Collective) -> Node:
-    """What this rank sends, as a matrix, without the padding of an uneven shard: what its amax is taken
-    of."""
+    """What this rank sends, as a matrix without the padding of an uneven shard: what its amax is taken of."""
     local = collective.local
     kept = None
     if isinstance(collective, AllGather) and collective.size is not None:
@@ -244,20 +229,16 @@ def _local_matrix(emit: Emitter, collective: Collective) -> Node:
 def _matrix(emit: Emitter, node: Node) -> Node:
     if value(node).dim() == 2:
         return node
-    dense = (
-        node
-        if value(node).is_contiguous()
-        else emit(aten.clone.default, node, memory_format=torch.contiguous_format)
-    )
-    return emit(aten.view.default, dense, [-1, value(node).shape[-1]])
+    if not value(node).is_contiguous():
+        node = emit(aten.clone.default, node, memory_format=torch.contiguous_format)
+    return emit(aten.view.default, node, [-1, value(node).shape[-1]])
 
 
 def cast_local(emit: Emitter, operand: Operand, collective: Collective, scale: Node) -> Node:
     """What this rank sends, in FP8, in its shape, as the collective takes it."""
     local = value(collective.local)
-    part = emit(
-        ops.quantize, _matrix(emit, collective.local), scale, operand.format.dtype, operand.format.max, False
-    )
+    matrix, form = _matrix(emit, collective.local), operand.format
+    part = emit(ops.quantize, matrix, scale, form.dtype, form.max, False)
     part.meta[OPERAND] = operand.key
     if local.dim() != 2:
         part = emit(aten.view.default, part, _sizes(emit, collective.local))
@@ -267,15 +248,12 @@ def cast_local(emit: Emitter, operand: Operand, collective: Collective, scale: N
 
 def _sizes(emit: Emitter, node: Node) -> list[int | Node]:
     """The sizes of a tensor, as arguments of a node."""
-    return [
-        size if isinstance(size, int) else emit(aten.sym_size.int, node, dim)
-        for dim, size in enumerate(value(node).shape)
-    ]
+    sizes = enumerate(value(node).shape)
+    return [n if isinstance(n, int) else emit(aten.sym_size.int, node, dim) for dim, n in sizes]
 
 
 def _erase(written: Written, moved: Iterable[Collective]) -> None:
-    """Erase the collectives that nothing reads any more. Their waits have side effects for torch.fx: they are
-    no dead code."""
+    """Erase collectives that nothing reads any more: to torch.fx, waits have effects, and are not dead."""
     stale: dict[Node, None] = {}
     for collective in moved:
         stack = [collective.node]

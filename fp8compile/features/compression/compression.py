@@ -1,5 +1,4 @@
-"""Gradients that cross the wire in FP8: what `compress_gradients` asks of DDP and FSDP2, and its
-statistics."""
+"""Gradients that cross the wire in FP8: what `compress_gradients` asks of DDP and FSDP2, and statistics."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass
 class Bucket:
-    """Gradients that are reduced together. `signal` and `error` are sums of squares of the last call that was
-    measured, of this rank's gradients and of their error on the wire: tensors on the device, so that nothing
-    waits for it."""
+    """Gradients that are reduced together. `signal`, `error`: sums of squares of the last measured call, of
+    this rank's gradients and of their error on the wire; on the device, so that nothing waits for it."""
 
     elements: int
     parameters: int
@@ -84,19 +82,13 @@ class Compression:
         for index, bucket in enumerate(self.buckets.values()):
             if bucket.signal is not None:
                 name = f"bucket {index} ({bucket.parameters} parameters)"
-                yield {
-                    "name": name,
-                    "role": "reduced",
-                    "recipe": "compressed",
-                    "format": "e4m3fn",
-                    **bucket.numbers(),
-                }
+                known = {"name": name, "role": "reduced", "recipe": "compressed", "format": "e4m3fn"}
+                yield {**known, **bucket.numbers()}
 
     # -- DDP --
 
     def reduce_bucket(self, bucket: Any) -> torch.futures.Future:
-        """DDP's hook: the mean over all ranks, in place, in a future. On a GPU in a stream beside the
-        backward."""
+        """DDP's hook: the mean over all ranks, in place, in a future; on a GPU in a stream of its own."""
         buffer, gradients = bucket.buffer(), bucket.gradients()
         key = tuple(id(p) for p in bucket.parameters())
         if buffer.device.type == "cpu":
@@ -184,9 +176,8 @@ class Compression:
             blocks = [to_rows(theirs) for theirs, _ in large]
             rows = torch.cat(blocks, 1)
             sums, sent = reduce_scatter(rows, group)
-            self._measure(
-                self.bucket(key, sum(theirs.numel() for theirs, _ in large), len(large)), rows, sent
-            )
+            bucket = self.bucket(key, sum(theirs.numel() for theirs, _ in large), len(large))
+            self._measure(bucket, rows, sent)
             totals = (sums * factor).split([x.shape[1] for x in blocks])
             for (_, mine), total in zip(large, totals, strict=True):
                 mine.copy_(total.view(-1)[: mine.numel()])
@@ -209,17 +200,13 @@ def compress(model: nn.Module, min_elements: int, error_feedback: bool, sqnr_eve
             "compress_gradients: error_feedback keeps a buffer as large as all gradients on each rank, "
             "which is what fully_shard avoids; it is for DistributedDataParallel"
         )
-    ranks = (
-        dist.get_world_size(wrapped[0].process_group)
-        if wrapped
-        else max(map(compat.fsdp.shard_ranks, sharded))
-    )
+    if wrapped:
+        ranks = dist.get_world_size(wrapped[0].process_group)
+    else:
+        ranks = max(map(compat.fsdp.shard_ranks, sharded))
     if ranks == 1:
-        why = (
-            "no gradients are exchanged by DistributedDataParallel, or scattered by fully_shard, so that "
-            "none is compressed"
-        )
-        say_once(logger, logging.WARNING, f"compress_gradients: {why}")
+        why = "no gradients are exchanged by DistributedDataParallel, or scattered by fully_shard"
+        say_once(logger, logging.WARNING, f"compress_gradients: {why}, so that none is compressed")
     for module in wrapped:
         state = Compression(module.process_group, min_elements, error_feedback, sqnr_every)
         module.register_comm_hook(state, hook)

@@ -5,8 +5,7 @@ Two ways across a process group. Nothing is ever added in FP8: what a rank recei
     reduce_scatter   quantize, all-to-all, add        FSDP2: each rank keeps the sum of its shard
     all_reduce       the same, then quantize, all-gather      DDP: each rank gets the same bits
 
-A block is 132 bytes where bf16 has 256. Collectives move uint8, because gloo, and NCCL before Hopper, refuse
-FP8 dtypes.
+A block is 132 bytes where bf16 has 256. Collectives move uint8: gloo, and NCCL before Hopper, refuse FP8.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def dequantize(sent: Tensor) -> Tensor:
 
 
 def to_rows(values: Tensor) -> Tensor:
-    """[..., n] -> [..., blocks, 128], the last block filled up with zeros. A view if n is a multiple of
-    128."""
+    """[..., n] -> [..., blocks, 128], the last block filled up with zeros. A view if 128 divides n."""
     missing = -values.shape[-1] % BLOCK
     return (functional.pad(values, (0, missing)) if missing else values).unflatten(-1, (-1, BLOCK))
 

@@ -1,5 +1,4 @@
-"""Experts as models spell them: loops over experts as grouped matmuls, and the permutation of tokens as a
-lookup. (The core knows grouped matmuls.)"""
+"""Experts as models spell them: loops as grouped matmuls (which the core knows), permutations as lookups."""
 
 from ...extension import Feature, Pass
 from .fallbacks import spell, unspell
@@ -11,8 +10,7 @@ class Experts(Feature):
     passes = {
         "unite": (
             Pass("spell", spell),  # transformers' loops over experts as grouped matmuls
-            # the backward of the experts' permutation as a lookup, which fuses
-            Pass("scatters", run_scatters, optional=True),
+            Pass("scatters", run_scatters, optional=True),  # a permutation's backward as a lookup
         ),
         "reduce_current": (Pass("unspell", unspell),),  # those that stay in high precision as they were
     }

@@ -52,9 +52,8 @@ def spell(joint: Joint) -> int:
 def unspell(joint: Joint) -> int:
     """Returns how many matmuls stay in high precision."""
     graph = joint.graph
-    found = [
-        x for x in graph.find_nodes(op="call_function", target=aten._grouped_mm.default) if FALLBACK in x.meta
-    ]
+    grouped = graph.find_nodes(op="call_function", target=aten._grouped_mm.default)
+    found = [node for node in grouped if FALLBACK in node.meta]
     for node in found:
         a, b, offs = (arg(node, i) for i in range(3))
         emit = Emitter(graph, node, node)
@@ -63,13 +62,8 @@ def unspell(joint: Joint) -> int:
         else:  # a wgrad. The operator wants the weight, too, for a result that nobody reads
             x = emit(aten.permute.default, a, [1, 0])
             like = value(node)
-            weight = emit(
-                aten.empty.memory_format,
-                list(like.shape),
-                dtype=like.dtype,
-                device=like.device,
-                pin_memory=False,
-            )
+            kind = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
+            weight = emit(aten.empty.memory_format, list(like.shape), **kind)
             made = emit(operator.getitem, emit(_operator(BACKWARD), x, weight, offs, b), 1)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
@@ -77,8 +71,7 @@ def unspell(joint: Joint) -> int:
 
 
 def _replace(node: Node, emit: Emitter, a: Any, b: Any, offs: Any) -> None:
-    """Put a grouped matmul in place of `node`. Not by the emitter: torch's own fake implementation takes bf16
-    only."""
+    """Put a grouped matmul in place of `node`. Not by the emitter: torch's fake one takes bf16 only."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(aten._grouped_mm.default, (a, b, offs))
     made.meta.update({k: v for k, v in node.meta.items() if k in Emitter.KEEP} | emit.meta)

@@ -27,10 +27,8 @@ SORTS = (aten.sort.default, aten.sort.stable)
 def scatters(joint: Joint) -> int:
     """Returns how many scatters were replaced, in a graph with grouped matmuls."""
     graph = joint.graph
-    if not any(
-        offs_of(node) is not None
-        for node in graph.find_nodes(op="call_function", target=aten._grouped_mm.default)
-    ):
+    grouped = graph.find_nodes(op="call_function", target=aten._grouped_mm.default)
+    if not any(offs_of(node) is not None for node in grouped):
         return 0
     replaced = 0
     for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
@@ -55,11 +53,9 @@ def _order(node: Node) -> Node | None:
     if not call_function(zeros, (aten.full.default,)) or arg(zeros, 1) != 0 or value(given).dim() != 2:
         return None
     inverse = behind(indices[0], SAME) if len(indices) == 1 and isinstance(indices[0], Node) else None
-    if (
-        inverse is None
-        or not call_function(inverse, (aten.index_put.default,))
-        or any(map(bool, inverse.args[3:]))
-    ):
+    if inverse is None or not call_function(inverse, (aten.index_put.default,)):
+        return None
+    if any(map(bool, inverse.args[3:])):  # it accumulates
         return None
     at, counted = arg(inverse, 1), behind(arg(inverse, 2), SAME)
     order: Any = behind(at[0], SAME) if len(at) == 1 and isinstance(at[0], Node) else None
@@ -70,10 +66,8 @@ def _order(node: Node) -> Node | None:
 
 
 def _is_permutation(node: Any) -> bool:
-    sorted_by = (
-        call_function(node, (operator.getitem,)) and arg(node, 1) == 1 and call_function(arg(node, 0), SORTS)
-    )
-    return bool(sorted_by) and value(node).dim() == 1
+    taken = call_function(node, (operator.getitem,)) and arg(node, 1) == 1
+    return bool(taken and call_function(arg(node, 0), SORTS) and value(node).dim() == 1)
 
 
 def _counts(node: Any, shape: Any) -> bool:
@@ -85,18 +79,13 @@ def _counts(node: Any, shape: Any) -> bool:
 
 
 def _copied(given: Node) -> tuple[Node, int]:
-    """(dy, copies) where `given` holds each row of dy so often, one below the other; (given, 1) for any other
-    tensor."""
+    """(dy, copies) if `given` holds each row of dy so often, one below the other; (given, 1) for others."""
     expanded = behind(given, (*VIEWS, aten.clone.default))
     if not call_function(expanded, (aten.expand.default,)):
         return given, 1
     single, shape = arg(expanded, 0), value(expanded).shape
-    if (
-        value(single).dim() != 3
-        or len(shape) != 3
-        or not isinstance(shape[1], int)
-        or value(single).shape[1] != 1
-    ):
+    repeats = value(single).dim() == len(shape) == 3 and isinstance(shape[1], int)
+    if not repeats or value(single).shape[1] != 1:
         return given, 1
     rows = behind(single, VIEWS)
     fits = value(rows).dim() == 2 and same_shape(value(rows).shape, (shape[0], shape[2]))

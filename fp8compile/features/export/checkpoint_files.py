@@ -26,9 +26,8 @@ def check_installed() -> None:
         if error.name != "safetensors":
             raise
         fix = "pip install safetensors"
-        raise ImportError(
-            f"fp8compile.export needs safetensors, which is not installed: {fix}", name="safetensors"
-        ) from None
+        text = f"fp8compile.export needs safetensors, which is not installed: {fix}"
+        raise ImportError(text, name="safetensors") from None
 
 
 def check_directory(directory: Path, overwrite: bool) -> None:
@@ -37,29 +36,21 @@ def check_directory(directory: Path, overwrite: bool) -> None:
         raise ExportError(f"{directory} is a file: name a directory")
     if directory.is_dir() and not overwrite and (held := sorted(path.name for path in directory.iterdir())):
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
-        raise ExportError(
-            f"{directory} has files already ({shown}): name another directory, or pass overwrite=True"
-        )
+        fix = "name another directory, or pass overwrite=True"
+        raise ExportError(f"{directory} has files already ({shown}): {fix}")
 
 
 def own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors on the CPU, as safetensors takes them: contiguous, each with its own memory. Of tied
-    tensors, which are the same memory in the same way, the first name stays, as in checkpoints of
-    transformers."""
+    tensors (the same memory in the same way), the first name stays, as in checkpoints of transformers."""
     found: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     storages: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
-        at = (
-            tensor.device,
-            storage.data_ptr(),
-            tensor.data_ptr(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-        )
+        memory = tensor.device, storage.data_ptr(), tensor.data_ptr()
+        at = *memory, tuple(tensor.shape), tensor.stride(), tensor.dtype
         if tensor.numel() and at in seen:
             continue
         seen.add(at)
@@ -72,13 +63,13 @@ def own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def config_of(model: nn.Module) -> dict[str, Any]:
     """The model's own configuration, as `save_pretrained` of transformers writes it; {} if it has none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):
         return {}
     if hasattr(config, "to_json_string"):
-        text = config.to_json_string(use_diff=False)  # type: ignore[union-attr]
+        text = config.to_json_string(use_diff=False)
     else:
-        text = json.dumps(config.to_dict())  # type: ignore[union-attr]
+        text = json.dumps(config.to_dict())
     found = json.loads(text)
     if not found.get("architectures"):
         found["architectures"] = [type(model).__name__]  # servers find the class of the model by it
@@ -91,8 +82,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 def write(
     directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], max_shard_size: int | str
 ) -> list[str]:
-    """Write the checkpoint, instead of one that may be there: that one goes when all files are written.
-    Returns their names."""
+    """Write the checkpoint; one that is there goes when all files are written. Returns their names."""
     from safetensors.torch import save_file
 
     shards, index = _split(dict(tensors), max_shard_size)
@@ -120,11 +110,7 @@ def _split(
     except ModuleNotFoundError:
         return {WEIGHTS: tensors}, {}
     pattern = WEIGHTS.replace(".", "{suffix}.")
-    made = split_torch_state_dict_into_shards(
-        tensors, filename_pattern=pattern, max_shard_size=max_shard_size
-    )
-    shards = {name: {key: tensors[key] for key in keys} for name, keys in made.filename_to_tensors.items()}
-    return shards, {
-        "metadata": made.metadata,
-        "weight_map": made.tensor_to_filename,
-    } if made.is_sharded else {}
+    cut = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
+    shards = {name: {key: tensors[key] for key in keys} for name, keys in cut.filename_to_tensors.items()}
+    index = {"metadata": cut.metadata, "weight_map": cut.tensor_to_filename}
+    return shards, index if cut.is_sharded else {}

@@ -44,24 +44,21 @@ INPUTS: Mapping[Block, dict[str, Any]] = {
 
 
 class CheckpointFormat(NamedTuple):
-    """`tensors`: what replaces a layer's weight, by the names in the layer. `config`: the
-    `quantization_config`."""
+    """`tensors`: what replaces a layer's weight, by its names there. `config`: the `quantization_config`."""
 
     tensors: Callable[[ExportedLayer, WeightCast], dict[str, Tensor]]
     config: Callable[[Chosen], dict[str, Any]]
 
 
 def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
-    """The name of the format: `name`, or the recipes' own. ExportError if there is no such format, or it
-    cannot hold them."""
+    """The format's name: `name`, or the recipes' own. ExportError if it is none, or cannot hold them."""
     others = [layer for layer in layers if layer.strategy != "block"]
     if name is None:
         return COMPRESSED_TENSORS if others else FINE_GRAINED
     if name not in FORMATS:
         allowed = ", ".join(map(repr, FORMATS))
-        raise ExportError(
-            f"format must be one of {allowed}; got {describe(name)}.{did_you_mean(near(name, FORMATS))}"
-        )
+        meant = did_you_mean(near(name, FORMATS))
+        raise ExportError(f"format must be one of {allowed}; got {describe(name)}.{meant}")
     if name == FINE_GRAINED and others:
         raise ExportError(
             f"format {name!r} has scales of 128 x 128 elements only, and {others[0].name} was trained with "
@@ -81,8 +78,7 @@ def _compressed(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
 
 def _e8m0(layer: ExportedLayer, scale_inv: Tensor) -> Tensor:
     """The bytes of the scales, uint8 ``[out, in / 32]``; the rows of a tile get a copy each. Nothing is
-    rounded: scales are powers of two, and their inverses lie between 2**-127 and 2**126 (`ir.scale`), which
-    E8M0 holds."""
+    rounded: scales are powers of two, with inverses from 2**-127 to 2**126 (`ir.scale`), which E8M0 holds."""
     rows = scale_inv.repeat_interleave(layer.scaling.block.rows, dim=0)[: layer.weight.shape[0]]
     return rows.to(torch.float8_e8m0fnu).view(torch.uint8)
 
@@ -92,11 +88,9 @@ def _compressed_config(chosen: Chosen) -> dict[str, Any]:
     for name, layer in chosen.layers.items():
         schemes.setdefault((layer.strategy, layer.input_block, layer.static), []).append(name)
     groups = {}
-    # mxfp8 last: `dequantize=True` of transformers 5.24 reads all layers by the first group, and E8M0 would
-    # fit any scale
-    for i, ((strategy, inputs, static), names) in enumerate(
-        sorted(schemes.items(), key=lambda item: item[0][0] == "group")
-    ):
+    # mxfp8 last: `dequantize=True` of transformers 5.24 reads all by the first group, and E8M0 fits any scale
+    ordered = sorted(schemes.items(), key=lambda item: item[0][0] == "group")
+    for i, ((strategy, inputs, static), names) in enumerate(ordered):
         targets = ["Linear"] if len(schemes) == 1 else names
         form = "mxfp8-quantized" if strategy == "group" else "float-quantized"
         groups[f"group_{i}"] = {"targets": targets, "format": form, **_arguments(strategy, inputs, static)}
@@ -139,9 +133,8 @@ def _fine_grained_config(chosen: Chosen) -> dict[str, Any]:
 
 
 def _alone(name: str, layers: Iterable[str]) -> str:
-    """A pattern that leaves this module out, and no exported one: transformers takes a name as a pattern for
-    the beginning of other names, and as their end. vLLM compares names; there, a name that had to be anchored
-    is not found."""
+    """A pattern that leaves out this module, and no exported one: to transformers a name is a pattern for the
+    beginning of others, and their end. vLLM compares names: there, an anchored one is not found."""
     hit = re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))")
     collides = any(hit.match(other) or other.endswith(name) for other in layers)
     return f"^{re.escape(name)}$" if collides else name

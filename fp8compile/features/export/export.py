@@ -71,18 +71,15 @@ def export(
     or with other recipes, servers scale inputs by their current amax. docs/export.md says where servers
     compute otherwise than training.
 
-    `config.json` is the model's own configuration (`model.config`), if it has one, with a
-    `quantization_config`. Tokenizer and generation configuration are not written. A directory with files is
-    refused, unless `overwrite`: then an older checkpoint is replaced, and other files stay. More than
-    `max_shard_size` bytes ("5GB", or an integer) become several files and an index, if huggingface_hub is
-    installed.
+    `config.json` is the model's configuration (`model.config`), if it has one, with a `quantization_config`.
+    Tokenizer and generation configuration are not written. A directory with files is refused, unless
+    `overwrite`: then an older checkpoint is replaced, and other files stay. With huggingface_hub, more than
+    `max_shard_size` bytes ("5GB", or an integer) become several files and an index.
 
     In a distributed job, call it on one rank. Parameters sharded by FSDP or tensor parallelism are refused.
 
     Returns an `Exported`. Raises ExportError (a ValueError) if the model has no FP8 layer or cannot be
-    exported, or for the directory or the format; ImportError without safetensors; TypeError if `model` is no
-    module.
-    """
+    exported, or for the directory or format; ImportError without safetensors; TypeError for no module."""
     model = unwrapped(model)
     path = Path(directory)
     checkpoint_files.check_installed()
@@ -99,9 +96,8 @@ def export(
     made = Exported(path, name, recipes, chosen.ignored, chosen.left, tuple(written))
     logger.info("fp8: exported %s", made)
     if chosen.left:
-        logger.warning(
-            "fp8: export leaves layers in high precision that train in FP8: %s", _some(chosen.left)
-        )
+        text = "fp8: export leaves layers in high precision that train in FP8: %s"
+        logger.warning(text, _some(chosen.left))
     return made
 
 
@@ -110,9 +106,8 @@ def _tensors(model: nn.Module, chosen: Chosen, format: str) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     weights = {f"{name}.weight" if name else "weight": layer for name, layer in chosen.layers.items()}
     given = {plain(name): tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    high = checkpoint_files.own_memory(
-        {name: tensor for name, tensor in given.items() if name not in weights}
-    )
+    others = {name: tensor for name, tensor in given.items() if name not in weights}
+    high = checkpoint_files.own_memory(others)
     for name in given:
         if name in high:
             found[name] = high[name]
@@ -128,26 +123,21 @@ def _check_whole(model: nn.Module) -> None:
     """ExportError for a model whose parameters are not the weights to serve."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if kind == "FullyShardedDataParallel" or any(
-            hasattr(p, "placements") for p in module.parameters(recurse=False)
-        ):
+        sharded = any(hasattr(p, "placements") for p in module.parameters(recurse=False))
+        if sharded or kind == "FullyShardedDataParallel":
             raise ExportError(
                 f"{plain(name) or 'the model'} has sharded parameters: gather them (get_model_state_dict "
                 "with full_state_dict=True), load them into a model on one device, compile that, call it "
                 "once, and export it"
             )
-        if hasattr(module, "base_layer") and any(
-            "lora" in last.lower() for last, _ in module.named_children()
-        ):
-            raise ExportError(
-                f"{plain(name)} has an adapter that is not merged: call "
-                "model.merge_and_unload(), compile, call"
-            )
+        children = [last.lower() for last, _ in module.named_children()]
+        if hasattr(module, "base_layer") and any("lora" in last for last in children):
+            fix = "call model.merge_and_unload(), compile, call"
+            raise ExportError(f"{plain(name)} has an adapter that is not merged: {fix}")
         for last, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                raise ExportError(
-                    f"{plain(name)}.{last} is on the meta device, without values: load the weights first"
-                )
+                what = f"{plain(name)}.{last} is on the meta device, without values"
+                raise ExportError(f"{what}: load the weights first")
 
 
 def _nothing(model: nn.Module, chosen: Chosen) -> str:

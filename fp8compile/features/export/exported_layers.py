@@ -29,13 +29,8 @@ from . import forwards
 from .forwards import KnownForward
 
 Strategy = Literal["tensor", "channel", "block", "group"]
-STRATEGIES: dict[Block, Strategy] = {
-    WHOLE: "tensor",
-    ROW: "channel",
-    SQUARE: "block",
-    MX_BLOCK: "group",
-    MX_TILE: "group",
-}
+STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", SQUARE: "block"}
+STRATEGIES |= {MX_BLOCK: "group", MX_TILE: "group"}
 # the blocks of weight and input that some format can say
 PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX_BLOCK), (MX_TILE, MX_BLOCK))
 
@@ -49,8 +44,7 @@ class ExportedLayer:
     equal scales). `scaling`: of the weight. `input_block`: the elements of an input that share a scale.
     `known`: the forward matmuls. `partners`: weights that share the scale of this one, itself among them.
     `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own
-    amax, each in its tensor, token, or group of 128 or 32 elements of a token.
-    """
+    amax, each in its tensor, token, or group of 128 or 32 elements of a token."""
 
     name: str
     weight: Tensor
@@ -78,8 +72,7 @@ class Chosen:
 
 
 def choose(model: nn.Module) -> Chosen:
-    """The layers of a bare module (see `runtime.state.unwrapped`). ExportError for what no server could
-    run."""
+    """The layers of a bare module (`runtime.state.unwrapped`). ExportError for what no server could run."""
     layers: dict[str, ExportedLayer] = {}
     left: dict[str, str] = {}
     ignored: list[str] = []
@@ -120,10 +113,8 @@ def obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...],
         return f"its weight is shared: {', '.join(owners)}"
     if not all(one.forward.whole and one.forward.rows_are_outputs for one in known):
         return "its matmul reads a part of the weight, its transpose, or a tensor computed from it"
-    if (
-        len({(one.forward.weight, one.forward.data, one.forward.recipe, one.forward.fnuz) for one in known})
-        > 1
-    ):
+    ways = {(one.forward.weight, one.forward.data, one.forward.recipe, one.forward.fnuz) for one in known}
+    if len(ways) > 1:
         return "its matmuls are scaled in different ways"
     assert first.weight is not None and first.data is not None
     block = first.weight.block
@@ -148,9 +139,8 @@ def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Export
         )
     partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
     strategy, scale_inv = STRATEGIES[scaling.block], _input_scale_inv(known)
-    return ExportedLayer(
-        name, weight, first.recipe, strategy, scaling, first.data.block, known, partners, scale_inv
-    )
+    inputs = first.data.block
+    return ExportedLayer(name, weight, first.recipe, strategy, scaling, inputs, known, partners, scale_inv)
 
 
 def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
@@ -169,9 +159,8 @@ def _refuse(layers: Iterable[ExportedLayer]) -> None:
     """ExportError for a weight whose values cannot be exported."""
     for layer in layers:
         if not bool(layer.weight.detach().isfinite().all()):
-            raise ExportError(
-                f"{layer.name}.weight has NaN or infinite values: export the last checkpoint that is finite"
-            )
+            fix = "export the last checkpoint that is finite"
+            raise ExportError(f"{layer.name}.weight has NaN or infinite values: {fix}")
 
 
 # -- casts --
@@ -188,9 +177,7 @@ def cast(layer: ExportedLayer) -> WeightCast:
     """The weight of a layer, as the next forward of training would cast it.
 
     With a history, the scale is that of the history. If there is none, or the weight has just overflowed, it
-    is that of the current amax, as in a cold call. Weights of merged matmuls share the smallest of their
-    scales.
-    """
+    is that of the current amax, as in a cold call. Weights of merged matmuls share their smallest scale."""
     with torch.no_grad():
         weight = layer.weight
         if isinstance(weight, FrozenWeight) and Block(weight.block, weight.block) == layer.scaling.block:

@@ -33,10 +33,8 @@ class Forward:
     `weight`, `data`: how the two operands are scaled. `weight_slot`, `data_slot`: the slots of their
     histories; None with a scale from the current amax. `together`: the inputs of the graph whose weights
     share one scale with this one, where matmuls are merged. `whole`: the operand is the parameter itself, not
-    a slice of it or a tensor computed from it. `rows_are_outputs`: the parameter is stored as ``[out, in]``,
-    as that of a Linear. `groups`: experts, where the weight is a stack of matrices. `fnuz`: the weight's FP8
-    encoding is AMD's.
-    """
+    a slice of it or a tensor computed from it. `rows_are_outputs`: the parameter is ``[out, in]``, as a
+    Linear's. `groups`: experts, where the weight is a stack of matrices. `fnuz`: it has AMD's encoding."""
 
     recipe: str = ""
     reason: str = ""
@@ -98,8 +96,7 @@ def _slot(operand: Operand) -> Slot | None:
 
 @dataclass(frozen=True)
 class KnownForward:
-    """A `Forward` of a call with known parameters. `owners`: the parameters that its slots and `together`
-    name, by input."""
+    """A `Forward` of a call with known parameters. `owners`: by input, those of its slots and `together`."""
 
     forward: Forward
     owners: Mapping[int, weakref.ref]
@@ -129,14 +126,12 @@ def know(
     for index, several in forwards.items():
         owner = owners[index]() if index in owners else None
         if owner is not None:
-            record_of(owner).extras.of(KnownForwards).of[trains] = tuple(
-                KnownForward(forward, owners) for forward in several
-            )
+            made = tuple(KnownForward(forward, owners) for forward in several)
+            record_of(owner).extras.of(KnownForwards).of[trains] = made
 
 
 def of(parameter: Any) -> tuple[KnownForward, ...]:
-    """The forward matmuls of a parameter: those of training, else those of evaluation; () if no graph
-    multiplies by it."""
+    """The forward matmuls of a parameter in training, else in evaluation; () if no graph multiplies by it."""
     known = find(parameter).extras.of(KnownForwards).of
     return known.get(True) or known.get(False) or ()
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 class FrozenWeights(Feature):
     name = "frozen"
-    # weights that become FP8 before the graph is compiled
-    passes = {"gather": (Pass("freeze", frozen_weights.freeze),)}
+    passes = {"gather": (Pass("freeze", frozen_weights.freeze),)}  # before the graph is compiled
 
     def describe(self, job: Job) -> Inputs:
         found = frozen_weights.frozen_in(job)

@@ -92,8 +92,7 @@ class FrozenRecord(TableRecord):
 
 
 class FrozenMatrix(NamedTuple):
-    """A frozen matrix. `block`: that of its scales, if it is kept in FP8 only. `before`: its bytes without
-    that."""
+    """A frozen matrix. `block`: its scales', if it is kept in FP8 only. `before`: its bytes without that."""
 
     before: int
     bytes: int
@@ -122,8 +121,7 @@ class FrozenInGraph(GraphFeature):
     def after(self, job: Job, done: Rewritten) -> None:
         """Warn of a training graph that reads a weight that is kept in FP8 only otherwise than it was cast,
         and where the way of training leaves the option without effect."""
-        # this lives as long as the compiled code, and is to keep no module and no tensor
-        self.homes, self.given = {}, ()
+        self.homes, self.given = {}, ()  # this lives as long as compiled code, and keeps no module, no tensor
         names, warn = job.inputs.names, job.options.warn
         for reason in sorted({SHARDED, CUT} & {*self.refused.values()}):
             warn(f"frozen='fp8' has no effect on weights of {job.inputs.root}: {reason}")
@@ -132,14 +130,11 @@ class FrozenInGraph(GraphFeature):
             other = "cast with other blocks" if verdict.block != self.matrices[i].block else ""
             if reason := verdict.reason or other:
                 what = f"{names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
-                warn(
-                    f"{what}: it has FP8-rounded values. A rule with frozen = "
-                    "'high_precision' keeps all of them"
-                )
+                fix = "A rule with frozen = 'high_precision' keeps all of them"
+                warn(f"{what}: it has FP8-rounded values. {fix}")
 
     def report(self, job: Job, report: GraphReport, done: Rewritten) -> GraphReport:
-        """What is said of the frozen matrices of a graph, where some are kept in FP8 only, or were asked to
-        be."""
+        """What is said of a graph's frozen matrices, where some are kept in FP8 only, or were asked to be."""
         found = []
         for i, matrix in self.matrices.items():
             verdict = done.gatherable.get(i)
@@ -158,8 +153,7 @@ def frozen_in(job: Job) -> FrozenInGraph:
     """To be asked within the backend. What the graph says of these weights is not known yet."""
     gm, given, inputs = job.gm, job.given, job.inputs
     asked = job.learns and job.only is None and any(x.frozen == "fp8" for x in job.options.policy.possible)
-    # FSDP1's views require gradients where any parameter of theirs does
-    held = compat.flat.owners(given, inputs.packed)
+    held = compat.flat.owners(given, inputs.packed)  # FSDP1's views require gradients if any of theirs does
     frozen = [i for i in sorted(inputs.parameters) if given[i].dim() == 2 and not held[i].requires_grad]
     found = FrozenInGraph({i: _matrix(given[i]) for i in frozen}, asked)
     if not asked:
@@ -171,9 +165,8 @@ def frozen_in(job: Job) -> FrozenInGraph:
         known: dict[int, list[tuple[nn.Module, str, str]]] = {}
         for path, module in whole.named_modules():
             for name, parameter in module._parameters.items():
-                known.setdefault(id(parameter), []).append(
-                    (module, name, plain(f"{path}.{name}".lstrip(".")))
-                )
+                place = module, name, plain(f"{path}.{name}".lstrip("."))
+                known.setdefault(id(parameter), []).append(place)
         places[id(root)] = whole, known
     sharded = {id(read) for _, read in compat.fsdp.sharded_pairs()}
     cut = compat.split.uncut(gm) is not None
@@ -208,9 +201,8 @@ def freeze(joint: Joint) -> int:
     for matmul in joint.matmuls:
         index = compat.dynamo.input_index(matmul.parameter) if matmul.parameter is not None else None
         asked[index] = asked.get(index, True) and matmul.recipe.frozen == "fp8"
-    found = {
-        i: x for i, x in joint.gatherable.items() if i in known.homes and not x.reason and asked.get(i, False)
-    }
+    may = {i: x for i, x in joint.gatherable.items() if i in known.homes and not x.reason}
+    found = {i: x for i, x in may.items() if asked.get(i, False)}
     if found:
         raise Retrace(partial(_freeze, found, known.homes, known.given, joint.inputs.root))
     return 0
@@ -218,11 +210,9 @@ def freeze(joint: Joint) -> int:
 
 def _matrix(x: Tensor) -> FrozenMatrix:
     before = x.numel() * x.dtype.itemsize
-    return (
-        FrozenMatrix(before, x.nbytes, x.block)
-        if isinstance(x, FrozenWeight)
-        else FrozenMatrix(before, before, None)
-    )
+    if isinstance(x, FrozenWeight):
+        return FrozenMatrix(before, x.nbytes, x.block)
+    return FrozenMatrix(before, before, None)
 
 
 def _freeze(
@@ -246,14 +236,12 @@ def _freeze(
     if held:
         fix = "an optimizer should get only parameters that train"
         said += f". {held / 1e6:,.4g} MB are not freed: something still holds the old parameters ({fix})"
-    say_once(
-        logger, logging.WARNING, f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}"
-    )
+    text = f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}"
+    say_once(logger, logging.WARNING, text)
 
 
 def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
-    """The home of a parameter, and those of the parameters that the compiled code of its root reads for
-    modules like it."""
+    """A parameter's home, and those of parameters that its root's compiled code reads for modules like it."""
     parameter: Any = home.module._parameters[home.name]
     alike = parameter.shape, parameter.dtype, parameter.device
     del parameter  # its memory is to be free after the first one
@@ -308,15 +296,12 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
 
 
 def _unwritten(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """An FP8 tensor of a parameter's shape: the longest one so far has memory of its own, and the others lie
-    in it."""
-    memory = process.of(Unwritten)
+    """An FP8 tensor of a parameter's shape. The longest one so far has memory; the others lie in it."""
+    memory, size = process.of(Unwritten), parameter.numel()
     known = memory.get(parameter.device)
-    if known is None or known.numel() < parameter.numel():
-        memory[parameter.device] = known = torch.empty(
-            parameter.numel(), dtype=torch.uint8, device=parameter.device
-        )
-    return known[: parameter.numel()].view(dtype).view(parameter.shape).detach()
+    if known is None or known.numel() < size:
+        memory[parameter.device] = known = torch.empty(size, dtype=torch.uint8, device=parameter.device)
+    return known[:size].view(dtype).view(parameter.shape).detach()
 
 
 def _ones(parameter: Tensor, block: int) -> Tensor:
@@ -349,13 +334,11 @@ def restore_frozen_weights(model: nn.Module) -> None:
     them: a merge of adapters, `requires_grad_()`, `model.to()` another dtype or device.
 
     A further training call of a model that was compiled with `frozen="fp8"` keeps what is still frozen in FP8
-    only again. TypeError if `model` is no module.
-    """
+    only again. TypeError if `model` is no module."""
     made: dict[int, nn.Parameter] = {}
     for module in unwrapped(model).modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, FrozenWeight):
-                again = made.setdefault(
-                    id(parameter), nn.Parameter(parameter.dequantized(), requires_grad=False)
-                )
+                again = nn.Parameter(parameter.dequantized(), requires_grad=False)
+                again = made.setdefault(id(parameter), again)
                 _replace(module, name, again)

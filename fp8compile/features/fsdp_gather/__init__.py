@@ -30,9 +30,8 @@ class GatheredWeights(Feature):
 
     def describe(self, job: Job) -> Inputs:
         sharded = all_gather.asked(job.given)
-        if sharded and any(
-            recipe.name == "delayed" or recipe.built_in.tile for recipe in job.options.policy.possible
-        ):
+        recipes = job.options.policy.possible
+        if sharded and any(recipe.name == "delayed" or recipe.built_in.tile for recipe in recipes):
             text = "gathered weights are scaled by their current amax (mxfp8, rowwise: with weight_tiles)"
             say_once(logger, logging.INFO, f"fp8: all-gather: {text}")
         job.shared.put(Gathers(sharded, job.options.strict, job.options.policy.schedule))

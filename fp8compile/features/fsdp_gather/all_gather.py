@@ -21,9 +21,8 @@ then, of which one is in use. Backward gathers what a forward with gradients did
 changes while no backward is due.
 
 With a `[schedule]`, weights are gathered in high precision in phases of high precision. Agreements hold from
-the next step on, so a rank is for FP8 if this step and the next one are in an FP8 phase. A phase that is set
-by hand is not foreseen: where weights have arrived in FP8, the call runs in FP8, and the phase begins one
-step later.
+the next step on, so a rank is for FP8 if this step and the next are in FP8 phases. A phase set by hand is not
+foreseen: where weights have arrived in FP8, the call runs in FP8, and the phase begins a step later.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ _all: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
 
 @dataclass(eq=False)
 class Gathered:
-    """One weight. `objection`: why it is never gathered in FP8; `verdict`: what the graphs that read it
-    say."""
+    """One weight. `objection`: why it is never gathered in FP8; `verdict`: what graphs that read it say."""
 
     parameter: compat.fsdp.ShardedParameter
     owner: GatheredParameter
@@ -101,16 +99,10 @@ class Gathered:
         """Why it is not gathered in FP8."""
         said = self.verdict.reason if self.verdict is not None else UNREAD
         said = said or ("a phase of high precision" if self.waits else "")
-        said = said or (
-            "since a forward, no optimizer has taken a step, and no backward has run"
-            if self.owner.put_off
-            else ""
-        )
-        return (
-            self.objection
-            or said
-            or ("other ranks keep it" if self.owner.agreed > 1 else "from the second step on")
-        )
+        if self.owner.put_off:
+            said = said or "since a forward, no optimizer has taken a step, and no backward has run"
+        later = "other ranks keep it" if self.owner.agreed > 1 else "from the second step on"
+        return self.objection or said or later
 
     def learn(self, verdict: Gatherable, strict: bool, schedule: Schedule | None) -> None:
         """What one graph says; the first that is against it counts."""
@@ -142,21 +134,14 @@ class Gathered:
         """amax, scale and its inverse of the last forward, by the names of statistics. Waits for the device.
         Empty where it has several scales, or none yet."""
         scales, i = self.scales, self.position
-        if (
-            not self.code
-            or form_of(self.code).block
-            or scales is None
-            or scales.scale is None
-            or scales.inverse is None
-        ):
+        if scales is None or not self.code or form_of(self.code).block:
+            return {}
+        if scales.scale is None or scales.inverse is None:
             return {}
         assert scales.amax is not None
         amax, scale, inverse = torch.stack((scales.amax[i], scales.scale[i], scales.inverse[i, 0])).tolist()
-        return {
-            "amax": amax,
-            "scale": scale,
-            **dict.fromkeys(("scale_inv", "scale_inv_min", "scale_inv_max"), inverse),
-        }
+        inverses = dict.fromkeys(("scale_inv", "scale_inv_min", "scale_inv_max"), inverse)
+        return {"amax": amax, "scale": scale, **inverses}
 
 
 def gather_in_fp8(model: nn.Module) -> None:
@@ -165,15 +150,10 @@ def gather_in_fp8(model: nn.Module) -> None:
         raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")
     parameters = compat.fsdp.sharded_parameters(model)
     if not parameters:
-        raise ShardingError(
-            f"fp8_all_gather: nothing of this {type(model).__name__} is sharded: call "
-            "fully_shard(model) first"
-        )
-    known = [
-        entry
-        for parameter in parameters
-        if (entry := find(parameter.sharded).extras.get(Gathered)) is not None
-    ]
+        fix = "call fully_shard(model) first"
+        raise ShardingError(f"fp8_all_gather: nothing of this {type(model).__name__} is sharded: {fix}")
+    found = [find(parameter.sharded).extras.get(Gathered) for parameter in parameters]
+    known = [entry for entry in found if entry is not None]
     if known:
         for entry in known:
             entry.owner.written()
@@ -196,13 +176,11 @@ def _loaded(module: nn.Module, _: Any) -> None:
 
 
 def _check(parameter: compat.fsdp.ShardedParameter) -> None:
+    reshard = "use reshard_after_forward=True or False"
     fixes = {
         "is offloaded to the CPU": (parameter.on_cpu, "fully_shard without CPUOffloadPolicy"),
         "has an all-gather extension already": (parameter.extended, "leave one of the two out"),
-        "is resharded to fewer ranks after forward": (
-            parameter.partly_resharded,
-            "use reshard_after_forward=True or False",
-        ),
+        "is resharded to fewer ranks after forward": (parameter.partly_resharded, reshard),
     }
     for what, (found, fix) in fixes.items():
         if found:
@@ -243,9 +221,8 @@ class GatheredParameter:
         for entry in self.entries:
             record_of(entry.parameter.sharded).extras.put(entry)
         self.install()
-        for module in {
-            id(entry.parameter.module): entry.parameter.module for entry in self.possible
-        }.values():
+        modules = {id(entry.parameter.module): entry.parameter.module for entry in self.possible}
+        for module in modules.values():
             module.register_load_state_dict_post_hook(_loaded)
         compat.fsdp.listen(model, self)
 
@@ -270,12 +247,8 @@ class GatheredParameter:
             # what changes now, the ranks agree on at the next step
             known = codes == self.codes or any(entry.code for entry in self.possible)
             self.codes = codes
-            if (
-                self.agreed >= EARLY
-                and not self.told
-                and known
-                and not any(entry.waits for entry in self.possible)
-            ):
+            ready = self.agreed >= EARLY and known and not self.told
+            if ready and not any(entry.waits for entry in self.possible):
                 self.tell()
             self.outdated = False
         self.due += not evaluates
@@ -317,18 +290,14 @@ def asked(tensors: Sequence[Any]) -> dict[int, str]:
         return {}
     share_records(tensors)
     known = [find(x).extras.get(Gathered) if isinstance(x, nn.Parameter) else None for x in tensors]
-    return {
-        i: plain(entry.parameter.name)
-        for i, entry in enumerate(known)
-        if entry is not None and not entry.objection
-    }
+    entries = [(i, entry) for i, entry in enumerate(known) if entry is not None and not entry.objection]
+    return {i: plain(entry.parameter.name) for i, entry in entries}
 
 
 @dataclass(eq=False)
 class Gathers(GraphFeature):
-    """What one graph says of the weights that it reads, by input. `sharded`: the names of those that may be
-    gathered in FP8. `observes`: it is the high-precision graph of a schedule; what may be gathered, the FP8
-    graph has said."""
+    """What one graph says of the weights that it reads, by input. `sharded`: names of those that may be
+    gathered in FP8. `observes`: it is a schedule's high-precision graph, and the FP8 graph has said which."""
 
     sharded: Mapping[int, str]
     strict: bool

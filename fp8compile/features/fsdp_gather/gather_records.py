@@ -49,9 +49,8 @@ class GatherRecord(TableRecord):
 
 def gather_records(tensors: Iterable[Any]) -> list[GatherRecord]:
     """What is gathered for each of these parameters, where `fp8_all_gather` was asked for."""
-    entries = {
-        id(entry): entry for tensor in tensors if (entry := find(tensor).extras.get(Gathered)) is not None
-    }
+    found = [find(tensor).extras.get(Gathered) for tensor in tensors]
+    entries = {id(entry): entry for entry in found if entry is not None}
     return [
         GatherRecord(
             parameter=plain(entry.parameter.name),

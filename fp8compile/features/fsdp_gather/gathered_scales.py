@@ -7,8 +7,7 @@ A weight with one scale is scaled by the amax of all shards. A weight with scale
 amax of other ranks: its shards have whole blocks. Its scales travel after its bytes. Amaxes are reduced as
 the bits of float32, in which NaN is the largest: gloo's maximum of numbers may lose one.
 
-Nothing here waits for the device. What the ranks have agreed on is copied to the host, and read one step
-later.
+Nothing here waits for the device. What the ranks agreed on is copied to the host, and read one step later.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from ...runtime import probe
 if TYPE_CHECKING:
     from .all_gather import Gathered
 
-# of a scale's inverse, which is the first of them: each is aligned to 16 bytes, as Inductor expects of inputs
-COLUMNS = 4
+COLUMNS = 4  # the first is a scale's inverse: each is aligned to 16 bytes, as Inductor expects of inputs
 MARGINS = 65  # 0 to 64
 HIGH_PRECISION = 0  # the code of a weight that is gathered in its own dtype
 
@@ -47,9 +45,8 @@ def code_of(form: Gatherable) -> int:
 def form_of(code: int) -> Gatherable:
     """How a weight is cast, of a code that is not HIGH_PRECISION."""
     rest, bits = divmod(code - 1, 4)
-    return Gatherable(
-        fnuz=bool(bits & 1), power_of_2=bool(bits & 2), margin=rest % MARGINS, block=rest // MARGINS
-    )
+    block, margin = divmod(rest, MARGINS)
+    return Gatherable(fnuz=bool(bits & 1), power_of_2=bool(bits & 2), margin=margin, block=block)
 
 
 def format_of(form: Gatherable) -> Format:
@@ -80,10 +77,8 @@ class Scales:
         self.amax: Tensor | None = None  # [n], of whole weights; 0 for those that need none
         self.scale: Tensor | None = None  # [n]
         self.inverse: Tensor | None = None  # [n, COLUMNS]; graphs read it, so it stays where it is
-        # inverses of one rank's own blocks, which travel nowhere; they stay where they are
-        self.blocks: dict[int, Tensor] = {}
-        # codes of the last agreement on their way to the host, their event
-        self.pending: tuple[Tensor, Any] | None = None
+        self.blocks: dict[int, Tensor] = {}  # own blocks' inverses: they travel nowhere, and stay in place
+        self.pending: tuple[Tensor, Any] | None = None  # agreed codes on their way to the host; their event
         # on the device, and made anew only when codes change: a copy to the device could wait for it
         self.sent: tuple[Any, Tensor] | None = None  # own codes, and [2, n] that is sent of them
         # codes; the FP8 numbers of amaxes; whose scales are powers of 2
@@ -100,17 +95,13 @@ class Scales:
         for. `free`: no backward needs what was gathered for its forward."""
         self.settle(free)
         codes = tuple(entry.own_code for entry in self.entries)
-        wanted = [
-            i
-            for i, entry in enumerate(self.entries)
-            if any(c and not form_of(c).block for c in (entry.code, codes[i]))
-        ]
+        both = [(entry.code, own) for entry, own in zip(self.entries, codes, strict=True)]
+        wanted = [i for i, pair in enumerate(both) if any(c and not form_of(c).block for c in pair)]
         vector = torch.cat((self.amaxes(wanted).abs().view(torch.int32).unsqueeze(0), self.signed(codes)))
         dist.all_reduce(vector, dist.ReduceOp.MAX, self.entries[0].parameter.process_group)
         on_gpu = self.device.type == "cuda"
-        host = torch.empty(2, len(codes), dtype=torch.int32, pin_memory=on_gpu).copy_(
-            vector[1:], non_blocking=True
-        )
+        host = torch.empty(2, len(codes), dtype=torch.int32, pin_memory=on_gpu)
+        host.copy_(vector[1:], non_blocking=True)
         event = torch.cuda.Event() if on_gpu else None
         if event is not None:
             event.record()
@@ -177,8 +168,7 @@ class Scales:
     # -- one gather --
 
     def prepare(self, i: int) -> Sequence[Tensor]:
-        """What this rank sends for weight i: its values [rows, K] or, in FP8, their bytes, and the inverses
-        of block scales."""
+        """What this rank sends of weight i: values [rows, K] or, in FP8, bytes and block scales' inverses."""
         entry, parameter = self.entries[i], self.entries[i].parameter
         code = HIGH_PRECISION if parameter.evaluates else entry.code
         parameter.use(str(code))
@@ -223,8 +213,7 @@ class Scales:
     # -- statistics --
 
     def measured(self, i: int) -> Tensor:
-        """As `probe.measured`: amax and scale of the whole weight where it has one scale, all else of this
-        rank's rows."""
+        """As `probe.measured`: amax and scale of the whole weight if it has one scale; else of own rows."""
         entry, parameter = self.entries[i], self.entries[i].parameter
         form = form_of(entry.code)
         value = parameter.shard.detach()[: parameter.own_rows].to(parameter.dtype)

@@ -62,9 +62,8 @@ class MergedGroups:
 
 
 def merge(joint: Joint) -> int:
-    """Choose the groups, in the order of the graph. Layers of several blocks are not merged: cross-attention
-    reads one tensor in all of them, and the gradients of all blocks would be kept until the last one is
-    there."""
+    """Choose the groups, in the graph's order. Layers of several blocks are not merged: cross-attention reads
+    one tensor in all of them, and the gradients of all would be kept until the last one is there."""
     if joint.high_precision:
         return 0
     matmuls, plan, groups = joint.matmuls, joint.plan, joint.extras.of(MergedGroups).merged
@@ -83,30 +82,24 @@ def merge(joint: Joint) -> int:
             if not any(operand.carried for operand in roles):
                 together[joint.inputs.block(fprop.fqn), _key(fprop, its, plan)].append(fprop)
     for fprops in together.values():
-        made = (
-            _merged(fprops, of_layer, ranks, joint.saves) if ranks is not None and len(fprops) > 1 else None
-        )
+        if ranks is None or len(fprops) < 2:
+            continue
+        made = _merged(fprops, of_layer, ranks, joint.saves)
         if made is not None and _wanted(made, joint.device):
             groups.append(made)
             for matmul in made.every:
                 matmul.merged = made.gemms[matmul.gemm]
-    names = dict.fromkeys(
-        " + ".join(x.fqn.rpartition(".")[2] for x in of) for one in groups for of in one.gemms.values()
-    )
+    layers = [members for one in groups for members in one.gemms.values()]
+    names = dict.fromkeys(" + ".join(x.fqn.rpartition(".")[2] for x in members) for members in layers)
     joint.remarks += [MERGED.format("; ".join(names))] if groups else []
     return len(groups)
 
 
 def _mergeable(matmul: Matmul) -> bool:
-    """Is it one of the three FP8 matmuls of a linear layer with a parameter as weight, and with one scale an
-    operand?"""
+    """Is it one of a linear layer's three FP8 matmuls, with a parameter as weight, and one scale a tensor?"""
     weight, sizes = matmul.weight_operand, (matmul.m, matmul.n, matmul.k)
-    if (
-        not matmul.fp8
-        or matmul.offs is not None
-        or value(matmul.node).dim() != 2
-        or matmul.recipe.merge_matmuls is False
-    ):
+    grouped = matmul.offs is not None or value(matmul.node).dim() != 2
+    if not matmul.fp8 or grouped or matmul.recipe.merge_matmuls is False:
         return False
     if any(matmul.recipe.scaling(role, matmul.gemm).block != WHOLE for _, role in matmul.roles):
         return False
@@ -119,14 +112,8 @@ def _mergeable(matmul: Matmul) -> bool:
         shaped = weight is matmul.b and weight.base is matmul.parameter and weight.transposed is forward  # type: ignore[union-attr]
         shaped = shaped and not matmul.a.transposed and value(weight.base).dim() == 2  # type: ignore[union-attr]
     late = matmul.gemm == "fprop" and compat.dynamo.is_backward(matmul.node)
-    return (
-        shaped
-        and not matmul.flipped
-        and isinstance(n, int)
-        and n % 16 == 0
-        and not late
-        and _addend(matmul) is not None
-    )
+    fits = isinstance(n, int) and n % 16 == 0 and not late
+    return shaped and fits and not matmul.flipped and _addend(matmul) is not None
 
 
 def _addend(matmul: Matmul) -> str | None:
@@ -138,17 +125,11 @@ def _addend(matmul: Matmul) -> str | None:
 
 
 def _key(fprop: Matmul, its: list[Matmul], plan: Plan) -> tuple:
-    """Layers with equal keys have one input, and agree in dtypes, recipes, bias, and in how the user
-    checkpoints them."""
-    gemms = {
-        x.gemm: (
-            str(value(x.node).dtype),
-            x.recipe,
-            x.node.meta.get("recompute"),
-            x.node.meta.get("ac_graph_id"),
-        )
-        for x in its
-    }
+    """Equal for layers of one input that agree in dtypes, recipes, bias and how the user checkpoints them."""
+    gemms = {}
+    for x in its:
+        tags = x.node.meta.get("recompute"), x.node.meta.get("ac_graph_id")
+        gemms[x.gemm] = str(value(x.node).dtype), x.recipe, *tags
     source = plan.of(fprop.a, "input", fprop), str(fprop.a.shape), str(value(fprop.b.base).dtype)
     return (*source, _addend(fprop), *(gemms.get(gemm) for gemm in GEMMS))
 
@@ -175,8 +156,7 @@ def _merged(
     kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(late, _readers(x.node, through)))]
     direct = [x for x in kept if any("attention" in str(user.target) for user in _readers(x.node))]
     if len(kept) == len(fprops) and 0 < len(direct) < len(fprops):
-        # attention reads a copy of its slice, and backward keeps that as well: after norms of q and k, v
-        # stays apart
+        # attention reads a copy of its slice that backward keeps, too: after norms of q and k, v stays apart
         rest = [x for x in fprops if x not in direct]
         return _merged(rest, of_layer, ranks, save) if len(rest) > 1 else None
     if save:  # slices that are kept in FP8 do not keep the result of the matmul
@@ -199,12 +179,10 @@ def _readers(node: Node, through: tuple = ALIASES) -> Iterator[Node]:
 def total_of(parts: Collection[Node]) -> Node | None:
     """The first sum that contains all of these tensors, each after views and casts. What is summed up on the
     way has no other reader. None if there is no such sum."""
-    paths = []
+    paths, through = [], (*VIEWS, *SAME, *CASTS, *SUMS)
     for node in parts:
         paths.append({node: None})
-        while len(node.users) == 1 and call_function(
-            user := next(iter(node.users)), (*VIEWS, *SAME, *CASTS, *SUMS)
-        ):
+        while len(node.users) == 1 and call_function(user := next(iter(node.users)), through):
             if call_function(user, SUMS) and (user.kwargs or user.args[0] is user.args[1]):
                 break
             paths[-1][user] = None
@@ -219,8 +197,7 @@ def _wanted(merged: Merged, device: Device | None) -> bool:
 
 
 def gain(merged: Merged, device: Device) -> float:
-    """Seconds that merging saves: of the matmuls, and of the sum of the gradients of the input; less the
-    copies of results."""
+    """Seconds that merging saves in matmuls and the sum of the input's gradients, less copies of results."""
     saved = -sum(4 * hint(x.m) * x.n / device.bandwidth + device.launch for x in merged.apart)
     for gemm, members in merged.gemms.items():
         first = members[0]
@@ -230,9 +207,8 @@ def gain(merged: Merged, device: Device) -> float:
         times = [_seconds(first, size, device) for size in (*sizes, whole)]
         saved += sum(times[:-1]) - times[-1]
         if gemm == "dgrad":
-            saved += (
-                (len(members) - 1) * whole[0] * whole[1] * value(first.node).dtype.itemsize / device.bandwidth
-            )
+            size = whole[0] * whole[1] * value(first.node).dtype.itemsize
+            saved += (len(members) - 1) * size / device.bandwidth
     return saved
 
 

@@ -48,10 +48,9 @@ def write_merged(joint: Joint) -> int:
 class _Group:
     def __init__(self, written: Written, plan: Plan, group: Merged, operand_of: Mapping[Node, Operand]):
         self.written, self.graph, self.group, self.operand_of = written, written.graph, group, operand_of
-        self.operands: dict[Matmul, tuple[Operand, ...]] = {
-            matmul: tuple(plan.of(matrix, role, matmul) for matrix, role in matmul.roles)
-            for matmul in group.every
-        }
+        self.operands: dict[Matmul, tuple[Operand, ...]] = {}
+        for matmul in group.every:
+            self.operands[matmul] = tuple(plan.of(matrix, role, matmul) for matrix, role in matmul.roles)
         self.wholes: dict[tuple[Node, ...], Node] = {}  # buffers, by the copies in them
 
     def write(self) -> None:
@@ -76,9 +75,8 @@ class _Group:
             scale = emit(merged.least, scales)
             made = scale, emit(ops.inverse, scale)
         else:
-            largest = self.written.after(max(amaxes), first, recompute=None, ac_graph_id=None)(
-                merged.largest, amaxes
-            )
+            emit = self.written.after(max(amaxes), first, recompute=None, ac_graph_id=None)
+            largest = emit(merged.largest, amaxes)
             made = current(self.written.after(largest, first, **meta), first, largest)
         for operand in operands:
             self.written.replace_scale(operand, *made)
@@ -132,8 +130,7 @@ class _Group:
             self.instead(product, part)
 
     def joined(self, emit: Emitter, members: Sequence[Matmul], dim: int, bias: Node | None = None) -> Node:
-        """The FP8 matmul of all members. `dim`: the dimension of K-major copies along which they are side by
-        side."""
+        """The FP8 matmul of all members. `dim`: along which their K-major copies lie side by side."""
         views = self.views(members)
         a, b = (self.side([x[side] for x in views], dim) for side in (0, 1))
         return emit(ops.scaled_mm, *views[0]._replace(a=a, b=b, bias=bias)[:7])
@@ -188,8 +185,7 @@ class _Group:
 
 
 def _without(emit: Emitter, node: Node, ours: set[Node]) -> Node | None:
-    """A sum without some of its terms: the node itself if it has none of them, None if no other term is
-    left."""
+    """A sum without some of its terms: the node itself if it has none of them, None if no other is left."""
     if node in ours:
         return None
     if not call_function(node, (*SUMS, *VIEWS, *SAME, *CASTS)):

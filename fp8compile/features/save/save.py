@@ -105,8 +105,7 @@ class SavedInFP8:
 
 
 def save(halves: Partitioned) -> int:
-    """Rewrite both graphs in place, and note in `SavedInFP8` what is kept in FP8; returns how many tensors
-    are."""
+    """Rewrite both graphs in place. `SavedInFP8` gets what is kept in FP8; returns how many tensors are."""
     kept = [x for x in halves.outputs[halves.visible :] if isinstance(x, Node) and is_tensor(x)]
     seen = {_memory(x) for x in halves.outputs[: halves.visible] if isinstance(x, Node)}
     readers = {node.name: node for node in halves.backward.graph.find_nodes(op="placeholder")}
@@ -140,8 +139,7 @@ class SavedPart(NamedTuple):
 
 
 def _parts(reader: Node) -> list[SavedPart]:
-    """The parts by which backward reads an input: the tensor itself, unless it reads nothing but ranges of
-    columns."""
+    """The parts by which backward reads an input: all of it, unless it reads ranges of columns only."""
     found: dict[Columns | None, list[Node]] = defaultdict(list)
     for node, columns in _slices(reader):
         found[columns].append(node)
@@ -151,8 +149,7 @@ def _parts(reader: Node) -> list[SavedPart]:
 
 
 def _slices(x: Node) -> Iterator[tuple[Node, Columns | None]]:
-    """The readers of a tensor, and of views of its rows, each with the range of columns that it is; None if
-    it is no range."""
+    """The readers of a tensor and of views of its rows, each with the range of columns it is, or None."""
     width, last = value(x).shape[-1] if value(x).dim() else None, value(x).dim() - 1
     for user in x.users:
         columns = None
@@ -167,14 +164,10 @@ def _slices(x: Node) -> Iterator[tuple[Node, Columns | None]]:
                 first = sum(widths[: arg(item, 1)])
                 yield item, (first, first + widths[arg(item, 1)])
             continue
-        elif (
-            call_function(user, VIEWS)
-            and value(user).dim()
-            and same_size(value(user).shape[-1], width)
-            and user.users
-        ):
-            yield from _slices(user)
-            continue
+        elif call_function(user, VIEWS) and value(user).dim() and user.users:
+            if same_size(value(user).shape[-1], width):
+                yield from _slices(user)
+                continue
         yield user, columns
 
 
@@ -191,13 +184,8 @@ def _reason(x: Node, parts: list[SavedPart], seen: set[Node]) -> str:
     if any(is_data(size) for size in shape) or sum(not isinstance(size, int) for size in shape) > 1:
         return "its sizes are not known"
     whole = parts[0].columns is None
-    if (
-        len(shape) < 2
-        or not isinstance(shape[-1], int)
-        or whole
-        and shape[-1] % BLOCK.columns
-        or not _rows(tensor)
-    ):
+    uneven = len(shape) < 2 or not isinstance(shape[-1], int) or (whole and shape[-1] % BLOCK.columns)
+    if uneven or not _rows(tensor):
         return f"its rows are not made of {BLOCK.columns} features each"
     if hint(tensor.numel()) * tensor.itemsize < LEAST:
         return "it is small"
@@ -210,9 +198,9 @@ def _kept(halves: Partitioned, x: Node, reader: Node, part: SavedPart, form: For
     """Copy a part of a tensor in forward, and let backward read the copy; returns the copy and its scales."""
     graph = halves.forward.graph
     if part.columns is not None:
-        x = next((node for node, found in _slices(x) if found == part.columns), None) or Emitter(
-            graph, x.next, x
-        )(aten.slice.Tensor, x, value(x).dim() - 1, *part.columns)
+        ours = next((node for node, found in _slices(x) if found == part.columns), None)
+        emit = Emitter(graph, x.next, x)
+        x = ours or emit(aten.slice.Tensor, x, value(x).dim() - 1, *part.columns)
     copies = _copied(graph, x, form)
     for copy, name in zip(copies, ("fp8", "inverse"), strict=True):
         copy._rename(f"{x.name}_{name}")
@@ -236,28 +224,25 @@ def _copied(graph: Graph, x: Node, form: Format) -> tuple[Node, Node]:
 
 
 def _cast_already(x: Node, form: Format) -> tuple[Node, Node] | None:
-    """The copy of a tensor, row by row, that a matmul of forward reads, and its scale, if there is one for
-    the whole tensor."""
+    """The copy of a tensor, row by row, that a forward matmul reads, and its scale, if that is only one."""
     for reader in (x, *(user for user in x.users if call_function(user, VIEWS))):
         for cast in reader.users:
-            plain = next(
-                (copy for copy in copies_at(cast) if not copy.transposed and copy.dtype is form.dtype), None
-            )
+            fitting = [copy for copy in copies_at(cast) if not copy.transposed and copy.dtype is form.dtype]
+            plain = next(iter(fitting), None)
             if plain is None or plain.block != WHOLE or plain.rows is not None:
                 continue
             if value(reader).shape[-1] != value(x).shape[-1]:
                 continue
-            copies = (
-                [cast] if plain.item is None else [user for user in cast.users if arg(user, 1) == plain.item]
-            )
+            copies = [cast]
+            if plain.item is not None:
+                copies = [user for user in cast.users if arg(user, 1) == plain.item]
             if copies and not any(user.op == "output" for user in copies[0].users):
                 return copies[0], plain.scale
     return None
 
 
 def _read(graph: Graph, reader: Node, nodes: list[Node], copies: tuple[Node, Node]) -> None:
-    """Let a backward graph read the copy of an input instead of nodes that stand for it, or for a part of
-    it."""
+    """Let a backward graph read the copy of an input instead of nodes that stand for it, or for a part."""
     first = min(user for node in nodes for user in node.users)
     with graph.inserting_before(reader):
         copy, inverse = (graph.placeholder(node.name) for node in copies)
@@ -285,11 +270,10 @@ def _erase(node: Node) -> None:
 
 def _record(x: Node, copies: tuple[Node, Node]) -> KeptRecord:
     module = _module(x) or _module(_memory(x))
-    before, after = (
-        sum(hint(value(node).numel()) * value(node).itemsize for node in nodes) for nodes in ((x,), copies)
-    )
+    before, *others = (hint(value(node).numel()) * value(node).itemsize for node in (x, *copies))
     shape = " x ".join(str(hint(size)) for size in value(x).shape)
-    return KeptRecord(module, f"{str(value(x).dtype).removeprefix('torch.')} [{shape}]", before, after)
+    kind = f"{str(value(x).dtype).removeprefix('torch.')} [{shape}]"
+    return KeptRecord(module, kind, before, sum(others))
 
 
 def _module(x: Node) -> str:
@@ -301,19 +285,16 @@ def _memory(node: Node) -> Node:
     """The tensor whose memory this one is, or is a part of."""
     while call_function(node, ALIASES):
         source = arg(node, 0)
-        if (
-            not isinstance(source, Node)
-            or node.target is operator.getitem
-            and not call_function(source, SLICES)
-        ):
+        if not isinstance(source, Node):
+            break
+        if node.target is operator.getitem and not call_function(source, SLICES):
             break
         node = source
     return node
 
 
 def _rows(tensor: torch.Tensor, dense: bool = False) -> bool:
-    """Is a tensor in row-major order, as far as is known without a guard? Rows may lie apart, unless it has
-    to be `dense`."""
+    """Is a tensor row-major, as far as is known without a guard? If not `dense`, rows may lie apart."""
     expected: int | torch.SymInt = 1
     for dim in reversed(range(tensor.dim())):
         size, stride = tensor.shape[dim], tensor.stride(dim)

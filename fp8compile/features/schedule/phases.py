@@ -1,11 +1,9 @@
-"""Phases of a training run: high precision first, then FP8, then high precision again, without a new
-compilation.
+"""Phases of a training run, without a new compilation: high precision, then FP8, then high precision again.
 
 A graph whose policy has a `[schedule]` is compiled twice when it is first met: for FP8, and for high
 precision. The second also computes the amaxes of all tensors that FP8 would quantize. Each call runs one of
-the two. Both move the same scaling state, so FP8 begins with the histories of the warm-up, and a switch costs
-nothing. Parameters, gradients and optimizer state are the same in both. `runtime.optimizer_steps` counts the
-steps.
+the two. Both move the same scaling state, so FP8 begins with the warm-up's histories, and a switch is free.
+Parameters, gradients and optimizer state are the same in both. `runtime.optimizer_steps` counts steps.
 """
 
 from __future__ import annotations
@@ -38,15 +36,13 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# the last one: its name in version 0.2
-PRECISIONS = {"bf16": HIGH_PRECISION, FP8: FP8, HIGH_PRECISION: HIGH_PRECISION}
+PRECISIONS = {"bf16": HIGH_PRECISION, FP8: FP8, HIGH_PRECISION: HIGH_PRECISION}  # the last one: as in 0.2
 Callback = Callable[[int, "float | None"], "str | None"]
 
 
 @dataclass(eq=False)
 class ByHand:
-    """The phase of a parameter's model that was set by hand. "": the schedule decides; None: the phase of the
-    process."""
+    """The phase of a parameter's model set by hand. "": the schedule decides; None: the process's phase."""
 
     phase: str | None = None
 
@@ -69,8 +65,7 @@ def set_precision(precision: str | None, model: nn.Module | None = None) -> None
 
     "bf16" is what the model computes in without FP8: its own dtype, or that of autocast. For one model, or
     for all of them. It acts on graphs whose policy has a `[schedule]` (which may be empty); all others were
-    compiled for FP8 alone. OptionError (a ValueError) for another name.
-    """
+    compiled for FP8 alone. OptionError (a ValueError) for another name."""
     phase = _checked(precision)
     if model is None:
         _phases.phase = phase
@@ -98,8 +93,7 @@ def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) 
 
     `loss` is the last scalar that a graph with phases returned. It is None if no graph did, because the loss
     is computed outside of the compiled code or after a graph break. Reading it waits for the device. Each
-    rank of a distributed job sees its own loss: reduce it before deciding.
-    """
+    rank of a distributed job sees its own loss: reduce it before deciding."""
     if not callable(callback):
         raise OptionError.of("callback", callback, "callable as callback(step, loss)")
     integer("every", every, 1)
@@ -131,14 +125,12 @@ class ScheduledGraph:
     def __init__(self, graphs: Mapping[str, CompiledGraph], schedule: Schedule, first: int):
         self.graphs, self.schedule = dict(graphs), schedule
         self.first = first  # the input whose identity tells which model this is
-        # parameter -> phase of its last call, and the ticks when that was looked up
-        self.known: Any = WeakIdKeyDictionary()
+        self.known: Any = WeakIdKeyDictionary()  # parameter -> phase of its last call, ticks at that time
         _phases.scheduled[self] = True
         count_steps()
 
     def phase(self, parameter: Tensor) -> str:
-        """The phase of the model that has this parameter. A recomputation gets the phase of the call before
-        it."""
+        """The phase of the model that has this parameter; in a recomputation, that of the call before it."""
         before, ticks = self.known.get(parameter, (None, -1))
         if before is not None and (ticks == STEPS.ticks or compat.autograd.recomputing()):
             return before
@@ -174,14 +166,10 @@ class Phases(Feature):
         if schedule is None:
             return None
         observing = graph
-        # those that were gathered in FP8 are for FP8 phases
-        if not any(isinstance(x, GatheredWeight) for x in job.given):
-            root = job.inputs.root
-            logger.info(
-                "fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule", root
-            )
-            # one entry in the ledger for both, whichever is called first
-            observing = compiled(HIGH_PRECISION)
+        if not any(isinstance(x, GatheredWeight) for x in job.given):  # gathered ones are for FP8 phases
+            text = "fp8: %s is compiled twice, for the FP8 and the high-precision phases of the schedule"
+            logger.info(text, job.inputs.root)
+            observing = compiled(HIGH_PRECISION)  # one entry in the ledger for both, whichever runs first
         first = next((i for i in weights if job.given[i].requires_grad), weights[0])
         return ScheduledGraph({FP8: graph, HIGH_PRECISION: observing}, schedule, first)
 

@@ -60,8 +60,7 @@ class KeptCopies(GraphFeature):
 
 class CachedWeights(Feature):
     name = "weight_cache"
-    # casts of weights that are made outside of the graph
-    passes = {"reduce_current": (Pass("hoist", run_hoist),)}
+    passes = {"reduce_current": (Pass("hoist", run_hoist),)}  # casts of weights leave the graph
 
     def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
         weights = _cacheable(job) if job.learns and job.only is None else frozenset()
@@ -89,11 +88,8 @@ def _cacheable(job: Job) -> frozenset[int]:
     if not any(recipe.cache_weights for recipe in options.policy.possible) or inputs.inlined:
         return frozenset()
     if compat.inductor.cuda_graphs(options.inductor):
-        say_once(
-            logger,
-            logging.WARNING,
-            "fp8: cache_weights has no effect with CUDA graphs, which copy what they read",
-        )
+        text = "fp8: cache_weights has no effect with CUDA graphs, which copy what they read"
+        say_once(logger, logging.WARNING, text)
         return frozenset()
     freed = {id(read) for _, read in compat.fsdp.sharded_pairs()}
     return frozenset(i for i in inputs.parameters if id(job.given[i]) not in freed and i not in inputs.packed)

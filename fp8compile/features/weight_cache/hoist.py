@@ -64,16 +64,8 @@ if TYPE_CHECKING:
 
 CACHED = "FP8 copies of weights are kept between calls (cache_weights): {:.1f} MB"
 ROOM = 4  # in two layouts, each with scales of its own
-MADE: tuple = (
-    ops.amax,
-    ops.amax_blocks,
-    ops.current_scale,
-    ops.inverse,
-    ops.quantize,
-    ops.quantize_both,
-    ops.transposed,
-)
-MADE += (merged.largest, merged.side_by_side, merged.both_sides)
+MADE: tuple = (ops.amax, ops.amax_blocks, ops.current_scale, ops.inverse, ops.quantize, ops.quantize_both)
+MADE += (ops.transposed, merged.largest, merged.side_by_side, merged.both_sides)
 PASSED_ON = (*VIEWS, *PERMUTES, *SLICES, *SAME, *CASTS, aten.clone.default, operator.getitem)
 
 
@@ -90,8 +82,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Cache:
-    """The graph has `room` inputs for the copies of the parameters `joint.cached`, from position `first`
-    on."""
+    """The graph's `room` inputs for copies of the parameters `joint.cached`, from position `first` on."""
 
     first: int = 0
     room: int = 0
@@ -99,8 +90,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Hoisted:
-    """The casts of a graph. `graph` has the parameters at the positions `inputs` as its inputs, and returns
-    the copies."""
+    """The casts of a graph. `graph` takes the parameters at the positions `inputs` and returns the copies."""
 
     graph: Graph
     inputs: tuple[int, ...]
@@ -154,11 +144,8 @@ def hoist(joint: Joint) -> int:
 def _movable(graph: Graph, weights: Mapping[Node, int]) -> tuple[dict[Node, bool], list[Node]]:
     """As `_from`; and the copies among them that the rest of the graph reads."""
     moving = _from(graph, weights)
-    copies = [
-        node
-        for node, ours in moving.items()
-        if ours and is_tensor(node) and any(x not in moving for x in node.users)
-    ]
+    ours = [node for node, is_ours in moving.items() if is_ours and is_tensor(node)]
+    copies = [node for node in ours if any(user not in moving for user in node.users)]
     return moving, [node for node in copies if all(isinstance(size, int) for size in value(node).shape)]
 
 
@@ -168,19 +155,12 @@ def _from(graph: Graph, weights: Mapping[Node, int]) -> dict[Node, bool]:
     found = dict.fromkeys(weights, False)
     for node in graph.nodes:
         its = node.all_input_nodes
-        if (
-            node.op == "call_function"
-            and its
-            and all(x in found for x in its)
-            and node.target in (*MADE, *PASSED_ON)
-        ):
+        from_these = node.op == "call_function" and its and all(x in found for x in its)
+        if from_these and node.target in (*MADE, *PASSED_ON):
             found[node] = node.target in MADE or any(found[x] for x in its)
     for node in reversed(list(found)):
-        if (
-            found[node]
-            and node.target in (*VIEWS, *PERMUTES)
-            and not any(user in found for user in node.users)
-        ):
+        is_view = found[node] and node.target in (*VIEWS, *PERMUTES)
+        if is_view and not any(user in found for user in node.users):
             del found[node]
     return found
 
@@ -191,9 +171,8 @@ def _turned(copies: Iterable[Node], moving: Container[Node]) -> dict[Node, Node]
     casts = [node for node in copies if node.target in (ops.quantize, merged.side_by_side)]
     found: dict[Node, Node] = {}
     for late in casts:
-        if late not in found.values() and all(
-            user not in moving and compat.dynamo.is_backward(user) for user in late.users
-        ):
+        is_late = all(user not in moving and compat.dynamo.is_backward(user) for user in late.users)
+        if is_late and late not in found.values():
             other = next((x for x in casts if x not in found and _turns(x, late)), None)
             if other is not None:
                 found[late] = other
@@ -215,9 +194,8 @@ def _turns(copy: Node, late: Node) -> bool:
         parts, others = arg(copy, 0), arg(late, 0)
         if len(parts) != len(others) or {arg(copy, 1), arg(late, 1)} != {0, 1}:
             return False
-        full = all(
-            same_shape(value(b).shape, value(a).shape[::-1]) for a, b in zip(parts, others, strict=True)
-        )
+        pairs = zip(parts, others, strict=True)
+        full = all(same_shape(value(b).shape, value(a).shape[::-1]) for a, b in pairs)
         return full and all(map(_both_layouts, parts, others))
     return _both_layouts(copy, late)
 
@@ -244,9 +222,8 @@ def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Gra
     made = Graph()
     twins: dict[Node, Node] = {}
     for node in sorted(needed):
-        twins[node] = (
-            made.placeholder(node.name) if node in weights else made.node_copy(node, twins.__getitem__)
-        )
+        is_input = node in weights
+        twins[node] = made.placeholder(node.name) if is_input else made.node_copy(node, twins.__getitem__)
         twins[node].meta = dict(node.meta)
     made.output(tuple(twins[node] for node in copies))
     return made, tuple(index for node, index in weights.items() if node in needed)
@@ -263,11 +240,8 @@ def with_amaxes(hoisted: Hoisted) -> tuple[Graph, tuple[int, ...]] | None:
     readers: dict[int, list[Node]] = {}
     for node in hoisted.graph.find_nodes(op="call_function", target=ops.amax):
         source = behind(arg(node, 0), (*VIEWS, *PERMUTES, *SAME, aten.clone.default))
-        if (
-            source in weights
-            and len(node.all_input_nodes) == 1
-            and value(arg(node, 0)).numel() == value(source).numel()
-        ):
+        is_whole = source in weights and value(arg(node, 0)).numel() == value(source).numel()
+        if is_whole and len(node.all_input_nodes) == 1:
             readers.setdefault(weights.index(source), []).append(twins[node])
     if not readers:
         return None

@@ -65,8 +65,7 @@ class _Steps:
         self.inside: Any = WeakKeyDictionary()  # optimizer that is in its step -> ids of its parameters
         self.parameters: Any = WeakKeyDictionary()  # optimizer -> ids of its parameters, at its last step
         self.written: Any = WeakKeyDictionary()  # optimizer -> what `step_wrote` was told in this step
-        # all of this process, numbered: an order that ranks agree on
-        self.caches: Any = WeakValueDictionary()
+        self.caches: Any = WeakValueDictionary()  # of this process, numbered: an order that ranks agree on
         self.made = 0
 
     def add(self, cache: WeightCache) -> None:
@@ -103,18 +102,12 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
         return
     theirs, of_all = compat.autograd.hooks_after_step(optimizer)
     if not all(getattr(hook, "__module__", "").startswith(PACKAGE) for hook in of_all):
-        say_once(
-            logger,
-            logging.INFO,
-            "fp8_weights: forward casts weights, for a hook after all steps may write to them",
-        )
+        text = "fp8_weights: forward casts weights, for a hook after all steps may write to them"
+        say_once(logger, logging.INFO, text)
         return
     if theirs:
-        say_once(
-            logger,
-            logging.INFO,
-            "fp8_weights: amaxes are computed again, as a hook after the step may write to weights",
-        )
+        text = "fp8_weights: amaxes are computed again, as a hook after the step may write to weights"
+        say_once(logger, logging.INFO, text)
     with compat.autograd.unseen():
         for cache in list(_STEPS.caches.values()):
             cache.cast_now(ids, {} if theirs else written)
@@ -141,8 +134,7 @@ def casts_of_step(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
 
 def step_wrote(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
     """To be called in a step: when it ends, the weights of this optimizer are cast for graphs that keep
-    copies. `weights` are some that the step has written, and `amaxes` theirs, of one element each and
-    exact."""
+    copies. `weights` are some that the step has written, and `amaxes` theirs, exact, one element each."""
     pairs = zip(weights, amaxes, strict=True)
     _STEPS.written[optimizer] = {id(weight): (_mark(weight), amax) for weight, amax in pairs}
 
@@ -163,8 +155,7 @@ class _KeptCopies:
 
 
 class _Casts:
-    """A graph from weights to copies. With `places`, a vector of the amaxes of the weights there is one more
-    input."""
+    """A graph from weights to copies. With `places`, one more input: a vector of those weights' amaxes."""
 
     def __init__(self, graph: Graph, places: tuple[int, ...] = ()):
         self.graph, self.places = GraphModule({}, graph), places
@@ -172,8 +163,7 @@ class _Casts:
 
 
 class WeightCache:
-    """The copies that one graph reads, for each set of weights that it is called with (a graph may serve many
-    layers)."""
+    """The copies that one graph reads, for each set of weights that it is called with (of many layers)."""
 
     def __init__(self, hoisted: Hoisted, inner: Inner, patches: Mapping[str, Any]):
         self.inputs, self.layouts = hoisted.inputs, hoisted.copies
@@ -250,10 +240,8 @@ class WeightCache:
         found = [written[id(x)][1] for x in wanted if id(x) in written and written[id(x)][0] == _mark(x)]
         if len(found) == len(wanted):
             return found
-        missing = (
-            f"{len(wanted) - len(found)} of {len(wanted)} weights were not updated in "
-            "this step, or written since"
-        )
+        count = f"{len(wanted) - len(found)} of {len(wanted)}"
+        missing = f"{count} weights were not updated in this step, or written since"
         say_once(logger, logging.INFO, f"fp8_weights: a graph computes its amaxes again: {missing}")
         return ()
 
@@ -270,9 +258,8 @@ class WeightCache:
             made = casts.function(*inputs)
         for copy, layout in zip(made, self.layouts, strict=True):
             if Layout(copy.dtype, tuple(copy.shape), tuple(copy.stride())) != layout:
-                raise Fp8CompileError(
-                    f"cache_weights: a cast made {copy.dtype} {list(copy.shape)}; please report this"
-                )
+                what = f"{copy.dtype} {list(copy.shape)}"
+                raise Fp8CompileError(f"cache_weights: a cast made {what}; please report this")
         return made
 
 
