@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import ExportError
+from ...errors import ExportError, at_most
 from ...ir.inputs import plain
 from ...logs import get_logger
 from ...runtime.state import unwrapped
@@ -151,5 +149,4 @@ def _nothing(model: nn.Module, chosen: Chosen) -> str:
 
 
 def _some(left: dict[str, str], most: int = 3) -> str:
-    shown: Iterable[Any] = [f"{name}: {why}" for name, why in list(left.items())[:most]]
-    return "; ".join([*shown, *([f"and {len(left) - most} more"] if len(left) > most else [])])
+    return "; ".join(at_most(most, [f"{name}: {why}" for name, why in left.items()]))
