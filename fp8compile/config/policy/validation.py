@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -181,8 +182,13 @@ def _described(title: str, cls: Any) -> dict[str, Any]:
     for field in dataclasses.fields(cls):
         default = {"default": field.default} if isinstance(field.default, (str, int)) else {}
         properties[field.name] = {**_schema_of(hints[field.name]), **default, **field.metadata["schema"]}
-    about = {"title": title, "description": inspect.getdoc(cls), "type": "object"}
+    about = {"title": title, "description": _unwrapped(inspect.getdoc(cls) or ""), "type": "object"}
     return {**about, "properties": properties, "additionalProperties": False}
+
+
+def _unwrapped(text: str) -> str:
+    """A line a paragraph: editors wrap descriptions themselves."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def _schema_of(hint: Any) -> dict[str, Any]:
