@@ -35,7 +35,7 @@ def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
     """`see(function, arguments, constants, contracts)` gets each launch that is written inside. `amd`: with
     an AMD GPU's conversions."""
     from fp8compile import compat
-    from fp8compile.codegen import kernel
+    from fp8compile.codegen import stores
 
     launch = compat.triton.launch
 
@@ -53,7 +53,7 @@ def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(compat.triton, "launch", noted))
         if amd:
-            stack.enter_context(mock.patch.object(kernel, "saturates", lambda dtype: False))
+            stack.enter_context(mock.patch.object(stores, "saturates", lambda dtype: False))
         yield
 
 
