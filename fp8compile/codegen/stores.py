@@ -9,7 +9,7 @@ import torch
 from .block_scales import Tiles, magnitude
 from .expressions import TRITON_DTYPE, converted, number_text, saturates
 from .group import Output
-from .indexing import sizes, varies_with
+from .indexing import Index, sizes, varies_with
 from .text import both, bracketed, guarded, kept
 
 if TYPE_CHECKING:
@@ -43,16 +43,19 @@ class Stores:
             self.lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
         for output in group.outputs:
             of_span = output.content == "blocks" and output.scale in self.writer.spans
-            if output.content in stores and not of_span:
+            if output.content not in ("row", "number") and not of_span:  # those are the writer's own
                 stores[output.content](output, self.value(output))
         return self.lines
+
+    def index(self, output: Output) -> Index:
+        index = self.writer.domain.full(sizes(output.node))
+        assert index is not None
+        return index
 
     def value(self, output: Output) -> str:
         """The value as a tile, also where the whole matrix is one number (the gradient of a sum)."""
         writer = self.writer
-        index = writer.domain.full(sizes(output.node))
-        assert index is not None
-        value = writer.value(output.node, index)
+        value = writer.value(output.node, self.index(output))
         if not any(varies_with(at) == "one" for (_, at), name in writer.outer.items() if name == value):
             return value
         widened = f"{value}_tile = tl.broadcast_to({value}, [BLOCK_R, BLOCK_C])"
@@ -94,9 +97,7 @@ class Stores:
         self.lines.append(f"tl.store(sums + {where}, total{guarded(masks.col)})")
 
     def plain(self, output: Output, value: str) -> None:
-        index = self.writer.domain.full(sizes(output.node))
-        assert index is not None
-        where = self.writer.offset(output.node, index, "row", "col")
+        where = self.writer.offset(output.node, self.index(output), "row", "col")
         what = f"{value}.to({TRITON_DTYPE[output.node.meta['val'].dtype]})"
         mask = guarded(self.writer.masks.inside)
         self.lines.append(f"tl.store({self.pointer(output)}{where}, {what}{mask})")

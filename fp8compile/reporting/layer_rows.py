@@ -329,4 +329,6 @@ def _with_unit(value: float, *units: str) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.{0 if value >= 99.95 or value == 0 else 1 if value >= 9.995 else 2}f}"
+    if value >= 99.95 or value == 0:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import OptionError, describe, did_you_mean
+from ...errors import OptionError, at_most, describe, did_you_mean
 
 Path = tuple["str | int", ...]
 _SHOWN = 5  # errors of one policy
@@ -71,9 +71,8 @@ class PolicyError(OptionError):
         where = [part for part in (self.source, line, self.place or place_of(self.path)) if part]
         text = self.text
         if self.parts:
-            more = len(self.parts) - _SHOWN
-            shown = [*map(str, self.parts[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
-            text = f"{len(self.parts)} errors:" + "".join(f"\n  {line}" for line in shown)
+            shown = at_most(_SHOWN, [str(part) for part in self.parts])
+            text = "\n  ".join([f"{len(self.parts)} errors:", *shown])
         return f"{', '.join(where)}: {text}" if where else text
 
 
