@@ -29,12 +29,12 @@ from . import features as _features  # noqa: F401  # to register them
 from .compilation import Compilation, Job, lowering
 from .config.options import Options, parse
 from .config.policy import Policy
-from .config.policy.match import places
+from .config.policy.match import treatment
 from .config.recipe import SETTINGS, Recipe
 from .devices import catalog, formats, support
 from .errors import OptionError, Retrace, StrictError, Unusable
 from .ir.inputs import Inputs, capture, roots, unchosen
-from .ir.owner import in_owner
+from .ir.owner import in_model, models_of, tell_apart
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
 from .logs import get_logger, say_once
 from .passes.pipeline import skipped
@@ -76,9 +76,9 @@ def fp8(
     """
     try:
         chosen = parse(options, mode)
-        inputs = capture(gm, example_inputs)
+        inputs = in_model(gm, capture(gm, example_inputs))
         if chosen.choose is not None:
-            chosen = chosen.without(unchosen(gm, inputs, chosen.choose))
+            chosen = chosen.without(unchosen(models_of(gm, inputs), chosen.choose))
         refused = support.refusal(inputs.devices)
         if refused is not None:
             refusal = f"{refused}: compiling in high precision"
@@ -96,8 +96,7 @@ def fp8(
         if inputs.training and inputs.grad:
             compat.regions.inline_regions(gm)
         inputs = replace(inputs, kinds=whole_kinds(gm))
-        if any(rule.counts for rule in chosen.policy.rules):
-            inputs = in_owner(gm, inputs, functools.partial(places, chosen.policy))
+        tell_apart(gm, inputs, functools.partial(_treatment, chosen.policy))
         return _compile(gm, example_inputs, inputs, chosen, inner, phase)
     except (OptionError, StrictError) as error:
         raise compat.dynamo.shown(error) from None
@@ -169,6 +168,12 @@ def _facts(job: Job) -> str | None:
     else:
         known = [catalog.of(device) for device in sorted(job.inputs.devices, key=str)]
     return warm_start.facts(job.gm, job.given, job.inputs, [known, formats.fnuz(), skipped()])
+
+
+def _treatment(policy: Policy, inputs: Inputs, names: Sequence[str]) -> str:
+    order = {name: (i, len(inputs.matrices)) for i, name in enumerate(inputs.matrices)}
+    positions = {name: (inputs.block(name), order.get(name)) for name in names}
+    return treatment(policy, inputs.prefix, inputs.around, positions)
 
 
 def _check_encoding(devices: frozenset[torch.device], chosen: Options) -> None:

@@ -76,6 +76,8 @@ class Compilation:
             weights=weights,
             parameters=weights[: len(inputs.parameters)],
             packed=tuple(sorted(inputs.packed)),
+            kind=inputs.root_class,
+            prefix=inputs.prefix,
             names=tuple(inputs.names),
             history=max(job.history, 1),
             stateful=stateful,
@@ -102,7 +104,7 @@ class Compilation:
             if done is not None and done.findings is not None:
                 self.record = tell(done.findings, self.options.warn)
         known = self.interface, self.calls, self.owners, self.record, halves.converts
-        made = CompiledGraph(function, *known, self.parts, self.options)
+        made = CompiledGraph(function, *known, self.parts, self.options, done.sites if done else ())
         for part in self.parts:
             part.compiled(self.job, made)
         # what is compiled keeps this object, and is to keep no input

@@ -105,16 +105,22 @@ class Inputs:
     frozen: frozenset[int] = frozenset()  # parameters that are, or may be, kept in FP8 only
     # process groups by dimension of the meshes that weights live on
     groups: Mapping[str, str] = field(default_factory=dict)
-    # "layers.2." of a block by itself: `containers` and `matrices` are then those of its model (see `owner`)
+    # "layers.2." of a part of a larger model (see `owner`): names here are those in the model, described by
+    # `modules`, `containers` and `matrices`; `around`: the classes of the modules that call the part
     prefix: str = ""
+    around: tuple[str, ...] = ()
     # of each weight's matmuls, in the graph that DDP has cut into parts
     kinds: Mapping[str, tuple[str, ...]] | None = None
+
+    def named(self, path: str) -> str:
+        """The name in the model of a module that the graph knows by this one ("": the root)."""
+        return (self.prefix + path).rstrip(".")
 
     def block(self, name: str) -> Position | None:
         """(position of the block that `name` is in, number of blocks); None outside of blocks. The blocks are
         the modules of the outermost container that has several, named by number as in `layers.0`, and that is
         a ModuleList or has modules of one class only."""
-        parts = (self.prefix + name).split(".")
+        parts = name.split(".")
         for i, part in enumerate(parts):
             if part.isdecimal():
                 numbers = self.containers.get("".join(f"{x}." for x in parts[:i]), ())
@@ -169,10 +175,10 @@ def _each(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list({id(module): module for module in modules}.values())
 
 
-def unchosen(gm: GraphModule, inputs: Inputs, choose: Callable[[nn.Module, str], Any]) -> list[str]:
+def unchosen(models: Iterable[nn.Module], choose: Callable[[nn.Module, str], Any]) -> list[str]:
     """The matrices of the modules of which `choose(module, name)` is false. OptionError if it raises."""
     found = []
-    for root in roots(gm, inputs.packed):
+    for root in models:
         shapes = compat.flat.shapes(root)
         for path, module in root.named_modules():
             name = plain(path)

@@ -1,53 +1,137 @@
-"""A block that is compiled by itself has a place in its model, where rules may count blocks or layers.
+"""The model that a compiled module is a part of: rules, reports and statistics use the names in that model.
 
-    for block in model.blocks:
-        block.compile(backend="fp8", options={"policy": "conservative"})  # rules for the first and last block
+    for block in model.layers:
+        block.compile(backend="fp8", options={"exclude": ["layers.0"]})    # its own names are "proj", ...
+
+The model is the outermost module whose forward is under way, if it calls several compiled parts. Blocks are
+such parts (`layers.0`), and so is what Dynamo compiles by itself where the graph of a compiled module breaks.
+A compiled module that is called by a wrapper (for the loss, say) is the model itself. Where the loop over the
+blocks is in a function, nothing is known of the model.
 
 One graph serves all blocks that the rules treat alike. Dynamo tells the others apart by an attribute,
 `PLACE`, which each module of the block's class gets here, and on which the graph has a guard. It is a plain
 string: no parameter, buffer or submodule.
-
-The owner is the outermost module whose forward is under way when the block is compiled. Where that is the
-block itself (the loop over the blocks is in a function), nothing is known of other blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
+from torch import nn
 from torch.fx import GraphModule
 
-from .. import compat
-from .inputs import Inputs, Position, containers, matrices, module_classes, plain
+from .. import compat, process
+from .inputs import Inputs, containers, matrices, module_classes, plain, roots
 
 PLACE = "_fp8compile_place"
 
-# (positions of the blocks, positions of the layers) of a module -> what the rules make of them
-Judge = Callable[[Sequence[Position | None], Sequence[Position]], str]
+
+class Place(NamedTuple):
+    """A module's model, and its name there: "" if it is the model."""
+
+    model: nn.Module
+    name: str
 
 
-def in_owner(gm: GraphModule, inputs: Inputs, judge: Judge) -> Inputs:
-    """`inputs` with the place of the graph's only root module in the model that owns it."""
-    found = compat.dynamo.root_modules(gm, inputs.packed).values()
-    roots = {id(module): (module, source) for module, source in found}
-    if len(roots) != 1:
+class _Seen(WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]]):
+    """The places of modules when their models called them: an eager checkpoint calls them in backward."""
+
+
+def place_of(module: nn.Module) -> Place:
+    """The place of a compiled module that is being called."""
+    outer, seen = compat.dynamo.outermost(module), process.of(_Seen)
+    if outer is module:
+        reference, name = seen.get(module, (lambda: None, ""))
+        model = reference()
+        return Place(model, name) if model is not None else Place(module, "")
+    found = _within(outer, module)
+    seen[module] = weakref.ref(found.model), found.name
+    return found
+
+
+def _within(outer: nn.Module, module: nn.Module) -> Place:
+    path = next(name for name, part in outer.named_modules() if part is module).split(".")
+    halves = [(".".join(path[:i]), plain(".".join(path[i:]))) for i in range(len(path))]
+    around = [Place(outer.get_submodule(before), after) for before, after in halves if after]
+    around = [place for place in around if not compat.autograd.is_ddp(place.model)]
+    if not around:
+        return Place(module, "")  # the model itself, in a wrapper
+    whole = next((place for place in around if compat.autograd.is_compiled_itself(place.model)), None)
+    if whole is not None:
+        return whole
+    numbered = any(part.isdecimal() for part in around[0].name.split("."))
+    return around[0] if numbered or _has_others(around[0].model, module) else Place(module, "")
+
+
+def _has_others(model: nn.Module, module: nn.Module) -> bool:
+    """Are other parts of a model compiled, too?"""
+    mine = set(module.modules())
+    others = filter(compat.autograd.is_compiled_itself, model.modules())
+    return any(other not in mine and module not in set(other.modules()) for other in others)
+
+
+def in_model(gm: GraphModule, inputs: Inputs) -> Inputs:
+    """`inputs` with the names and positions of the graph's only root in its model."""
+    found = compat.dynamo.root_modules(gm, inputs.packed)
+    module = _only(module for module, _ in found.values())
+    model, name = place_of(module) if module is not None else (None, "")
+    if model is None or not name:
         return inputs
-    ((root, source),) = roots.values()
-    owner = compat.dynamo.outermost(root)
-    if not any(plain(name) for name, module in owner.named_modules() if module is root):
-        return inputs  # the model itself, perhaps in a wrapper
-    names = matrices([owner])
-    whole = replace(inputs, containers=containers(module_classes([owner])), matrices=names)
-    place = inputs
-    for name, module in owner.named_modules():
-        if type(module) is not type(root):
-            continue
-        here = replace(whole, prefix=f"{plain(name)}.")
-        mine = [(i, each) for i, each in enumerate(names) if each.startswith(here.prefix)]
-        blocks = [here.block(each.removeprefix(here.prefix)) for _, each in mine]
-        vars(module)[PLACE] = judge(blocks, [(i, len(names)) for i, _ in mine])
-        place = here if module is root else place
-    if place is not inputs:
-        compat.dynamo.guard_attribute(source, PLACE)
-    return place
+    parts, prefix = module_classes([model]), f"{name}."
+    return replace(
+        inputs,
+        prefix=prefix,
+        around=_around(model, name),
+        names=tuple(prefix + each if i in found else each for i, each in enumerate(inputs.names)),
+        modules={each: kind for each, kind in parts.items() if each},
+        parameter_names=frozenset(plain(each) for each, _ in model.named_parameters()),
+        containers=containers(parts),
+        matrices=matrices([model]),
+    )
+
+
+def models_of(gm: GraphModule, inputs: Inputs) -> list[nn.Module]:
+    """The models whose names `inputs` has."""
+    modules = roots(gm, inputs.packed)
+    return [place_of(module).model for module in modules] if inputs.prefix else modules
+
+
+def tell_apart(gm: GraphModule, inputs: Inputs, treatment: Callable[[Inputs, list[str]], str]) -> None:
+    """Compile again for modules of the root's class that the rules treat in another way. `treatment`: of a
+    module, by the inputs that it would have, and the names of its modules and parameters in its model."""
+    found = compat.dynamo.root_modules(gm, inputs.packed).values()
+    sources = {id(module): source for module, source in found}
+    module = _only(module for module, _ in found)
+    if module is None or not treatment(inputs, []):
+        return
+    model = place_of(module).model if inputs.prefix else module
+    for name, part in model.named_modules():
+        if type(part) is type(module):
+            own = [plain(each) for each, _ in (*part.named_modules(), *part.named_parameters())]
+            prefix = f"{plain(name)}." if plain(name) else ""
+            here = replace(inputs, prefix=prefix, around=_around(model, plain(name)))
+            vars(part)[PLACE] = treatment(here, [(prefix + each).rstrip(".") for each in own])
+    compat.dynamo.guard_attribute(sources[id(module)], PLACE)
+
+
+def _around(model: nn.Module, name: str) -> tuple[str, ...]:
+    """The classes of the modules around one, which call it, from the inside out."""
+    classes, parts = module_classes([model]), name.split(".") if name else []
+    found = (classes.get(".".join(parts[:i]), "") for i in reversed(range(len(parts))))
+    return tuple(kind for kind in found if kind not in ("", "ModuleList", "ModuleDict"))
+
+
+def _only(modules: Iterator[nn.Module]) -> nn.Module | None:
+    each = {id(module): module for module in modules}
+    return next(iter(each.values())) if len(each) == 1 else None
+
+
+def place_at_call(kind: str) -> Place | None:
+    """The place of the innermost module of this class that is being called; None if there is none."""
+    modules = compat.dynamo.called(compat.dynamo.CALLS) if kind else ()
+    found = next((x for x in modules if compat.fsdp.class_name(type(x)) == kind), None)
+    return place_of(found) if found is not None else None

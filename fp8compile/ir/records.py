@@ -3,9 +3,12 @@ hides matmuls, and what features add. Plain data: it holds no tensor and no node
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar
+
+T = TypeVar("T")
 
 FP8: Literal["fp8"] = "fp8"
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
@@ -159,7 +162,8 @@ class GraphReport:
     `edges` are pairs of positions in `matmuls`: the output of the first reaches the second with no matmul
     between them. `device` names the device description by which FP8 was weighed, "" if there was none.
     `remarks` are further notes. `added`: what features say of the graph. Each of their `kinds` is an
-    attribute of its own, such as `graph.collectives`.
+    attribute of its own, such as `graph.collectives`. `prefix`: what names begin with, "layers.2.", in the
+    graph of a part of a model. It may serve other parts that are alike: see `at`.
     """
 
     index: int
@@ -171,6 +175,25 @@ class GraphReport:
     device: str = ""
     remarks: tuple[str, ...] = ()
     added: tuple[TableRecord, ...] = ()
+    prefix: str = ""
+
+    def at(self, prefixes: Iterable[str]) -> GraphReport:
+        """What the graph computes for each of these parts of models, with the names of all of them."""
+        places, count = sorted({*prefixes} or {self.prefix}, key=in_order), len(self.matmuls)
+        if places == [self.prefix]:
+            return self
+
+        def placed(records: Sequence[T]) -> tuple[T, ...]:
+            names = [partial(self._named, place) for place in places]
+            return tuple(_renamed(record, name) for name in names for record in records)
+
+        edges = tuple((a + i * count, b + i * count) for i in range(len(places)) for a, b in self.edges)
+        matmuls, opaque, added = placed(self.matmuls), placed(self.opaque), placed(self.added)
+        return replace(self, matmuls=matmuls, opaque=opaque, added=added, edges=edges)
+
+    def _named(self, prefix: str, name: str) -> str:
+        inside = f"{name}.".startswith(self.prefix)
+        return (prefix + f"{name}."[len(self.prefix) :]).rstrip(".") if inside else name
 
     def plus(self, records: Iterable[TableRecord]) -> GraphReport:
         """With these records of a feature, too."""
@@ -188,6 +211,22 @@ class Findings:
     training: bool
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+
+
+def in_order(name: str) -> list[tuple[bool, int, str]]:
+    """A key by which "layers.10" comes after "layers.9"."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+
+def _renamed(record: Any, name: Callable[[str], str]) -> Any:
+    """A record with other names: of its module, its parameter, and of matmuls beside or inside of it."""
+    first = fields(record)[0].name
+    found: dict[str, Any] = {first: name(getattr(record, first))}
+    if isinstance(record, MatmulRecord):
+        found |= {"parameter": name(record.parameter), "merged": tuple(map(name, record.merged))}
+    if isinstance(record, OpaqueRecord):
+        found["matmuls"] = tuple(_renamed(matmul, name) for matmul in record.matmuls)
+    return replace(record, **found)
 
 
 FORWARD = {"dgrad": "mkn", "wgrad": "kmn"}  # which of a gemm's own sizes are m, n and k of the forward

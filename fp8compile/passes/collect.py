@@ -82,13 +82,14 @@ def find(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]
         if node.op != "call_function":
             continue
         if form_of(node) is not None:
-            matmuls.append(_matmul(node))
+            matmuls.append(_matmul(node, inputs.named(_module_of(node))))
             barriers.add(node)
             if not compat.dynamo.is_backward(node):
                 _forward(matmuls[-1], origins, weights)
         elif (hidden := _hidden(node)) is not None:
-            nested = tuple(_nested(node, graph.owning_module))
-            opaque.append(OpaqueRecord(_module_of(node), str(node.target), hidden, nested))
+            fqn = inputs.named(_module_of(node))
+            nested = tuple(_nested(node, graph.owning_module, fqn))
+            opaque.append(OpaqueRecord(fqn, str(node.target), hidden, nested))
             barriers.update([node] if hidden in HIDDEN.values() else [])
     attribute(graph, matmuls, origins, frozenset(barriers))
     return matmuls, opaque
@@ -110,7 +111,7 @@ def edges(graph: Graph, matmuls: list[Matmul]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _matmul(node: Node) -> Matmul:
+def _matmul(node: Node, fqn: str) -> Matmul:
     left, right = factors(node)
     *batch, m, k = map(known, value(left).shape)
     a, b = operands(node)
@@ -125,7 +126,7 @@ def _matmul(node: Node) -> Matmul:
         m=m,
         n=known(value(right).shape[-1]),
         k=k,
-        fqn=_module_of(node),
+        fqn=fqn,
         offs=offs,
         groups=0 if offs is None else int(value(offs).shape[0]),
     )
@@ -171,18 +172,17 @@ def _module_of(node: Node) -> str:
     return readable_module(list(stack.values())[-1][0]) if stack else ""
 
 
-def _nested(node: Node, owner: GraphModule | None) -> Iterator[MatmulRecord]:
+def _nested(node: Node, owner: GraphModule | None, fqn: str) -> Iterator[MatmulRecord]:
     """The matmuls of the graphs that an operator of higher order calls: each branch, and one iteration."""
     for source in node.all_input_nodes if owner is not None else ():
         inner = attrgetter(str(source.target))(owner) if source.op == "get_attr" else None
         for part in inner.graph.nodes if isinstance(inner, GraphModule) else ():
             if form_of(part) is not None and all("val" in x.meta for x in factors(part)):
-                matmul = _matmul(part)
-                matmul.fqn = _module_of(node)
+                matmul = _matmul(part, fqn)
                 matmul.keep(f"in a nested graph: {node.target}")
                 yield matmul.record()
             elif part.op == "call_function" and _hidden(part) is not None:
-                yield from _nested(part, inner)
+                yield from _nested(part, inner, fqn)
 
 
 def _hidden(node: Node) -> str | None:

@@ -51,8 +51,9 @@ def decide(joint: Joint) -> int:
         if sites and lost and not inputs.containers:
             why = f"{inputs.root} is compiled alone, and has no first or last block"
             complaints[f"{', '.join(dict.fromkeys(lost))}: ignored, as {why}; name a module instead"] = None
-        unfit = unmatched(policy, sites, inputs.modules, inputs.parameter_names, inputs.whole)
-        joint.complaints = [*complaints, *unfit]
+        alone = inputs.whole and not inputs.prefix
+        unfit = unmatched(policy, sites, inputs.modules, inputs.parameter_names, alone)
+        joint.complaints, joint.sites = [*complaints, *unfit], () if alone else tuple(sites)
     return sum(matmul.fp8 for matmul in matmuls)
 
 
@@ -103,7 +104,7 @@ def _kinds(matmuls: list[Matmul], inputs: Inputs) -> dict[Matmul, str]:
 def _layers(matmuls: list[Matmul], inputs: Inputs) -> dict[str, int]:
     """The position of each weight, by the name of its parameter in the model: in the order of first use in
     forward if the graph holds the whole model, else in the order of the model."""
-    names = dict.fromkeys(inputs.prefix + matmul.name for matmul in matmuls if matmul.gemm == "fprop")
+    names = dict.fromkeys(matmul.name for matmul in matmuls if matmul.gemm == "fprop")
     known = () if inputs.whole and not inputs.prefix else inputs.matrices
     return {name: i for i, name in enumerate(dict.fromkeys((*known, *names)))}
 
@@ -114,6 +115,7 @@ def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int], kind: str) -> 
     stack = forward.node.meta.get("nn_module_stack") or {}
     classes = [compat.fsdp.class_name(cls) for _, cls in reversed(list(stack.values()))]
     classes += [inputs.root_class] if inputs.root_class else []  # the stack may begin below it
+    classes += inputs.around
     return Site(
         module=matmul.fqn,
         parameter=matmul.name,
@@ -124,6 +126,6 @@ def _site(matmul: Matmul, inputs: Inputs, layers: dict[str, int], kind: str) -> 
         n=n,
         k=k,
         block=inputs.block(matmul.fqn),
-        layer=(layers[inputs.prefix + matmul.name], len(layers)),
+        layer=(layers[matmul.name], len(layers)),
         kind=kind,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 
 from torch.fx import Graph, GraphModule, Node
 
-from ..config.policy import Policy
+from ..config.policy import Policy, Site
 from ..devices.catalog import Device
 from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
@@ -38,6 +38,7 @@ class Rewritten:
     pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where a slot needs them
     added: list[str] = field(default_factory=list)  # inputs that a pass has given their sizes
     complaints: list[str] = field(default_factory=list)  # what the policy's author should know
+    sites: tuple[Site, ...] = ()  # of a part of a model, for rules that only the whole model can judge
     remarks: list[str] = field(default_factory=list)  # what the report says beside its table
     groups: dict[str, None] = field(default_factory=dict)  # process groups whose ranks have to do the same
     gatherable: dict[int, Gatherable] = field(default_factory=dict)  # which parameters may arrive in FP8

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from .. import compat
 from ..ir.inputs import capture
+from ..ir.owner import in_model
 from ..logs import get_logger
 from .classify import kinds
 from .collect import find
@@ -44,7 +45,7 @@ def whole_kinds(gm: GraphModule) -> Mapping[str, tuple[str, ...]] | None:
 
 
 def _kinds(gm: GraphModule, example_inputs: Any) -> dict[str, tuple[str, ...]]:
-    inputs = capture(gm, example_inputs)
+    inputs = in_model(gm, capture(gm, example_inputs))
     matmuls, _ = find(compat.split.forward_of(gm), inputs)
     found: dict[str, list[str]] = defaultdict(list)
     for matmul, kind in kinds(matmuls, inputs).items():

@@ -51,7 +51,7 @@ def findings(
     records = (*(matmul.record() for matmul in done.matmuls), *nested)
     described = device.name if device else ""
     notes = remarks(done.matmuls, done.remarks) if training else ()
-    report = GraphReport(0, name, records, opaque, note, done.edges, described, notes)
+    report = GraphReport(0, name, records, opaque, note, done.edges, described, notes, prefix=inputs.prefix)
     report = of_features(report, done)
     if not training:
         learns = inside or (not inputs.training and any(matmul.gemm == "wgrad" for matmul in done.matmuls))

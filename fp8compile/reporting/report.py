@@ -191,9 +191,9 @@ def report(model: nn.Module | None = None) -> Report:
 
     graphs = process.of(Ledger).graphs()
     if model is None:
-        return Report((graph for graph, _ in graphs.values()), notes=replaced)
+        return Report((graph.at(reads.values()) for graph, reads in graphs.values()), notes=replaced)
     mine = set(map(id, tensors))
-    chosen = [(graph, reads) for graph, reads in graphs.values() if reads & mine]
+    chosen = [(graph, reads) for graph, reads in graphs.values() if reads.keys() & mine]
     if not chosen:
         others = f"none of the {len(graphs)} compiled graphs reads a parameter of this {type(model).__name__}"
         why = (
@@ -203,7 +203,9 @@ def report(model: nn.Module | None = None) -> Report:
         return Report(empty=f"{others} ({why})")
     left_out = outside.find(model, set().union(*(reads for _, reads in chosen)))
     added = [record for feature in features() for record in feature.records(tensors)]
-    return Report((graph for graph, _ in chosen), outside=left_out, added=added, notes=replaced)
+    mine_at = ((graph, (prefix for key, prefix in reads.items() if key in mine)) for graph, reads in chosen)
+    placed = (graph.at(prefixes) for graph, prefixes in mine_at)
+    return Report(placed, outside=left_out, added=added, notes=replaced)
 
 
 # -- text --

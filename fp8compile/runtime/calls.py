@@ -37,6 +37,7 @@ from .agreement import agree
 from .interpreter import How
 from .life import Book, PageSet
 from .overflow import Overflow, say, say_not_finite
+from .parameters import find
 from .repeats import Ran
 
 DRY: ContextVar[bool] = ContextVar("fp8compile_dry_run", default=False)
@@ -62,6 +63,8 @@ class Interface:
     weights: tuple[int, ...]  # positions among the graph's inputs, parameters first
     parameters: tuple[int, ...]
     packed: tuple[int, ...]  # parameters that are views: see `compat.flat`
+    kind: str  # the class of the module whose forward it is, "" if it is none, or of several
+    prefix: str  # what the names of its weights begin with, where that is a part of a model
     names: tuple[str, ...]  # of its inputs
     history: int  # amaxes that a slot keeps
     stateful: bool  # it has two inputs for its state
@@ -140,7 +143,7 @@ class Calls:
         if pages.watched:
             found = pages.look()
             if found:
-                self._say(found)
+                self._say(found, args)
         return Call(pages, look, ran=ran), forward, backward
 
     def _again(self, pages: PageSet) -> bool:
@@ -155,13 +158,13 @@ class Calls:
             agree(self.groups, slots, self.decisions)
             self.agreed = True
 
-    def _say(self, found: Sequence[Overflow]) -> None:
+    def _say(self, found: Sequence[Overflow], args: Sequence[Any]) -> None:
         assert self.book is not None
         keys, names = self.book.keys, self.interface.names
 
         def name(overflow: Overflow) -> str:
             key = keys[overflow.backward][overflow.row]
-            return f"{names[key.input] if key.input < len(names) else key.input} ({key.role})"
+            return f"{find(args[key.input]).name or names[key.input]} ({key.role})"
 
         for bad in [overflow for overflow in found if overflow.amax == math.inf][:1]:
             say_not_finite(bad, name)

@@ -10,10 +10,12 @@ from torch import nn
 
 from .. import compat, process
 from ..config.options import Options
+from ..config.policy import Site
 from ..extension import GraphFeature
 from ..ir import state_page
 from ..ir.fx_utils import fake_mode_of
-from . import loads, probe
+from ..ir.owner import place_at_call
+from . import loads, open_rules, probe
 from .calls import DRY, Call, Calls, Interface
 from .ledger import Ledger
 from .owners import Owners
@@ -25,7 +27,8 @@ class CompiledGraph:
     """Passes the state inputs to the graph, and records which parameters it is called with.
 
     `function` is what Inductor made; `record` is the graph's index in the ledger; `converts`: some matmul of
-    it became FP8. `parts`: those that features have in it. `options`: what it was compiled with.
+    it became FP8. `parts`: those that features have in it. `options`: what it was compiled with. `sites`: its
+    gemms, if it is of a part of a model.
     """
 
     def __init__(
@@ -38,10 +41,12 @@ class CompiledGraph:
         converts: bool,
         parts: Sequence[GraphFeature] = (),
         options: Options | None = None,
+        sites: Sequence[Site] = (),
     ):
         self.function = compat.dynamo.undisabled(function)  # Dynamo disables itself around the whole call
         self.interface, self.calls, self.owners = interface, calls, owners
-        self.record, self.converts, self.parts, self.options = record, converts, parts, options
+        self.record, self.converts, self.parts = record, converts, parts
+        self.options, self.sites = options, sites
         self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
         self.unread: torch.Tensor | None = None  # for inputs of features that the graph does not read
         self.idle: torch.Tensor | None = None  # a stand-in for state inputs that the graph does not read
@@ -118,10 +123,21 @@ class CompiledGraph:
             book = self.calls.book
             check_unwanted(weights, [args[i] for i in book.inputs] if book else [])
         owners = self.owners.meet(key, args)
+        prefix = self._named(weights)
         if self.record is not None:
-            process.of(Ledger).attach(self.record, weights)
+            process.of(Ledger).attach(self.record, weights, prefix)
         for part in self.parts:
             part.meet(args, owners, self.record)
+
+    def _named(self, weights: Sequence[Any]) -> str:
+        """Name the weights as in their model; returns what the names begin with."""
+        interface, place = self.interface, place_at_call(self.interface.kind)
+        prefix = f"{place.name}." if place is not None and place.name else ""
+        for i, weight in zip(interface.weights, weights, strict=True):
+            record_of(weight).name = prefix + interface.names[i].removeprefix(interface.prefix)
+        if place is not None and self.sites and self.options is not None and self.record is not None:
+            open_rules.add(place.model, self.options, self.record, self.sites)
+        return prefix
 
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """The `Look` of a call that is measured, or runs beside one that is; None for any other call."""

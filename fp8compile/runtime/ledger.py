@@ -22,13 +22,12 @@ class Ledger:
         self._graphs: dict[int, GraphReport] = {}
         self._next = 0
 
-    def add(self, graph: GraphReport, parameters: Iterable[Tensor] = ()) -> int:
-        """Add `graph`, which reads `parameters`. Returns its index here, in place of `graph.index`."""
+    def add(self, graph: GraphReport) -> int:
+        """Add `graph`. Returns its index here, in place of `graph.index`."""
         with self._lock:
             index = self._next
             self._next += 1
             self._graphs[index] = dataclasses.replace(graph, index=index)
-        self.attach(index, parameters)
         return index
 
     def extend(self, index: int, added: Iterable[TableRecord]) -> None:
@@ -41,11 +40,12 @@ class Ledger:
         """One graph. KeyError if clear() has dropped it."""
         return self._graphs[index]
 
-    def attach(self, index: int, parameters: Iterable[Tensor]) -> None:
-        """Record that graph `index` reads `parameters`, too. An index that clear() has dropped is ignored."""
+    def attach(self, index: int, parameters: Iterable[Tensor], prefix: str = "") -> None:
+        """Record that graph `index` reads `parameters`, too, of a part of a model whose names begin with
+        `prefix`. An index that clear() has dropped is ignored."""
         if index in self._graphs:
             for parameter in parameters:
-                record_of(parameter).graphs.add(index)
+                record_of(parameter).graphs[index] = prefix
 
     def supersede(self, index: int, parameters: Iterable[Tensor]) -> None:
         """Graph `index` was compiled to do what other graphs did with these parameters, for another kind of
@@ -55,18 +55,20 @@ class Ledger:
         new = self._graphs[index]
         for parameter in parameters:
             mine = record_of(parameter).graphs
-            mine -= {i for i in mine & self._graphs.keys() if i != index and _alike(self._graphs[i], new)}
+            for i in [i for i in mine if i in self._graphs and i != index and _alike(self._graphs[i], new)]:
+                del mine[i]
         read = set().union(*(record.graphs for _, record in all_records()))
         for i in [i for i, graph in self._graphs.items() if i not in read and _alike(graph, new)]:
             self._graphs.pop(i)
 
-    def graphs(self) -> dict[int, tuple[GraphReport, set[int]]]:
-        """Every graph by its index, with the ids of the tensors that it reads and that are alive."""
+    def graphs(self) -> dict[int, tuple[GraphReport, dict[int, str]]]:
+        """Every graph by its index, with the ids of the tensors that it reads and that are alive: what names
+        begin with in their part of a model."""
         graphs = list(self._graphs.items())
-        found: dict[int, tuple[GraphReport, set[int]]] = {i: (graph, set()) for i, graph in graphs}
+        found: dict[int, tuple[GraphReport, dict[int, str]]] = {i: (graph, {}) for i, graph in graphs}
         for key, record in all_records():
             for index in found.keys() & record.graphs:
-                found[index][1].add(key)
+                found[index][1][key] = record.graphs[index]
         return found
 
     def __len__(self) -> int:
@@ -82,5 +84,6 @@ class Ledger:
 
 def _alike(one: GraphReport, other: GraphReport) -> bool:
     """Are these graphs of the same matmuls?"""
-    sizes = ([(x.fqn, x.gemm, x.m, x.n, x.k, x.batch) for x in graph.matmuls] for graph in (one, other))
+    graphs = (graph.at([""]) for graph in (one, other))
+    sizes = ([(x.fqn, x.gemm, x.m, x.n, x.k, x.batch) for x in graph.matmuls] for graph in graphs)
     return one.name == other.name and next(sizes) == next(sizes)

@@ -69,7 +69,8 @@ class OptimizerSteps:
         counting = [steps for steps in had if steps is had[-1] or id(parameter) in steps.parameters]
         if not counting:
             every, read = list(self.of.values()), all_records()
-            theirs = [key for key, x in read if x.leads or (x.graphs and own.graphs.isdisjoint(x.graphs))]
+            others = [(key, x) for key, x in read if x.graphs and own.graphs.keys().isdisjoint(x.graphs)]
+            theirs = [key for key, _ in others] + [key for key, x in read if x.leads]
             counting = [steps for steps in every if steps.parameters.isdisjoint(theirs)]
             counting = counting or ([] if parameter.requires_grad else every)
         return max((steps.count for steps in counting), default=0)

@@ -31,7 +31,9 @@ class ParameterRecord:
     """The record of a parameter, or of a buffer that is used as a weight. It does not keep that alive."""
 
     references: list[weakref.ref] = field(default_factory=list)  # to the tensors of the parameter
-    graphs: set[int] = field(default_factory=set)  # indices in the ledger of the graphs that read it
+    # the graphs that read it, by index in the ledger: what names begin with in the part that the graph serves
+    graphs: dict[int, str] = field(default_factory=dict)
+    name: str = ""  # in its model, as graphs met it
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
     repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)  # by records of a graph's weights

@@ -136,15 +136,10 @@ def test_positions_of_blocks_that_are_compiled_one_by_one(how: str, key: str, ed
     }
     torch._dynamo.reset()
     model = make(lambda: Stack(*(Mlp() for _ in range(5))))
-    blocks = list(model.inner)
-    for i, block in enumerate(blocks):
+    for i, block in enumerate(list(model.inner)):
         model.inner[i] = wrapped(block, how, policy=policy)
     model(noise(2, 32, 128).requires_grad_()).sum().backward()
-    found = {
-        (f"inner.{i}.{record.fqn}", record.gemm): record.decision
-        for i, block in enumerate(blocks)
-        for record in fp8compile.report(block).matmuls
-    }
+    found = {(record.fqn, record.gemm): record.decision for record in fp8compile.report(model).matmuls}
     assert found == expected and len({*expected.values()}) == 2
     assert len(fp8compile.report(model).graphs) == (2 if key == "blocks" or edges == ["last 1"] else 3)
     assert not any("place" in name for name in model.state_dict())

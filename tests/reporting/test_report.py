@@ -249,7 +249,7 @@ def test_records_of_a_feature_are_in_every_form_of_the_report():
 def test_empty_reports_say_why():
     assert "nothing was compiled yet" in str(report_of(Ledger()))
     ledger, model = Ledger(), nn.Linear(2, 2)
-    ledger.add(gpt(), nn.Linear(2, 2).parameters())
+    ledger.attach(ledger.add(gpt()), nn.Linear(2, 2).parameters())
     assert "none of the 1 compiled graphs" in str(report_of(ledger, model)) and "Linear" in str(
         report_of(ledger, model)
     )
@@ -271,7 +271,7 @@ def test_ledger_finds_a_models_graphs():
         ("none", []),
         ("buffer", one.buffers()),
     ]:
-        ledger.add(GraphReport(99, name, ()), tensors)
+        ledger.attach(ledger.add(GraphReport(99, name, ())), tensors)
     assert names(report_of(ledger)) == [(0, "one"), (1, "two"), (2, "none"), (3, "buffer")]
     assert names(report_of(ledger, one)) == [(0, "one"), (3, "buffer")]
     assert (
@@ -290,13 +290,13 @@ def test_ledger_finds_a_models_graphs():
 
 def test_ledger_attach_and_clear():
     ledger, model = Ledger(), nn.Linear(2, 2)
-    index = ledger.add(gpt(), [])
+    index = ledger.add(gpt())
     assert not report_of(ledger, model).graphs
     ledger.attach(index, [model.weight])
     assert names(report_of(ledger, model)) == [(0, "GPT, training")]
     ledger.clear()
     ledger.attach(index, [model.weight])
-    assert not report_of(ledger).graphs and ledger.add(gpt(), []) != index
+    assert not report_of(ledger).graphs and ledger.add(gpt()) != index
 
 
 # -- logs and dumps --

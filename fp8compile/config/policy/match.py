@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..recipe import Recipe
     from .policy_tables import Policy, Rule
 
+Position = tuple[int, int]  # (position, number of them)
 SPAN = re.compile(r"(first|last) ([1-9][0-9]{0,4})")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a number
 
@@ -34,8 +35,8 @@ class Site:
     m: int
     n: int
     k: int
-    block: tuple[int, int] | None  # (position, number) in the outermost repeated container; None outside
-    layer: tuple[int, int]  # (position, number) among the multiplied weights, in the order of forward
+    block: Position | None  # (position, number) in the outermost repeated container; None outside
+    layer: Position  # (position, number) among the multiplied weights, in the order of forward
     kind: str  # "", or "output head: by its name": the kind, and how it was recognised
 
 
@@ -49,7 +50,7 @@ class Choice:
     label: str
 
 
-def _within(spans: Iterable[str], position: tuple[int, int] | None) -> bool:
+def _within(spans: Iterable[str], position: Position | None) -> bool:
     """Whether (position, number) is in one of `spans` ("first 2", "last 1")."""
     if position is None:
         return False
@@ -75,18 +76,27 @@ CONDITIONS: dict[str, Callable[[Any, Site], bool]] = {
 }
 
 
-def places(
-    policy: Policy, blocks: Iterable[tuple[int, int] | None], layers: Iterable[tuple[int, int]]
+def treatment(
+    policy: Policy, prefix: str, around: Sequence[str], positions: Mapping[str, tuple[Position | None, ...]]
 ) -> str:
-    """What rules that count blocks or layers make of weights at these positions: "1" where they fit."""
+    """What the rules that go by place make of a part of a model: the same text for parts that they treat
+    alike, "" if there are no such rules. `prefix`: what its names begin with; `around`: the classes of the
+    modules around it; `positions`: by name of its modules and parameters, among the blocks and layers."""
+    kinds: dict[str, Callable[[Any, str], bool]] = {
+        "module": lambda rule, name: patterns.fits(rule.module, name),
+        "parameter": lambda rule, name: patterns.fits(rule.parameter, name),
+        "module_class": lambda rule, _: any(patterns.fits(rule.module_class, kind) for kind in around),
+        "blocks": lambda rule, name: _within(rule.blocks, positions[name][0]),
+        "layers": lambda rule, name: _within(rule.layers, positions[name][1]),
+    }
+    told = []
+    for i, rule in enumerate(policy.rules):
+        for key, holds in kinds.items():
+            if getattr(rule, key) is not None:
+                fit = [f"{name}.".removeprefix(prefix) for name in positions if holds(rule, name)]
+                told.append(f"{i + 1} {key}: {'all' if len(fit) == len(positions) else ' '.join(fit)}")
+    return "; ".join(told)
 
-    def fits(rule: Rule, block: tuple[int, int] | None, layer: tuple[int, int]) -> bool:
-        within = rule.blocks is None or _within(rule.blocks, block)
-        return within and (rule.layers is None or _within(rule.layers, layer))
-
-    positions = list(zip(blocks, layers, strict=True))
-    counting = [rule for rule in policy.rules if rule.counts]
-    return " ".join("".join("01"[fits(rule, *at)] for at in positions) for rule in counting)
 
 
 def unmatched(
@@ -107,7 +117,7 @@ def unmatched(
     deciding = [next((i for i, rule in numbered if rule.matches(site)), None) for site in sites]
     messages = []
     for i, rule in numbered[:own]:
-        if i in deciding:
+        if i in deciding or not rule.conditions:  # one without conditions is for whatever is left
             continue
         decided = zip(sites, deciding, strict=True)
         taken = sorted({other for site, other in decided if other is not None and rule.matches(site)})

@@ -155,11 +155,6 @@ class Rule(Settings):
         """The conditions that are given."""
         return {key: getattr(self, key) for key in match.CONDITIONS if getattr(self, key) is not None}
 
-    @property
-    def counts(self) -> bool:
-        """Whether it goes by a position in the model."""
-        return self.blocks is not None or self.layers is not None
-
     def matches(self, site: match.Site) -> bool:
         """Whether all conditions hold for `site`."""
         return all(getattr(self, key) is None or holds(self, site) for key, holds in match.CONDITIONS.items())
