@@ -145,7 +145,8 @@ class Compilation:
         done = run_joint(joint)
         if done.groups:
             records = (matmul.record() for matmul in done.matmuls if matmul.weight is not None)
-            decisions = [f"{r.fqn} {r.gemm} {r.decision} {r.recipe}".strip() for r in records]
+            own = (f"{r.fqn.removeprefix(inputs.prefix)} {r.gemm} {r.decision} {r.recipe}" for r in records)
+            decisions = [line.strip() for line in own]
             decisions += [line for part in self.parts for line in part.decisions(done)]
             self.calls.decisions = tuple(decisions)
         if self.phase == FP8:

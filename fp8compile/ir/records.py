@@ -189,7 +189,9 @@ class GraphReport:
 
         edges = tuple((a + i * count, b + i * count) for i in range(len(places)) for a, b in self.edges)
         matmuls, opaque, added = placed(self.matmuls), placed(self.opaque), placed(self.added)
-        return replace(self, matmuls=matmuls, opaque=opaque, added=added, edges=edges)
+        each = f" (in each of {len(places)} parts)" if len(places) > 1 else ""
+        remarks = tuple(remark + each for remark in self.remarks)
+        return replace(self, matmuls=matmuls, opaque=opaque, added=added, edges=edges, remarks=remarks)
 
     def _named(self, prefix: str, name: str) -> str:
         inside = f"{name}.".startswith(self.prefix)

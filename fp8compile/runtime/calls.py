@@ -154,7 +154,9 @@ class Calls:
         """Compare with other ranks, before the first all-reduce; after an error, again in the next call."""
         if not self.agreed:
             keys = (*self.book.keys[0], *self.book.keys[1]) if self.book is not None else ()
-            slots = ", ".join(f"{self.interface.names[key.input]} {key.role} {key.use}" for key in keys)
+            known = self.interface
+            names = [name.removeprefix(known.prefix) for name in known.names]
+            slots = ", ".join(f"{names[key.input]} {key.role} {key.use}" for key in keys)
             agree(self.groups, slots, self.decisions)
             self.agreed = True
 

@@ -56,6 +56,39 @@ def test_a_policy_names_classes_as_the_user_does() -> None:
         assert {*plain[1], *whole[1]} == {"Net, training"} and {*blocks[1]} == {"ResidualMlp, training"}
 
 
+def _names(rank: int) -> list[dict[str, str]]:
+    """The reasons of the matmuls by name, of the model as it is and sharded: compiled whole, where FSDP2
+    breaks the graph; with its blocks compiled; with compiled blocks in their place, as torchtitan does."""
+    found = []
+    for way in ("plain", "whole", "blocks", "replaced"):
+        torch._dynamo.reset()
+        model = build("mlps")
+        last = {"name": "last", "blocks": "last 1", "gemm": "wgrad", "fp8": "off"}
+        options = {"strict": True, "exclude": ["blocks.0.up"], "policy": {"rules": [last]}}
+        how: Any = {"backend": "fp8", "options": options}
+        blocks: Any = model.blocks
+        if way in ("plain", "whole"):
+            model.compile(**how)
+        for name, block in list(blocks.named_children()):
+            if way == "blocks":
+                block.compile(**how)
+            elif way == "replaced":
+                blocks.register_module(name, torch.compile(block, **how))
+        for module in (*blocks, model) if way != "plain" else ():
+            fully_shard(module)
+        with hooks.traced():
+            model(noise(32, 128, seed=rank).requires_grad_()).sum().backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        report = fp8compile.report(model)
+        found.append({f"{x.fqn} {x.gemm}": x.reason for x in report.matmuls if x.fqn.startswith("blocks")})
+    return found
+
+
+def test_names_are_those_of_the_model() -> None:
+    for plain, *others in on_ranks(2, _names):
+        assert {*plain.values()} >= {"", "exclude blocks.0.up", "last"} and others == [plain] * 3
+
+
 class Stem(nn.Module):
     """A convolution, then blocks in checkpoints: with a batch of one, the stride of its dimension is not that
     of a linear's."""
