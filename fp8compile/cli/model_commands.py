@@ -18,6 +18,7 @@ from .model_options import DECIDES, STEP, TARGET, prepared, takes
 from .target import Target, load
 
 if TYPE_CHECKING:
+    from ..config.policy import Policy
     from ..reporting.report import Report
 
 HIDDEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -199,12 +200,18 @@ def explained(
         return traced(loaded, run, options=options, device=device, autocast=autocast)
 
 
-def idle(labels: Sequence[str], report: Report, target: str) -> str:
-    """A sentence that names the rules of `labels` that match no matmul of `target`; "" if there are none."""
+def idle(policy: Policy, report: Report, target: str) -> str:
+    """Which of the user's own rules match no matmul of `target`, and why, if no name fits; "" if all do."""
+    from ..config.policy import nameless
+
     deciding = {record.rule for record in report.matmuls}
-    names = [repr(label) for label in labels if label not in deciding]
-    verb = "matches" if len(names) == 1 else "match"
-    return f"{', '.join(names)} {verb} no matmul of {target}" if names else ""
+    modules, parameters = ({getattr(x, key): "" for x in report.matmuls} for key in ("fqn", "parameter"))
+    own = list(zip(policy.labels, policy.rules, strict=True))[: policy.own]
+    found = {label: rule for label, rule in own if rule.conditions and label not in deciding}
+    verb = "matches" if len(found) == 1 else "match"
+    whys = filter(None, (nameless(rule, modules, parameters) for rule in found.values()))
+    why = "".join(f": {why.rstrip('.')}" for why in dict.fromkeys(whys))
+    return f"{', '.join(map(repr, found))} {verb} no matmul of {target}{why}" if found else ""
 
 
 def hide_gpus(command: str) -> None:
@@ -290,7 +297,7 @@ def _insist(report: Report, options: Mapping[str, Any], target: str) -> None:
     from ..config.options import parse
 
     policy = parse(options).policy
-    unused = idle(policy.labels[: policy.own], report, target)
+    unused = idle(policy, report, target)
     if unused:
         raise StrictError(f"strict: {unused}")
     if not any(record.decision == "fp8" for record in report.matmuls):

@@ -53,7 +53,7 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
     report = explained(target, inputs, {"policy": file}, device)
     click.echo(_rules_table(found.labels, report.matmuls))
     # rules of a shipped policy may be unused: it is for many models
-    unused = idle(found.labels[: found.own], report, target)
+    unused = idle(found, report, target)
     return _no(f"{file}: {unused}") if unused else 0
 
 

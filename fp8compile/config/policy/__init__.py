@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from .match import Choice, Site, unmatched
+from .match import Choice, Site, nameless, unmatched
 from .policy_errors import PolicyError
 from .policy_files import BUILTIN, VARIABLE, load
 from .policy_tables import Defaults, NamedRecipe, Policy, Rule, Schedule
@@ -29,6 +29,7 @@ __all__ = [
     "Schedule",
     "Site",
     "load",
+    "nameless",
     "schema",
     "unmatched",
 ]

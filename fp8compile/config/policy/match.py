@@ -124,7 +124,7 @@ def unmatched(
         if taken:
             why = _taken(taken) if whole else None
         else:
-            why = _nameless(rule, modules, parameters, sites)
+            why = nameless(rule, modules, parameters, sites)
             if why is None and whole and sites:
                 why = _failing(rule, sites, modules)
         if why is not None:
@@ -139,8 +139,8 @@ def _taken(rules: Sequence[int]) -> str:
     return f"it matches only what {which} about before it"
 
 
-def _nameless(
-    rule: Rule, modules: Mapping[str, str], parameters: Collection[str], sites: Sequence[Site]
+def nameless(
+    rule: Rule, modules: Mapping[str, str], parameters: Collection[str], sites: Sequence[Site] = ()
 ) -> str | None:
     """Says which pattern fits no name of the model; None if each fits one."""
     classes = {*modules.values(), *(name for site in sites for name in site.classes)}
