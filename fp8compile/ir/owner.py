@@ -16,7 +16,7 @@ string: no parameter, buffer or submodule.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -85,7 +85,7 @@ def in_model(gm: GraphModule, inputs: Inputs) -> Inputs:
     return replace(
         inputs,
         prefix=prefix,
-        around=_around(model, name),
+        around=_around(parts, name),
         names=tuple(prefix + each if i in found else each for i, each in enumerate(inputs.names)),
         modules={each: kind for each, kind in parts.items() if each},
         parameter_names=frozenset(plain(each) for each, _ in model.named_parameters()),
@@ -109,18 +109,19 @@ def tell_apart(gm: GraphModule, inputs: Inputs, treatment: Callable[[Inputs, lis
     if module is None or not treatment(inputs, []):
         return
     model = place_of(module).model if inputs.prefix else module
+    classes = module_classes([model])
     for name, part in model.named_modules():
         if type(part) is type(module):
             own = [plain(each) for each, _ in (*part.named_modules(), *part.named_parameters())]
             prefix = f"{plain(name)}." if plain(name) else ""
-            here = replace(inputs, prefix=prefix, around=_around(model, plain(name)))
+            here = replace(inputs, prefix=prefix, around=_around(classes, plain(name)))
             vars(part)[PLACE] = treatment(here, [(prefix + each).rstrip(".") for each in own])
     compat.dynamo.guard_attribute(sources[id(module)], PLACE)
 
 
-def _around(model: nn.Module, name: str) -> tuple[str, ...]:
+def _around(classes: Mapping[str, str], name: str) -> tuple[str, ...]:
     """The classes of the modules around one, which call it, from the inside out."""
-    classes, parts = module_classes([model]), name.split(".") if name else []
+    parts = name.split(".") if name else []
     found = (classes.get(".".join(parts[:i]), "") for i in reversed(range(len(parts))))
     return tuple(kind for kind in found if kind not in ("", "ModuleList", "ModuleDict"))
 
