@@ -247,19 +247,19 @@ def test_an_optimizer_counts_the_same_in_both_and_without_waves_all_is_shorter(m
 # -- repeated blocks --
 
 
-FIRST_AND_LAST = {"policy": {"rules": [{"blocks": ["first 1", "last 1"], "fp8": "off"}]}}
+FIRST_AND_LAST = [{"blocks": "first 1", "fp8": "off"}, {"module": "layers.9.*", "fp8": "off"}]
 
 
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        (FIRST_AND_LAST, "4 and 5"),
+        ({"policy": {"rules": FIRST_AND_LAST}}, "4 and 5"),
         ({}, "3 and 4"),  # the first block has no gradient of its input
         ({"policy": lambda module, name: not name.startswith("layers.9")}, "4 and 5"),
     ],
 )
-def test_extrapolation_is_the_estimate_of_all_blocks(options, sizes):
+def test_extrapolation_is_the_estimate_of_all_blocks(options, sizes, caplog):
     whole, carried = (estimated(10, options=options, extrapolate=few) for few in (False, True))
     assert carried.notes == (f"10 of layers, extrapolated from {sizes}",) and len(net(10).layers) == 10
     for a, b in ((whole.bf16, carried.bf16), (whole.fp8, carried.fp8)):
@@ -270,6 +270,7 @@ def test_extrapolation_is_the_estimate_of_all_blocks(options, sizes):
         assert b.kept_for_backward == pytest.approx(a.kept_for_backward, rel=1e-3)
     assert {layer.name for layer in carried.layers} >= {"layers.0-9.down", "layers.0-9.gate"}
     assert carried.report.summary() == whole.report.summary()
+    assert not caplog.records  # such as that no module is called layers.9
 
 
 def test_what_comes_out_negative_is_refused(monkeypatch):
