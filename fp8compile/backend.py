@@ -65,12 +65,14 @@ def fp8(
     options: Mapping[str, Any] | None = None,
     inner: Inner = INDUCTOR,
     phase: str | None = None,
+    adapt: Callable[[Policy], Policy] | None = None,
 ) -> Callable:
     """The Dynamo backend. `mode` and `options` are those of `torch.compile`; `options.parse` validates them.
     `inner` compiles the graphs that our passes leave. `functools.partial(fp8,
     inner=runtime.inner.INTERPRETER)` is a backend without Inductor's code generation: it shows whether a
     fault comes from there. `phase`: compile for "fp8" or for "high_precision" alone, whatever the schedule
-    says, and keep no copies of weights between calls. Such a high-precision graph has no state.
+    says, and keep no copies of weights between calls. Such a high-precision graph has no state. `adapt` makes
+    the policy that decides, of the one that was given.
 
     Raises OptionError (a ValueError) for bad options; with `strict`, StrictError if nothing can run in FP8.
     """
@@ -79,6 +81,8 @@ def fp8(
         inputs = in_model(gm, capture(gm, example_inputs))
         if chosen.choose is not None:
             chosen = chosen.without(unchosen(models_of(gm, inputs), chosen.choose))
+        if adapt is not None:
+            chosen = replace(chosen, policy=adapt(chosen.policy))
         refused = support.refusal(inputs.devices)
         if refused is not None:
             refusal = f"{refused}: compiling in high precision"

@@ -88,12 +88,12 @@ def say_once(logger: logging.Logger, level: int, message: str, key: str = "") ->
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Inside, nothing below a warning is logged, unless the level is DEBUG."""
+def quiet(least: int = logging.WARNING) -> Iterator[None]:
+    """Inside, nothing below `least` is logged, unless the level is DEBUG."""
     root = logging.getLogger(ROOT)
     level = root.level
     if root.getEffectiveLevel() >= logging.INFO:
-        root.setLevel(max(level, logging.WARNING))
+        root.setLevel(max(level, least))
     try:
         yield
     finally:

@@ -44,7 +44,7 @@ def explain(
 @click.command(help="Estimate a step in bf16 and in FP8, for any described GPU." + TARGET)
 @takes(DECIDES, *STEP, "html", "strict")
 @click.option(
-    "--extrapolate", is_flag=True, help="Compile one and two of the repeated blocks, and extrapolate to all."
+    "--extrapolate", is_flag=True, help="Compile a few of the repeated blocks, and extrapolate to all."
 )
 def estimate(
     target: str, inputs: Sequence[str], device: str | None, autocast: bool | None, as_json: bool,

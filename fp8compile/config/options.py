@@ -52,11 +52,10 @@ class Options:
 
     def without(self, parameters: Sequence[str]) -> Options:
         """The same, with the matmuls of these parameters in high precision."""
-        if not parameters:
-            return self
         # this rule is not the user's: nothing is said where it fits none
         policy, own = self.policy, self.policy.own or 0
-        rule = Rule(name=FUNCTION, parameter="re:" + "|".join(map(re.escape, parameters)), fp8="off")
+        names = "|".join(map(re.escape, parameters)) or "(?!)"
+        rule = Rule(name=FUNCTION, parameter=f"re:{names}", fp8="off")
         rules = (*policy.rules[:own], rule, *policy.rules[own:])
         labels = (*policy.labels[:own], FUNCTION, *policy.labels[own:])
         return dataclasses.replace(self, policy=dataclasses.replace(policy, rules=rules, labels=labels))

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,18 +32,19 @@ from ..devices import catalog
 from ..devices.catalog import Device
 from ..devices.gpu import H200, Gpu
 from ..errors import Fp8CompileError, OptionError
+from ..logs import quiet
 from ..reporting.layer_rows import alike, joined, parts
 from ..reporting.report import Report, report
 from ..runtime.inner import INDUCTOR
 from . import fake_gpu, roofline
 from .autocast import autocast as under
 from .estimate_result import Cost, Estimate, LayerCost
-from .explain import explain
+from .explain import traced
+from .extrapolate import Choices, Costs, Order, Repeated, carried_on, judged, repeated, samples
 from .fake_gpu import Step
 from .sandbox import entry, fuse_attention, inputs, modules_of, taken, untouched
 
 NOWHERE, OPTIMIZER = "(elsewhere)", "(optimizer)"
-Costs = dict[str, Cost]  # by module
 
 
 def estimate(
@@ -66,7 +69,7 @@ def estimate(
     a share of the bf16 matmul rate (`roofline` defines the default). `waves`: matmuls take whole waves of
     tiles; False counts their FLOPs at the device's full rate. `optimizer` is how many bytes the optimizer
     moves for each parameter in a step: 14 for AdamW on bf16 parameters, 28 on float32; 0 leaves it out.
-    `extrapolate`, for deep models, compiles with one and two of the repeated blocks, and extrapolates to all.
+    `extrapolate`, for deep models, compiles with a few of the repeated blocks, and extrapolates to all.
 
     Takes 5 to 60 s a graph, twice, and resets Dynamo: other compiled models compile again at their next call.
 
@@ -85,12 +88,12 @@ def estimate(
         raise OptionError("autotuning needs the device: estimate without max_autotune")
     model = taken(model)
     modules = modules_of((model, args, kwargs))
-    container, name = repeated(modules) if extrapolate else (None, "")
-    if extrapolate and container is None:
+    blocks = repeated(modules) if extrapolate else None
+    if extrapolate and blocks is None:
         raise OptionError(
             "extrapolate: the model has no ModuleList or Sequential of three or more equal blocks"
         )
-    compiler = Compiler(model, modules, args, kwargs, found, chosen, container, attention, waves)
+    compiler = Compiler(model, modules, args, kwargs, found, chosen, blocks, attention, waves)
     notes = []
     if found.gfx:
         notes.append(
@@ -99,10 +102,8 @@ def estimate(
     with under(modules, autocast) as how:
         notes[:0] = [how] if how else []
         bf16, (fp8, decided) = compiler.bf16(), compiler.fp8()
-        if container is not None:
-            # autocast is on already where it is wanted
-            decided = explain(model, *args, options=chosen, autocast=False, **kwargs)
-            notes.append(f"{len(container)} of {name or 'the blocks'}, extrapolated from 1 and 2")
+        if blocks is not None:
+            notes.append(blocks.note(decided.matmuls))
     if not waves:
         notes.append("matmuls at the full rate, without waves of tiles")
     if optimizer:
@@ -124,8 +125,8 @@ def device_for(name: str | None) -> Device:
 
 @dataclass(frozen=True)
 class Compiler:
-    """Compiles a step for a device. Of the blocks of `container`, if it is given, only one and two are
-    compiled, and the costs are extrapolated to all."""
+    """Compiles a step for a device. Of `blocks`, if they are given, a few are compiled, and the costs are
+    extrapolated to all."""
 
     model: Callable[..., Any]
     modules: list[nn.Module]
@@ -133,7 +134,7 @@ class Compiler:
     kwargs: dict[str, Any]
     device: Device
     options: dict[str, Any]
-    container: nn.Module | None = None
+    blocks: Repeated | None = None
     attention: float | None = None
     waves: bool = True
 
@@ -148,26 +149,50 @@ class Compiler:
         def inductor(gm: Any, example_inputs: Any) -> Any:
             return compat.inductor.compile_fx(gm, example_inputs, INDUCTOR.compile, chosen)
 
-        return self._costs(inductor)[0]
+        if self.blocks is None:
+            return self._by_module(self._compiled(inductor)[0])
+        kinds = self.blocks.kinds(self.whole[0].matmuls, decided=False)
+        made = [
+            (self._by_module(self._compiled(inductor, order)[0]), times) for order, times in samples(kinds)
+        ]
+        return self._carried_on(made)
 
     def fp8(self) -> tuple[Costs, Report]:
-        """The costs in FP8, and the report of what was compiled."""
+        """The costs in FP8, and the report."""
         from ..backend import fp8
 
-        def ours(gm: Any, example_inputs: Any) -> Any:
-            return fp8(gm, example_inputs, options=self.options)
-
-        return self._costs(ours)
-
-    def _costs(self, backend: Callable) -> tuple[Costs, Report]:
-        if self.container is None:
-            step, decided = self._compiled(backend, 0)
+        backend = functools.partial(fp8, options=self.options)
+        if self.blocks is None:
+            step, decided = self._compiled(backend)
             return self._by_module(step), decided
-        count = len(list(self.container.children()))
-        (one, _), (two, decided) = (self._compiled(backend, blocks) for blocks in (1, 2))
-        return carried_on(self._by_module(one), self._by_module(two), count), decided
+        decided, choices = self.whole
+        made = []
+        for order, times in samples(self.blocks.kinds(decided.matmuls)):
+            again = functools.partial(backend, adapt=judged(choices.repeat(order)))
+            made.append((self._by_module(self._compiled(again, order)[0]), times))
+        return self._carried_on(made), decided
 
-    def _compiled(self, backend: Callable, blocks: int) -> tuple[Step, Report]:
+    @functools.cached_property
+    def whole(self) -> tuple[Report, Choices]:
+        """The report of the whole model, and what the policy chooses in it."""
+        assert self.blocks is not None
+        choices = Choices(self.blocks)
+        return traced(self.model, self.args, self.kwargs, self.options, judged(choices.note)), choices
+
+    def _carried_on(self, made: Sequence[tuple[Costs, int]]) -> Costs:
+        """The costs of all blocks. Fp8CompileError if a part of the model comes out negative."""
+        assert self.blocks is not None
+        costs, name = carried_on(made, self.blocks), self.blocks.name or "the blocks"
+        for layer in _layers(costs, {}):
+            if layer.bf16.negative:
+                why = f"extrapolated from a few of {name}, which differ in more than their matmuls"
+                raise Fp8CompileError(
+                    f"the costs of {layer.name} come out negative, {why}: estimate without extrapolate"
+                )
+        return costs
+
+    def _compiled(self, backend: Callable, order: Order | None = None) -> tuple[Step, Report]:
+        """`order`: the blocks that are compiled, if not all are. What there is to warn of was said of all."""
         decided = Report()
 
         def compiled(gm: Any, example_inputs: Any) -> Any:
@@ -180,7 +205,12 @@ class Compiler:
             torch.compile(entry(self.model), backend=compiled)(*args, **kwargs)
             decided = report()  # here, because trace() clears the ledger at its end
 
-        with untouched(self.modules), torch.enable_grad(), _only(self.container, blocks):
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(untouched(self.modules))
+            inside.enter_context(torch.enable_grad())
+            if self.blocks is not None and order is not None:
+                inside.enter_context(self.blocks.only(order))
+                inside.enter_context(quiet(logging.ERROR))
             found = fake_gpu.trace(step, _described(self.device))
         if not found.kernels:
             raise Fp8CompileError("nothing was compiled: Dynamo found no graph in this model")
@@ -203,54 +233,6 @@ def _described(device: Device) -> Gpu:
         return gpu
     sizes = ("name", "multi_processor_count", "total_memory", "L2_cache_size")
     return dataclasses.replace(H200, **{name: getattr(gpu, name) for name in sizes})
-
-
-# -- repeated blocks --
-
-
-def repeated(modules: Iterable[nn.Module]) -> tuple[nn.ModuleList | nn.Sequential | None, str]:
-    """The container of three or more equal blocks with the most parameters, and its name; or None, ""."""
-    found: list[tuple[int, nn.ModuleList | nn.Sequential, str]] = []
-    for root in modules:
-        for name, part in root.named_modules():
-            children = list(part.children())
-            forms = {(type(child), *(tuple(p.shape) for p in child.parameters())) for child in children}
-            if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(children) > 2 and len(forms) == 1:
-                found.append((sum(p.numel() for p in part.parameters()), part, name))
-    _, container, name = max(found, key=lambda item: item[0], default=(0, None, ""))
-    return container, name
-
-
-@contextlib.contextmanager
-def _only(container: nn.Module | None, blocks: int) -> Iterator[None]:
-    """Inside the context, `container` has only its first `blocks` blocks."""
-    if container is None:
-        yield
-        return
-    before = dict(container._modules)
-    for name in list(before)[blocks:]:
-        del container._modules[name]
-    try:
-        yield
-    finally:
-        container._modules.clear()
-        container._modules.update(before)
-
-
-def carried_on(one: Costs, two: Costs, count: int) -> Costs:
-    """The costs with `count` blocks, by module, extrapolated from the costs with one block (`one`) and with
-    two (`two`). Each further block costs as much as the second."""
-    made: Costs = {}
-    for names in _by_block({**one, **two}):
-        a, b = (_sum(costs, names) for costs in (one, two))
-        total = a.plus(b.plus(a, -1), count - 1)
-        spread = names[:1]
-        if sum(name in two for name in names) > 1:
-            before, _, *after = parts(names[0])
-            spread = ["".join([before, str(number), *after]) for number in range(count)]
-        for name in spread:
-            made[name] = made.get(name, Cost()).plus(total, 1 / len(spread))
-    return made
 
 
 # -- layers --

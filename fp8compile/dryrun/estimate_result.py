@@ -53,6 +53,12 @@ class Cost:
         flops = {d: self.flops.get(d, 0) + times * other.flops.get(d, 0) for d in dtypes}
         return Cost(flops=flops, **numbers)
 
+    @property
+    def negative(self) -> bool:
+        """Whether some number is, beyond rounding."""
+        numbers = {**{f.name: getattr(self, f.name) for f in _NUMBERS}, **self.flops}
+        return any(x < (-1e-9 if name.endswith("seconds") else -0.5) for name, x in numbers.items())
+
     @classmethod
     def of(cls, kernel: Launch, device: Device, attention: float | None, waves: bool = True) -> Cost:
         matmul, seconds = kernel.matmul, roofline.seconds(kernel, device, attention, waves)

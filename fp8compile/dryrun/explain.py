@@ -10,8 +10,8 @@ and a model may be on the meta device. The model, its buffers and gradients, ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from ..ir.records import FP8
 from ..logs import get_logger
 from ..reporting.report import Report, report
 from ..runtime.ledger import Ledger
+
+if TYPE_CHECKING:
+    from ..config.policy import Policy
 
 logger = get_logger(__name__)
 UNWEIGHED = (
@@ -53,28 +56,43 @@ def explain(
     graph break, the zeros may be the cause of an error. Such an error becomes a warning, and the report
     covers the graphs before it and says so.
     """
-    from ..backend import fp8
     from ..config.options import parse
     from .autocast import autocast as under
-    from .placeholders import PLACEHOLDERS
-    from .sandbox import entry, fuse_attention, inputs, modules_of, roots_of, taken, untouched
+    from .sandbox import modules_of, taken
 
     model = taken(model)
-    modules = modules_of((model, args, kwargs))
     chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
     if device is not None:
         chosen["device"] = device
     parse(chosen)  # raises errors in the options here, without Dynamo's text around them
+    with under(modules_of((model, args, kwargs)), autocast) as how:
+        return traced(model, args, kwargs, chosen, notes=[how] if how else [])
+
+
+def traced(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    adapt: Callable[[Policy], Policy] | None = None,
+    notes: Sequence[str] = (),
+) -> Report:
+    """The report of a step that is traced as it is called. `adapt`: see `backend.fp8`."""
+    from ..backend import fp8
+    from .placeholders import PLACEHOLDERS
+    from .sandbox import entry, fuse_attention, inputs, modules_of, roots_of, untouched
+
+    modules = modules_of((model, args, kwargs))
     on_meta = any(p.device.type == "meta" for module in modules for p in module.parameters())
-    elsewhere = on_meta or chosen.get("device") is not None
+    elsewhere = on_meta or options.get("device") is not None
 
     def backend(gm: Any, example_inputs: Any) -> Any:
         if elsewhere:
             fuse_attention(gm)
-        return fp8(gm, example_inputs, options=chosen, inner=PLACEHOLDERS)
+        return fp8(gm, example_inputs, options=options, inner=PLACEHOLDERS, adapt=adapt)
 
     step = entry(model)
-    with under(modules, autocast) as how, untouched(modules), torch.enable_grad():
+    with untouched(modules), torch.enable_grad():
         args, kwargs = inputs(args), inputs(kwargs)
         note = ""
         try:
@@ -86,10 +104,9 @@ def explain(
             note = f"incomplete: after graph {known - 1} the model raised {one_line_where(error)}"
         outside = [record for module in roots_of(modules) for record in report(module).outside]
         graphs = report().graphs
-        notes = [how] if how else []
         weighed = any(graph.device for graph in graphs)
         if not weighed and any(record.decision == FP8 for graph in graphs for record in graph.matmuls):
-            notes.append(UNWEIGHED)
+            notes = [*notes, UNWEIGHED]
         empty = "nothing was compiled: Dynamo found no graph in this model"
         found = Report(graphs, empty, note, outside, notes=notes)
     if note:

@@ -33,7 +33,8 @@ from ..ir.records import FP8, HIGH_PRECISION
 from ..reporting.layer_rows import pattern
 from .autocast import wanted
 from .compare import ComparedStep, Loss, Session
-from .estimate import Compiler, Costs, device_for, repeated
+from .estimate import Compiler, device_for
+from .extrapolate import Costs, repeated
 from .observe import Watched, sums
 from .sandbox import modules_of, taken
 from .tuned import HIGH, Choice, LayerGroup, Tuned, Whole, candidates, groups_of, policy_of, recipe_of
@@ -90,7 +91,7 @@ def tune(
     network, its, *named = taken(timed[0]), tuple(timed[1]), *timed[2:]
     modules = modules_of((network, its, *named))
     # early: it may be impossible
-    compiler = Compiler(network, modules, its, dict(*named), found, {}, repeated(modules)[0])
+    compiler = Compiler(network, modules, its, dict(*named), found, {}, repeated(modules))
     autocast = wanted(modules, None) or (like is None and torch.is_autocast_enabled("cpu"))
     session = Session(model, {"policy": policy_of((), (), extends)}, who="tune")
     study = _Study(session, compiler, autocast, extends, max_error, progress or (lambda what: None))

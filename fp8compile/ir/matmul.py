@@ -83,8 +83,8 @@ class Product(NamedTuple):
 @dataclass(frozen=True)
 class Decision:
     """FP8 or not, and how. `reason`: why the matmul stays in high precision; None: it becomes FP8. `recipe`:
-    the settings that run, `overrides`: what makes them other than those that were chosen. `rule`: the
-    policy's rule that decided."""
+    the settings that run, `overrides`: what makes them other than those of all layers. `rule`: the policy's
+    rule that decided."""
 
     recipe: Recipe = Recipe()
     overrides: tuple[str, ...] = ()

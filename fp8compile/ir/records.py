@@ -29,7 +29,7 @@ class MatmulRecord:
     `break_even_m` the number of tokens from which its layer gains.
     `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is
     exact and not faster. `merged`: the layers, itself among them, whose gemms of this kind are one matmul.
-    `overrides`: what makes the settings that run other than those that were chosen, a line each.
+    `overrides`: what makes the settings that run other than those of all layers, a line each.
     """
 
     fqn: str

@@ -22,7 +22,7 @@ def remarks(matmuls: Collection[Matmul], others: Sequence[str]) -> tuple[str, ..
 
 
 def _overrides(matmuls: Collection[Matmul]) -> list[str]:
-    """What makes the settings of layers other than those that were chosen, with the number of layers."""
+    """What makes the settings of layers other than those of all, with the number of layers."""
     layers: dict[str, set[str]] = {}
     for matmul in matmuls:
         for line in matmul.decision.overrides if matmul.fp8 else ():

@@ -1,8 +1,9 @@
 """resolve: the decision about one matmul, by the policy and the facts of the graph. A pure function.
 
-A policy gives settings to a layer. What a graph does with the layer may rule some of them out; then other
-settings run. `OVERRIDES` lists all such changes: when, what, and why. They apply in this order, and the
-report prints each one that changed something.
+A policy has settings for all layers, and its rules give others to some of them, also the rules of a shipped
+policy. What a graph does with a layer may rule some settings out; then others run. `OVERRIDES` lists what
+graphs change: when, what, and why. They apply in this order, after the rule, and the report prints each
+change.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from .. import compat
 from ..codegen.scaled_mm_kind import EMULATED, how_grouped
 from ..config.policy import Choice, Policy, Rule, Site
-from ..config.recipe import WHOLE, Recipe
+from ..config.recipe import SETTINGS, WHOLE, Recipe
 from ..devices import support
 from ..devices.gpu import Gpu
 from ..ir.fx_utils import Matrix
@@ -115,8 +116,8 @@ def settle(recipe: Recipe, facts: Facts) -> tuple[Recipe, tuple[str, ...]]:
         if not override.when(facts, recipe):
             continue
         changed = recipe.current if override.change is None else replace(recipe, **override.change(recipe))
-        if changed != recipe:
-            lines.append(f"{_difference(recipe, changed)}: {override.why}")
+        if difference := _difference(recipe, changed):
+            lines.append(f"{difference}: {override.why}")
         recipe = changed
     return recipe, tuple(lines)
 
@@ -126,6 +127,9 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
     choice = policy.choose(site)
     rule = policy.rules[choice.rule] if choice.rule is not None else None
     recipe, overrides = settle(choice.recipe, facts)
+    if rule is not None and (difference := _difference(policy.recipe, choice.recipe)):
+        which = f"rule {rule.name!r}" if rule.name else choice.label
+        overrides = (f"{difference}: {which} of the policy", *overrides)
     chosen, misfit = _kept(site, choice, rule, recipe), facts.misaligned or unfit(facts.weight, recipe)
     either, emulated = False, not recipe.built_in.native(facts.gpu)
     if facts.grouped:
@@ -163,7 +167,9 @@ def _kept(site: Site, choice: Choice, rule: Rule | None, recipe: Recipe) -> str 
 
 
 def _difference(before: Recipe, after: Recipe) -> str:
-    """The settings that `after` has and `before` has not: "current_scaling=(False, True, False)"."""
+    """The settings that `after` has and `before` has not: "current_scaling=(False, True, False)". Those that
+    the recipe does not look at are no difference."""
     names = [field.name for field in fields(Recipe)]
     names = [x for x in names if getattr(before, x) != getattr(after, x)]
+    names = [x for x in names if x not in SETTINGS or SETTINGS[x].matters(after)]
     return ", ".join(f"{'recipe' if name == 'name' else name}={getattr(after, name)!r}" for name in names)

@@ -16,7 +16,7 @@ import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu, roofline
 from fp8compile.dryrun.autocast import NOTE
-from fp8compile.dryrun.estimate import Cost, Estimate, _layers, carried_on, estimate
+from fp8compile.dryrun.estimate import Compiler, Cost, Estimate, _layers, estimate
 from fp8compile.dryrun.fake_gpu import Attention, Launch, MatmulLaunch, TensorLayout
 from fp8compile.errors import OptionError
 from tests.support import hooks, models
@@ -247,29 +247,41 @@ def test_an_optimizer_counts_the_same_in_both_and_without_waves_all_is_shorter(m
 # -- repeated blocks --
 
 
-@pytest.mark.weekly
-def test_extrapolation_of_equal_blocks():
-    whole, carried = estimated(3), estimated(3, extrapolate=True)
-    assert len(net(3).layers) == 3 and carried.notes == ("3 of layers, extrapolated from 1 and 2",)
+FIRST_AND_LAST = [{"blocks": "first 1", "fp8": "off"}, {"module": "layers.9.*", "fp8": "off"}]
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"policy": {"rules": FIRST_AND_LAST}}, "4 and 5"),
+        ({}, "3 and 4"),  # the first block has no gradient of its input
+        ({"policy": lambda module, name: not name.startswith("layers.9")}, "4 and 5"),
+    ],
+)
+def test_extrapolation_is_the_estimate_of_all_blocks(options, sizes, caplog):
+    whole, carried = (estimated(10, options=options, extrapolate=few) for few in (False, True))
+    assert carried.notes == (f"10 of layers, extrapolated from {sizes}",) and len(net(10).layers) == 10
     for a, b in ((whole.bf16, carried.bf16), (whole.fp8, carried.fp8)):
-        assert {d: n for d, n in a.flops.items() if n} == {d: n for d, n in b.flops.items() if n}
-        assert b.seconds == pytest.approx(a.seconds, rel=0.05)
-    assert {layer.name for layer in carried.layers} >= {"layers.0-2.down", "layers.0-2.gate"}
-    assert len(carried.report.matmuls) == len(whole.report.matmuls) == 3 * 3 * 3 - 2
+        assert {d: n for d, n in b.flops.items() if n > 1} == pytest.approx(
+            {d: n for d, n in a.flops.items() if n}
+        )
+        assert b.seconds == pytest.approx(a.seconds, rel=1e-3)
+        assert b.kept_for_backward == pytest.approx(a.kept_for_backward, rel=1e-3)
+    assert {layer.name for layer in carried.layers} >= {"layers.0-9.down", "layers.0-9.gate"}
+    assert carried.report.summary() == whole.report.summary()
+    assert not caplog.records  # such as that no module is called layers.9
 
 
-def test_carrying_on():
-    one = {"head": Cost(seconds=5), "layers.0.mlp": Cost(seconds=2), "": Cost(seconds=1)}
-    two = {
-        "head": Cost(seconds=5),
-        "layers.0.mlp": Cost(seconds=2),
-        "layers.1.mlp": Cost(seconds=3),
-        "": Cost(seconds=1.5),
-    }
-    made = list(_layers(carried_on(one, two, 5), {}))
-    assert {layer.name: layer.bf16.seconds for layer in made} == pytest.approx(
-        {"head": 5, "layers.0-4.mlp": 2 + 4 * 3, "(elsewhere)": 1 + 4 * 0.5}
+def test_what_comes_out_negative_is_refused(monkeypatch):
+    """Fewer blocks cost more here."""
+    costs = {"norm": Cost(seconds=1)}
+    monkeypatch.setattr(Compiler, "_compiled", lambda self, backend, order: (order, None))
+    monkeypatch.setattr(
+        Compiler, "_by_module", lambda self, order: {**costs, "layers.0.up": Cost(seconds=4 - len(order))}
     )
+    with pytest.raises(fp8compile.Fp8CompileError, match=r"layers.0-7.up come out negative.*few of layers"):
+        estimated(8, extrapolate=True)
 
 
 def test_layers_are_joined_by_their_first_number():

@@ -1,8 +1,11 @@
-"""`resolve`: the settings that run are the chosen ones, but for overrides, each of which is told."""
+"""`resolve`: the settings that run are those of all layers, but for overrides, each of which is told."""
 
 from __future__ import annotations
 
+import html
+from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import fp8compile
 from fp8compile import Recipe
 from fp8compile.passes.resolve import OVERRIDES, Facts, settle
 from tests.support import hooks
+from tests.support.models import SwiGlu, make
 from tests.support.reference_settings import RECIPES
 
 PLAIN = Facts(None, ("input", "weight"))
@@ -49,3 +53,34 @@ def test_the_report_prints_them() -> None:
         "each call has no history"
     )
     assert told in str(fp8compile.report(model)).splitlines()
+
+
+DOWN = "current_scaling=(True, False, False): rule 'down projection' of the policy"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, {"down": DOWN}),  # a rule of the default policy
+        ({"recipe": "tensorwise"}, {}),  # has no effect there
+        ({"current_scaling": (True, False, False)}, {}),  # which all layers have
+        (
+            {"policy": {"rules": [{"name": "own", "module": "up", "recipe": "tensorwise", "margin": 2}]}},
+            {"up": "recipe='tensorwise', margin=2: rule 'own' of the policy", "down": DOWN},
+        ),
+    ],
+)
+def test_what_a_rule_changes_is_told_everywhere(options: Mapping[str, Any], told: Mapping[str, str]) -> None:
+    """Whether the rule is the user's or one of a shipped policy."""
+    model = make(SwiGlu)
+    x = torch.randn(32, 128, requires_grad=True)
+    with hooks.traced():
+        torch.compile(model, backend="fp8", options=dict(options))(x).sum().backward()
+    for report in (fp8compile.report(model), fp8compile.explain(model, x, options=options)):
+        changed = {record.fqn: record.overrides for record in report.matmuls if record.overrides}
+        assert changed == {name: (line,) for name, line in told.items()}
+        lines = [f"1 FP8 layer: {line}" for line in told.values()]
+        assert [line[2:] for line in str(report).splitlines() if line.startswith("* 1 FP8")] == lines
+        page = html.unescape(report.to_html())
+        assert all(line in page for line in lines)
+        assert report.to_dict()["graphs"][0]["remarks"] == lines

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...extension import Feature, GraphFeature, Pass
-from ...ir.records import FP8
+from ...ir.records import HIGH_PRECISION
 from ...passes.joint import Rewritten
 from . import forwards
 from .forwards import Forwards
@@ -35,7 +35,9 @@ class Export(Feature):
     passes = {"amax_groups": (Pass("forwards", forwards.forwards),)}  # how the fprop of each weight casts
 
     def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
-        return ForwardsOfGraph(job.inputs.training and job.inputs.grad) if phase == FP8 else None
+        # the high-precision half of a schedule counts, too: it records the histories that FP8 begins with
+        asked = job.only != HIGH_PRECISION
+        return ForwardsOfGraph(job.inputs.training and job.inputs.grad) if asked else None
 
     def reset(self) -> None:
         forwards.forget()

@@ -16,7 +16,7 @@ from fp8compile.features.export.exported_layers import obstacle
 from fp8compile.features.export.forwards import Forward
 from tests.features.export.small import Small, evaluated, next_forward, tokens, trained
 from tests.support.harness import load_scaling, sqnr
-from tests.support.hooks import slots_of
+from tests.support.hooks import phases_afresh, slots_of
 from tests.support.reference_casts import OCP, Quantized, block_amaxes, quantize
 from tests.support.served import config_of, serve, tensors_of
 
@@ -117,6 +117,22 @@ def test_delayed_takes_the_scales_of_its_state(tmp_path: Path) -> None:
     assert (values.abs() == 448.0).sum() > 10
     theirs = serve(Small(), made.directory)(tokens(9))
     assert sqnr(next_forward(compiled, tokens(9)), theirs) > CLOSE_DB
+
+
+@pytest.mark.feature("schedule")
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_the_warm_up_of_a_schedule_is_training(recipe: str, tmp_path: Path) -> None:
+    """An export in it is what FP8 begins with: the warm-up keeps the histories."""
+    model = Small()
+    with phases_afresh():
+        compiled = trained(model, 2, recipe, policy={"schedule": {"warmup_steps": 3}})
+        made = fp8compile.export(model, tmp_path / "out")
+        assert made.layers == dict.fromkeys(FP8, recipe)
+        assert ("up.input_scale" in tensors_of(made.directory)) is (recipe == "delayed")
+        theirs = serve(Small(), made.directory)(tokens(9))
+        assert sqnr(next_forward(compiled, tokens(9)), theirs) < CLOSE_DB
+        fp8compile.set_precision("fp8", model)
+        assert sqnr(next_forward(compiled, tokens(9)), theirs) > CLOSE_DB
 
 
 def test_delayed_without_a_history_takes_the_current_amax(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -75,11 +76,11 @@ def described_once() -> Iterator[dict[tuple, tuple[Any, Any]]]:
     made: dict[tuple, tuple[Any, Any]] = {}
     stock = Compiler._compiled
 
-    def compiled(self: Compiler, backend: Callable, blocks: int) -> Any:
-        cast = torch.is_autocast_enabled("cpu")
-        key = (id(self.model), backend.__name__, repr(self.options), self.device.gpu, blocks, cast)
+    def compiled(self: Compiler, backend: Callable, order: Any = None) -> Any:
+        cast, ours = torch.is_autocast_enabled("cpu"), isinstance(backend, functools.partial)
+        key = (id(self.model), ours, repr(self.options), self.device.gpu, order, cast)
         if key not in made:
-            made[key] = self, stock(self, backend, blocks)  # the model stays alive, and its id its own
+            made[key] = self, stock(self, backend, order)  # the model stays alive, and its id its own
         return made[key][1]
 
     with mock.patch.object(Compiler, "_compiled", compiled):
