@@ -16,13 +16,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8compile.config.options import OURS, parse
 from fp8compile.config.recipe import ROW, WHOLE, Block
+from fp8compile.errors import OptionError
 from fp8compile.ir import ops
 from tests.support.harness import assert_fp8, compiled, grads_of, leaf, noise, sqnr
 
 torchao = pytest.importorskip("torchao")
 from torchao.float8 import Float8LinearConfig  # noqa: E402
-from torchao.float8.config import ScalingGranularity  # noqa: E402
+from torchao.float8.config import CastConfig, Float8GemmConfig, ScalingGranularity  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # noqa: E402
 
@@ -241,3 +243,12 @@ def test_microscaling_of_zeros_infinities_and_nan() -> None:
     for row in (1, 2):
         assert got.float()[row, 3].isnan() and (got.float()[row].nan_to_num(1.0) == 1.0).all()
     assert sqnr(x[3], got[3].float() * got_inv[3]) > 28.0
+
+
+def test_each_name_of_its_configs_has_a_hint() -> None:
+    configs = Float8LinearConfig, CastConfig, Float8GemmConfig
+    names = {field.name for config in configs for field in dataclasses.fields(config)} - {*OURS}
+    assert len(names) > 12
+    for name in names:
+        with pytest.raises(OptionError, match="Here it is "):
+            parse({name: True})

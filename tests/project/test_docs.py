@@ -17,7 +17,7 @@ import pytest
 
 import fp8compile
 from fp8compile import cli, errors
-from fp8compile.config.options import OURS
+from fp8compile.config.options import OURS, parse
 from fp8compile.config.recipe import RECIPES
 from tests.project import command_options, settings_page
 
@@ -131,6 +131,25 @@ def test_every_option_is_in_one_table_and_every_row_is_an_option() -> None:
     pages = [(ROOT / "docs" / page).read_text() for page in ("options.md", "reference/settings.md")]
     named = [name for page in pages for name in re.findall(r"^\| `(\w+)` \|", page, re.M)]
     assert sorted(named) == sorted(OURS)
+
+
+@pytest.mark.parametrize("page, recipes", [("from-torchao.md", 0), ("from-transformer-engine.md", 6)])
+def test_other_libraries_names_end_in_an_error_with_the_name_here(page: str, recipes: int) -> None:
+    """As options or recipes: the names and keywords of the tables whose second column is of fp8compile."""
+    text = (ROOT / "docs/how-to" / page).read_text()
+    tables = re.findall(r"^\| \w+ \| fp8compile \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    code = [span for table in tables for row in rows(table) for span in re.findall(r"`([^`]+)`", row[0])]
+    names = {name for span in code for name in re.findall(r"^(_?[a-z]\w*)$|\b([a-z]\w*)=", span) for name in name}
+    theirs = sorted(names - {"", *OURS})
+    assert len(theirs) >= 12
+    for name in theirs:
+        with pytest.raises(errors.OptionError, match=r"unknown fp8 option '\w+' .*\. Here it is "):
+            parse({name: True})
+    classes = [span for span in code if re.fullmatch(r"\w+(Scaling|Recipe)", span)]
+    assert len(classes) == recipes
+    for name in classes:
+        with pytest.raises(errors.OptionError, match=r"'recipe' must be (?!one of)"):
+            parse({"recipe": name})
 
 
 def test_the_settings_have_their_page() -> None:
