@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fp8compile import OptionError, StrictError, compat
+
 pytestmark = pytest.mark.compat
 
 

@@ -139,8 +139,8 @@ def test_other_libraries_names_end_in_an_error_with_the_name_here(page: str, rec
     text = (ROOT / "docs/how-to" / page).read_text()
     tables = re.findall(r"^\| \w+ \| fp8compile \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
     code = [span for table in tables for row in rows(table) for span in re.findall(r"`([^`]+)`", row[0])]
-    names = {name for span in code for name in re.findall(r"^(_?[a-z]\w*)$|\b([a-z]\w*)=", span) for name in name}
-    theirs = sorted(names - {"", *OURS})
+    found = (re.findall(r"^(_?[a-z]\w*)$|\b([a-z]\w*)=", span) for span in code)
+    theirs = sorted({name for pairs in found for pair in pairs for name in pair} - {"", *OURS})
     assert len(theirs) >= 12
     for name in theirs:
         with pytest.raises(errors.OptionError, match=r"unknown fp8 option '\w+' .*\. Here it is "):
@@ -150,6 +150,17 @@ def test_other_libraries_names_end_in_an_error_with_the_name_here(page: str, rec
     for name in classes:
         with pytest.raises(errors.OptionError, match=r"'recipe' must be (?!one of)"):
             parse({"recipe": name})
+
+
+def test_the_line_that_renames_a_checkpoint_leaves_names_that_are_right() -> None:
+    """The page's script has the keys of one module; a whole model has others."""
+    text = (ROOT / "docs/how-to/from-transformer-engine.md").read_text()
+    line = re.search(r"^vanilla = .*$", text, re.M)[0]
+    right = {"lm_head.weight": 1, "0.q_proj.weight": 2}
+    theirs = {**right, "0.fc1_weight": 3, "0.layer_norm_bias": 4, "0._extra_state": 5}
+    scope = {"theirs": theirs, "re": re}
+    exec(line, scope)
+    assert scope["vanilla"] == {**right, "0.fc1.weight": 3, "0.layer_norm.bias": 4}
 
 
 def test_the_settings_have_their_page() -> None:
