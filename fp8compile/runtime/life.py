@@ -86,7 +86,7 @@ class PageSet:
         watch = self.watch
         if watch is None or not watch.here:
             watch = self.watch = watch_of(self.forward.tensor.device)
-        was_cold = self.cold
+        was_cold = self.cold and not self.observes  # whose calls are not
         if not was_cold:
             watch.look(self.forward, self.backward)
         found = [*self.forward.found, *(overflow._replace(backward=True) for overflow in self.backward.found)]

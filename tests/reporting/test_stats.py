@@ -192,6 +192,17 @@ def test_no_amax_after_a_nan() -> None:
     assert amaxes() == before
 
 
+@pytest.mark.feature("schedule")
+def test_an_amax_comes_back_in_a_phase_of_high_precision(caplog) -> None:
+    """Its calls look, too; and they name the tensor."""
+    model = make(Mlp)
+    run = compiled(model, policy={"schedule": {"warmup_steps": 100}})
+    for factor, known in ((1.0, True), (math.nan, False), (1.0, True)):
+        run(noise(16, 128) * factor).square().mean().backward()
+        assert (fp8compile.stats(model).rows()[0]["amax"] is not None) == known
+    assert "an infinity or a NaN came to up.weight (input)" in caplog.text
+
+
 def test_equal_rows_share_a_line() -> None:
     """For a recipe without state there are no numbers before a call is measured."""
     row = dict.fromkeys((*STATE, *COSTLY))
