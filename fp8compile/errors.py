@@ -135,17 +135,22 @@ def one_of(key: str, value: Any, allowed: Collection[str]) -> str:
 # -- errors of the user's code --
 
 
-# Dynamo's errors whose message begins with a heading, not with the error that it met: its cause or context
-_WRAPPERS = ("TorchRuntimeError", "BackendCompilerFailed")
+# Dynamo's errors whose message is a heading, and how that of what they wrap may begin. Read in 2.11 to 2.15
+_HEADED = ("TorchRuntimeError", "BackendCompilerFailed")
+_WRAPPED = "Dynamo failed to run FX node"
 
 
 def met(error: BaseException) -> BaseException:
     """The error that Dynamo met in the user's code or in a backend; any other error itself."""
     found: BaseException | None = error
-    if type(error).__name__ in _WRAPPERS:
-        while found is not None and type(found).__name__ in (*_WRAPPERS, "Unsupported"):
+    if type(error).__name__ in _HEADED:
+        while found is not None and (_is_dynamos(found) or str(found).startswith(_WRAPPED)):
             found = found.__cause__ or found.__context__
     return found or error
+
+
+def _is_dynamos(error: BaseException) -> bool:
+    return type(error).__module__.startswith("torch._dynamo")
 
 
 def one_line(error: BaseException) -> str:
