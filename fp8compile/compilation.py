@@ -24,7 +24,7 @@ from .ir import ops, state_page
 from .ir.inputs import Inputs
 from .ir.merged import both_sides, side_by_side
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
-from .logs import get_logger
+from .logs import get_logger, said_if_slow
 from .passes.joint import Joint, Partitioned, Rewritten
 from .passes.pipeline import run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
 from .process import Extras
@@ -97,7 +97,10 @@ class Compilation:
         # DDPOptimizer expects one lazy backward a graph, but with a schedule each graph is compiled twice
         at_once = self.options.policy.schedule is not None
         restore = halves.restore if self.facts is not None else None
-        function = compat.inductor.compile_fx(gm, examples, halves.compile, self._patches(), at_once, restore)
+        with said_if_slow(logger, f"fp8: {self.job.inputs.root} is being compiled"):
+            function = compat.inductor.compile_fx(
+                gm, examples, halves.compile, self._patches(), at_once, restore
+            )
         done = halves.rewritten
         if halves.restored:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -136,13 +135,28 @@ def one_of(key: str, value: Any, allowed: Collection[str]) -> str:
 # -- errors of the user's code --
 
 
+# Dynamo's errors whose message is a heading, and how that of what they wrap may begin. Read in 2.11 to 2.15
+_HEADED = ("TorchRuntimeError", "BackendCompilerFailed")
+_WRAPPED = "Dynamo failed to run FX node"
+
+
+def met(error: BaseException) -> BaseException:
+    """The error that Dynamo met in the user's code or in a backend; any other error itself."""
+    found: BaseException | None = error
+    if type(error).__name__ in _HEADED:
+        while found is not None and (_is_dynamos(found) or str(found).startswith(_WRAPPED)):
+            found = found.__cause__ or found.__context__
+    return found or error
+
+
+def _is_dynamos(error: BaseException) -> bool:
+    return type(error).__module__.startswith("torch._dynamo")
+
+
 def one_line(error: BaseException) -> str:
-    """An error's class and the first line of its message. For an error of Dynamo's: the error that it met."""
-    text = str(error)
-    met = re.search(r"""Explanation: .*\bgot (\w+)\((['"])(.*)\2,?\)$""", text, re.MULTILINE)
-    if met:
-        return f"{met[1]}: {met[3]}"
-    said = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    """The class and the first line of the message of an error, or of the one that Dynamo met."""
+    error = met(error)
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import is_foreign, one_line, user_frames
+from ..errors import is_foreign, met, user_frames
 
 if TYPE_CHECKING:
     import torch
@@ -53,5 +53,7 @@ def traceback_of(error: BaseException) -> str:
 def user_traceback(error: BaseException) -> str:
     """The traceback of `error` with the user's frames only; "" if it has no frame of the user's code."""
     theirs = user_frames(error)
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs), one_line(error)]
-    return "".join(lines) if theirs else ""
+    said = met(error)
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
+    lines += [f"{type(said).__name__}: {said}" if str(said) else type(said).__name__]
+    return "".join(lines).rstrip() if theirs else ""

@@ -117,10 +117,13 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def shown(error: Exception) -> Exception:
-    """`error` as an exception of a derived class, which Dynamo passes on to the user without wrapping it."""
+    """`error` as an exception of a derived class, which Dynamo passes on to the user without wrapping it.
+    Its text stays: Dynamo adds to `args` where to report a bug of its own."""
     from torch._dynamo.exc import ShortenTraceback
 
-    kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
+    said = str(error)
+    own = {"__module__": type(error).__module__, "__str__": lambda _: said}
+    kind = type(type(error).__name__, (type(error), ShortenTraceback), own)
     made = kind.__new__(kind, *error.args)
     ShortenTraceback.__init__(made, *error.args, first_useful_frame=None)
     made.__dict__.update(error.__dict__)

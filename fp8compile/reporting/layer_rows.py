@@ -77,7 +77,9 @@ class Layer:
 
     @cached_property
     def rules(self) -> str:
-        return ", ".join(dict.fromkeys(record.rule for record in self.records if record.rule))
+        """The rules that decided, without those that a reason begins with."""
+        named = ((record.rule, record.reason.removeprefix("policy: ")) for record in self.records)
+        return ", ".join(dict.fromkeys(rule for rule, why in named if rule and not why.startswith(rule)))
 
     @cached_property
     def times(self) -> tuple[float, float, float] | None:

@@ -20,11 +20,13 @@ from torch import nn
 from .. import compat
 from ..config.settings import integer
 from ..errors import OptionError
+from ..ir.records import FP8
 from ..logs import get_logger, rank, say_once
 from ..runtime.optimizer_steps import each_step, steps_of
 from ..runtime.parameters import find
 from ..runtime.probe import Measurement, ending
 from ..runtime.state import named_weights, unwrapped
+from .report import report
 from .stats import COSTLY, STATE, table, tensor_of
 
 logger = get_logger(__name__)
@@ -110,11 +112,11 @@ class Monitor:
             return self.close()
         due = step % self.every == 0  # else counted from another model's steps, or changed by `set_step`
         if measurement is not None and due and not measurement.records:
-            why = "no training call in FP8"
-            if not any(find(weight).casts for weight in named_weights(model).values()):
-                why = "nothing of it runs in FP8 (fp8compile.report(model) says why)"
-            text = f"monitor of {type(model).__name__}: {why}: nothing to write at step {step}"
-            say_once(logger, logging.WARNING, text)
+            why = "nothing of it runs in FP8 (fp8compile.report(model) says why)"
+            if any(record.decision == FP8 for record in report(model).matmuls):
+                why = "no training call was in FP8 (in a schedule's phase of high precision none is)"
+            text = f"monitor of {type(model).__name__}: {why}"
+            say_once(logger, logging.WARNING, f"{text}: nothing to write at step {step}", key=text)
         elif measurement is not None:
             measurement.end()
             self._measurement = None
@@ -145,8 +147,8 @@ def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") ->
 def unwrapped_compiled(model: nn.Module) -> nn.Module:
     """The bare module; OptionError if neither the module nor a part of it was compiled."""
     inner = unwrapped(model)
-    casts = (find(weight).casts for weight in named_weights(inner).values())
-    if compat.autograd.is_compiled(model) or any(casts):
+    records = map(find, named_weights(inner).values())
+    if compat.autograd.is_compiled(model) or any(record.casts or record.graphs for record in records):
         return inner
     raise OptionError(
         "monitor(model): the model must be compiled: what torch.compile(model, backend='fp8') returned, or a "

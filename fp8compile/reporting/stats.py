@@ -156,8 +156,12 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
                 row.update(numbers())
             if role == "weight" and stored is not None:
                 row.update(_stored(stored))
-            rows.append(row)
+            rows.append({key: None if _odd(value) else value for key, value in row.items()})
     return rows
+
+
+def _odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def tensor_of(row: dict[str, Any]) -> str:
@@ -170,6 +174,9 @@ def _state(slot: Slot, pages: dict[Page, Tensor]) -> dict[str, Any]:
         pages[slot.page] = slot.page.tensor.detach().cpu()
     row = Rows(pages[slot.page][slot.row])
     amax, scale, inverse = row.newest.item(), row.scale.item(), row.scale_inv.item()
+    # then the row did not move: it has an older amax. Without a limit, no host looks, and the mark stays
+    if (row.not_finite and row.limit.isfinite()) or slot.row in slot.page.not_finite:
+        amax = math.nan
     return dict(zip(STATE, (amax, scale, inverse, inverse, inverse), strict=True))
 
 
@@ -190,9 +197,9 @@ def _measured(vector: list[float], state: bool) -> dict[str, Any]:
         row["amax"] = seen["amax"]
         row["scale"], row["scale_inv"] = (seen["scale"], seen["scale_inv_min"]) if one else (None, None)
         row["scale_inv_min"], row["scale_inv_max"] = seen["scale_inv_min"], seen["scale_inv_max"]
-    if elements:
+    if elements and (signal or not _odd(seen["amax"])):  # else nothing of it is finite
         for key in ("overflows", "underflows"):
             row[f"{key}%"] = 100 * seen[key] / elements
         row["mse"] = error / elements
         row["sqnr"] = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
-    return {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
+    return row

@@ -81,20 +81,18 @@ class PageSet:
         return ran
 
     def look(self) -> list[Overflow]:
-        """Before a forward that moves watched pages: what earlier calls met. After an overflow it is cold."""
-        if self.observes:  # nothing saturates
-            self.forward.moves()
-            return []
+        """Before a forward that moves watched pages: what earlier calls met. After an overflow it is cold,
+        unless it `observes`: then nothing saturates."""
         watch = self.watch
         if watch is None or not watch.here:
             watch = self.watch = watch_of(self.forward.tensor.device)
-        was_cold = self.cold
+        was_cold = self.cold and not self.observes  # whose calls are not
         if not was_cold:
             watch.look(self.forward, self.backward)
         found = [*self.forward.found, *(overflow._replace(backward=True) for overflow in self.backward.found)]
         if found:
             self.forward.found = self.backward.found = ()
-            if was_cold:
+            if was_cold or self.observes:
                 found = [overflow for overflow in found if overflow.amax == math.inf]
             elif not self.together and any(overflow.amax < math.inf for overflow in found):
                 self._cold_again()

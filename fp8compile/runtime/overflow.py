@@ -162,6 +162,7 @@ class Watch:
                 page.found = [*page.found, Overflow(row, amax, fp8_max_of(reach, abs(limit)) / scale)]
             if not_finite:
                 marked.append((page, row))
+                page.not_finite = [*page.not_finite, row]
         if marked:  # the first one. Gradients follow from an activation that is not finite
             causes = [(page, row) for page, row in marked if page.homes[row][1][0] != "gradient"]
             page, row = (causes or marked)[0]

@@ -62,6 +62,7 @@ class Page:
     loading: Loading | None = None  # for the first graph that takes it over
     moved: bool = False  # since the host has looked for overflows
     found: Sequence[Overflow] = ()  # by the last look
+    not_finite: Collection[int] = ()  # rows that the last look has found marked; it takes the marks away
 
     def __post_init__(self) -> None:
         # autograd may have saved the page for a backward: views of .data do not share its version counter
@@ -71,7 +72,7 @@ class Page:
 
     def moves(self) -> None:
         """What the host knew of its values is outdated."""
-        self.moved, self.found = True, ()
+        self.moved, self.found, self.not_finite = True, (), ()
 
     @property
     def waits(self) -> bool:

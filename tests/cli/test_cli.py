@@ -109,6 +109,34 @@ def unknown_key():
 def misshapen():
     return Net(), (torch.zeros(64, 255),)
 
+class Mixed(torch.nn.Module):  # Dynamo shows the arguments of the operator in lines of their own
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        q = self.qkv(x)[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(q.float(), q.float(), q).sum()
+
+def mixed():
+    return Mixed().bfloat16(), torch.zeros(2, 64, 256, dtype=torch.bfloat16)
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[:1]
+
+class Backward(Mixed):
+    def forward(self, x):
+        return Wrong.apply(self.qkv(x)).sum()
+
+def backward():
+    return Backward(), torch.ones(64, 256)
+
 def tiny():
     torch.manual_seed(0)
     return Net(128, 1), (torch.ones(64, 128),)
@@ -524,6 +552,28 @@ def test_a_model_that_cannot_be_traced(model, capsys):
     assert [(Path(file).name, function) for file, function in frames] == [("my_model.py", "forward")] * 2
     with pytest.raises(RuntimeError, match="reduction dim"):
         cli.main(["--traceback", "explain", "my_model.py:misshapen"])
+
+
+CAUSES = {"mixed": "Expected query, key, and value to have the same dtype", "backward": "an invalid gradient"}
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in ApplyTemplateBackward")
+@pytest.mark.parametrize(
+    "command, target",
+    [
+        ("explain", "mixed"),
+        ("explain", "backward"),  # not while Dynamo traces: in AOTAutograd
+        ("estimate", "mixed"),
+        ("compare", "mixed"),
+        ("tune", "mixed"),
+        ("bench --device cpu", "mixed"),
+    ],
+)
+def test_the_cause_is_torchs_message(model, capsys, command, target):
+    """Dynamo's own message is a heading."""
+    assert cli.main([*command.split(), f"my_model.py:{target}"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert CAUSES[target] in last and last.count("error: ") == 1
 
 
 # -- estimate --

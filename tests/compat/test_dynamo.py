@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8compile import compat
+from fp8compile import OptionError, StrictError, compat
 
 pytestmark = pytest.mark.compat
 
@@ -50,3 +50,15 @@ def test_the_root_of_each_input() -> None:
     assert sorted({name: root for name, root in found.items() if "teacher" in name}.values()) == 3 * [
         "L['models']['teacher']"
     ]
+
+
+@pytest.mark.parametrize(
+    "given", [{"recpie": "rowwise"}, {"policy": {"rules": [{"module": "nope"}]}, "strict": True}]
+)
+def test_an_error_of_ours_ends_where_we_end_it(given: dict[str, Any]) -> None:
+    """Dynamo advises how to report a bug of its own."""
+    with pytest.raises((OptionError, StrictError)) as caught:
+        torch.compile(nn.Linear(32, 32), backend="fp8", options=given)(torch.ones(32, 32))
+    text = str(caught.value)
+    assert "TORCH_LOGS" not in text and "from user code" not in text
+    assert text.endswith("(strict=True)" if "strict" in given else "Did you mean 'recipe'?")

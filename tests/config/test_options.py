@@ -243,6 +243,8 @@ def test_options_by_the_names_of_other_libraries():
     assert "fp8compile.distributed.fp8_all_gather(model)" in error_of({"enable_fsdp_float8_all_gather": True})
     assert callable(fp8compile.distributed.fp8_all_gather)
     assert "'policy'" in error_of({"module_filter_fn": lambda module, name: True})
+    inside = {"policy": {"rules": [{"module": "*", "gemm_config_output": True}]}}
+    assert "Here it is 'use_fast_accum'" in error_of(inside)
     assert "there is no NVFP4 here" in error_of({"recipe": "NVFP4BlockScaling"})
 
 

@@ -10,19 +10,25 @@ end show the differences, and both packages' treatment of zeros, infinities and 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from fp8compile.config.options import OURS, parse
 from fp8compile.config.recipe import ROW, WHOLE, Block
+from fp8compile.errors import OptionError
 from fp8compile.ir import ops
 from tests.support.harness import assert_fp8, compiled, grads_of, leaf, noise, sqnr
 
 torchao = pytest.importorskip("torchao")
-from torchao.float8 import Float8LinearConfig  # noqa: E402
-from torchao.float8.config import ScalingGranularity  # noqa: E402
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: E402
+from torchao.float8.config import CastConfig, Float8GemmConfig, ScalingGranularity  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # noqa: E402
 
@@ -241,3 +247,30 @@ def test_microscaling_of_zeros_infinities_and_nan() -> None:
     for row in (1, 2):
         assert got.float()[row, 3].isnan() and (got.float()[row].nan_to_num(1.0) == 1.0).all()
     assert sqnr(x[3], got[3].float() * got_inv[3]) > 28.0
+
+
+def test_each_name_of_its_configs_has_a_hint() -> None:
+    configs = Float8LinearConfig, CastConfig, Float8GemmConfig
+    names = {field.name for config in configs for field in dataclasses.fields(config)} - {*OURS}
+    assert len(names) > 12
+    for name in names:
+        with pytest.raises(OptionError, match="Here it is "):
+            parse({name: True})
+
+
+def test_a_checkpoint_of_its_fp8_all_gather_loads_beside_it(tmp_path: Path) -> None:
+    """As from-torchao.md says: its tensors are of a class that torchao's import makes known to torch."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        theirs, ours = nn.Sequential(nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 32))
+        weight = theirs[0].weight.detach().clone()
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        convert_to_float8_training(theirs, config=config)
+        fully_shard(theirs)
+        dcp.save({"model": theirs.state_dict()}, checkpoint_id=tmp_path)
+        fully_shard(ours)
+        dcp.load({"model": ours.state_dict()}, checkpoint_id=tmp_path)
+        loaded = ours[0].weight.to_local()
+        assert type(loaded) is Tensor and torch.equal(loaded, weight)
+    finally:
+        dist.destroy_process_group()

@@ -17,7 +17,7 @@ import pytest
 
 import fp8compile
 from fp8compile import cli, errors
-from fp8compile.config.options import OURS
+from fp8compile.config.options import OURS, parse
 from fp8compile.config.recipe import RECIPES
 from tests.project import command_options, settings_page
 
@@ -131,6 +131,36 @@ def test_every_option_is_in_one_table_and_every_row_is_an_option() -> None:
     pages = [(ROOT / "docs" / page).read_text() for page in ("options.md", "reference/settings.md")]
     named = [name for page in pages for name in re.findall(r"^\| `(\w+)` \|", page, re.M)]
     assert sorted(named) == sorted(OURS)
+
+
+@pytest.mark.parametrize("page, recipes", [("from-torchao.md", 0), ("from-transformer-engine.md", 6)])
+def test_other_libraries_names_end_in_an_error_with_the_name_here(page: str, recipes: int) -> None:
+    """As options or recipes: the names and keywords of the tables whose second column is of fp8compile."""
+    text = (ROOT / "docs/how-to" / page).read_text()
+    tables = re.findall(r"^\| \w+ \| fp8compile \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    code = [span for table in tables for row in rows(table) for span in re.findall(r"`([^`]+)`", row[0])]
+    found = (re.findall(r"^(_?[a-z]\w*)$|\b([a-z]\w*)=", span) for span in code)
+    theirs = sorted({name for pairs in found for pair in pairs for name in pair} - {"", *OURS})
+    assert len(theirs) >= 12
+    for name in theirs:
+        with pytest.raises(errors.OptionError, match=r"unknown fp8 option '\w+' .*\. Here it is "):
+            parse({name: True})
+    classes = [span for span in code if re.fullmatch(r"\w+(Scaling|Recipe)", span)]
+    assert len(classes) == recipes
+    for name in classes:
+        with pytest.raises(errors.OptionError, match=r"'recipe' must be (?!one of)"):
+            parse({"recipe": name})
+
+
+def test_the_line_that_renames_a_checkpoint_leaves_names_that_are_right() -> None:
+    """The page's script has the keys of one module; a whole model has others."""
+    text = (ROOT / "docs/how-to/from-transformer-engine.md").read_text()
+    line = re.search(r"^vanilla = .*$", text, re.M)[0]
+    right = {"lm_head.weight": 1, "0.q_proj.weight": 2}
+    theirs = {**right, "0.fc1_weight": 3, "0.layer_norm_bias": 4, "0._extra_state": 5}
+    scope = {"theirs": theirs, "re": re}
+    exec(line, scope)
+    assert scope["vanilla"] == {**right, "0.fc1.weight": 3, "0.layer_norm.bias": 4}
 
 
 def test_the_settings_have_their_page() -> None:

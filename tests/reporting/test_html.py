@@ -121,6 +121,18 @@ def test_rows():
     assert sum(row.flops for row in rows.values()) == sum(record.flops for record in gpt().matmuls)
 
 
+@pytest.mark.parametrize("reason", ["ends", "policy: ends", "ends: 64 x 256, 4096 rows"])
+def test_a_rule_is_named_once(reason):
+    kept, fp8 = section(
+        GraphReport(
+            0,
+            "f",
+            (*linear("a", 512, 256, 256, reason, rule="ends"), *linear("b", 256, 256, 256, rule="ends")),
+        )
+    ).rows
+    assert (kept.first.rules, fp8.first.rules) == ("", "ends") and kept.hover.count("ends") == 1
+
+
 def row_names(records: list[MatmulRecord]) -> list[str]:
     return [row.name for row in section(GraphReport(0, "f", tuple(records))).rows]
 

@@ -165,6 +165,19 @@ def test_what_cannot_be_written(caplog) -> None:
     assert monitor.written == 0 and "No space left" in caplog.text
 
 
+@pytest.mark.feature("schedule")
+def test_in_a_warm_up_one_line_says_so(caplog) -> None:
+    """Also of a bare module whose parts were compiled, which has been called in high precision alone."""
+    model, rows = make(Mlp), []
+    run = compiled(model, policy={"schedule": {"warmup_steps": 4}})
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    train(run, model, 1, optimizer)
+    with fp8compile.monitor(model, 2, rows.extend):
+        train(run, model, 5, optimizer)
+    (said,) = [text for text in caplog.messages if text.startswith("monitor of")]
+    assert "no training call was in FP8 (in a schedule's phase" in said and steps_in(rows) == [6]
+
+
 @pytest.mark.slow
 def test_a_model_that_is_gone() -> None:
     model = make(Mlp)

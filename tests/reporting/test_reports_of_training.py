@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 
 import fp8compile
+from fp8compile import logs
 from fp8compile.reporting.report import Report
 from tests.support.harness import noise
 from tests.support.models import Mlp
@@ -45,6 +46,16 @@ def rows(report: Report) -> list[tuple]:
     return sorted(
         (r.fqn, r.gemm, r.m, r.n, r.k, r.decision, r.reason.split(":")[0], r.recipe) for r in report.matmuls
     )
+
+
+def test_a_line_while_it_is_compiled(monkeypatch, caplog) -> None:
+    """Only if it takes long: else the summary is the first line."""
+    train(torch.compile(Tiny(), backend="fp8"), 4, 16, 128)
+    assert "is being compiled" not in caplog.text
+    monkeypatch.setattr(logs, "SLOW", 0.0)
+    torch.compiler.reset()
+    train(torch.compile(Tiny(), backend="fp8"), 4, 16, 128)
+    assert caplog.text.count("Tiny is being compiled, for 0 seconds so far; it happens once") == 1
 
 
 TINY_ROWS = sorted(

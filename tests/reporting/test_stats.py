@@ -161,6 +161,48 @@ def test_what_is_not_finite_or_zero_is_json() -> None:
     assert "weight" in str(stats) and len(stats) == 3
 
 
+def test_no_amax_after_a_nan() -> None:
+    """The state keeps the amax of the call before. The mark of a page lasts until the host has looked, as the
+    call of another model has it do."""
+    model, other = make(Mlp), linear()
+    run, beside = compiled(model), compiled(other)
+
+    def amaxes() -> list[float | None]:
+        run(noise(16, 128)).square().mean().backward()
+        read = [row["amax"] for row in fp8compile.stats(model)]
+        beside(noise(16, 128)).sum().backward()
+        assert read == [row["amax"] for row in fp8compile.stats(model)]
+        return read
+
+    before = amaxes()
+    assert before == amaxes() and len(before) == 6 and None not in before
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        model.up.weight[3, 5] = math.nan
+    for _ in range(3):
+        assert amaxes() == [before[0], None, None, None, before[4], None]  # all but x and down.weight
+    fp8compile.stats(model, measure=True)
+    with torch.no_grad():
+        model.up.weight.fill_(math.nan)
+    amaxes()
+    up = fp8compile.stats(model).rows()[1]
+    assert up["role"] == "weight" and [up[key] for key in ("amax", *COSTLY)] == 5 * [None]
+    model.load_state_dict(weights)
+    amaxes()  # a cold call, before which no host looks
+    assert amaxes() == before
+
+
+@pytest.mark.feature("schedule")
+def test_an_amax_comes_back_in_a_phase_of_high_precision(caplog) -> None:
+    """Its calls look, too; and they name the tensor."""
+    model = make(Mlp)
+    run = compiled(model, policy={"schedule": {"warmup_steps": 100}})
+    for factor, known in ((1.0, True), (math.nan, False), (1.0, True)):
+        run(noise(16, 128) * factor).square().mean().backward()
+        assert (fp8compile.stats(model).rows()[0]["amax"] is not None) == known
+    assert "an infinity or a NaN came to up.weight (input)" in caplog.text
+
+
 def test_equal_rows_share_a_line() -> None:
     """For a recipe without state there are no numbers before a call is measured."""
     row = dict.fromkeys((*STATE, *COSTLY))

@@ -20,6 +20,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ...errors import OptionError, describe, did_you_mean, near
+from .. import peers
 from ..settings import Check, one
 from .policy_errors import PolicyError
 
@@ -161,6 +162,8 @@ def _unknown(name: str, value: Any, cls: type) -> str:
         hint = f" {name!r} goes to the top of the file, above all tables."
     elif homes:
         hint = f" {name!r} goes into {', '.join(homes[:-1])}{' or ' if homes[1:] else ''}{homes[-1]}."
+    elif instead := peers.option(name):
+        hint = f" Here it is {instead}."
     else:
         hint = did_you_mean(near(name, keys))
     return f"unknown key {name!r} (value {describe(value, 40)}).{hint} The keys here are {', '.join(keys)}."

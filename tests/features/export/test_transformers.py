@@ -143,6 +143,19 @@ def test_mxfp8_loaded_with_compressed_tensors_in_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_mxfp8_of_a_float32_model_is_loaded_in_bf16(tmp_path: Path) -> None:
+    """As export.md says. In float32, and with `.float()`, transformers refuses."""
+    pytest.importorskip("compressed_tensors")
+    model, _, made = exported("mxfp8", tmp_path / "out")
+    with pytest.raises(RuntimeError, match="expected m1 and m2 to have the same dtype"):
+        loaded(made.directory)(batch(0))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = Logits(load(made.directory, dtype=torch.bfloat16, attn_implementation="eager"))
+    ratios = [sqnr(a, b) for a, b in zip(outputs(Logits(model)), outputs(theirs), strict=True)]
+    assert median(ratios) > 20.0, ratios  # of the model in high precision, that is, FP8's own error
+
+
+@pytest.mark.slow
 def test_loaded_with_fine_grained_fp8(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     model, compiled, made = exported("blockwise", tmp_path / "out")
