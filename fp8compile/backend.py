@@ -97,6 +97,7 @@ def fp8(
             return compat.inductor.compile_fx(gm, example_inputs, inner.compile, lowering(chosen))
         _check_encoding(inputs.devices, chosen)
         _check_features(chosen)
+        compat.callbacks.when_given_up(inputs.root, functools.partial(_given_up, chosen))
         if inputs.training and inputs.grad:
             compat.regions.inline_regions(gm)
         inputs = replace(inputs, kinds=whole_kinds(gm))
@@ -178,6 +179,13 @@ def _treatment(policy: Policy, inputs: Inputs, names: Sequence[str]) -> str:
     order = {name: (i, len(inputs.matrices)) for i, name in enumerate(inputs.matrices)}
     positions = {name: (inputs.block(name), order.get(name)) for name in names}
     return treatment(policy, inputs.prefix, inputs.around, positions)
+
+
+def _given_up(options: Options, name: str, function: str, cause: str, all_calls: bool) -> None:
+    lost = "All its calls" if all_calls else "Calls that no compiled code fits"
+    fix = 'TORCH_LOGS="recompiles,graph_breaks" shows more'
+    what = f"fp8: {name}: Dynamo no longer compiles {function}: {cause}"
+    options.warn(f"{what}. {lost} run in eager mode, without FP8. {fix}")
 
 
 def _check_encoding(devices: frozenset[torch.device], chosen: Options) -> None:

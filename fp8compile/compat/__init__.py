@@ -2,6 +2,7 @@
 
     process_groups  process groups, and what their ranks agree on
     dynamo      what Dynamo and AOTAutograd know about a graph
+    callbacks   what Dynamo is to call
     fsdp        what FSDP2 manages
     flat        what FSDP1 manages
     shards      which part of a tensor a rank has, and the groups of its mesh
@@ -28,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import (
     aot_cache,
     autograd,
+    callbacks,
     dynamo,
     flat,
     fsdp,

@@ -23,6 +23,8 @@ from .gathered_weight import GatheredWeight
 
 aten = torch.ops.aten
 FIX = "call fp8compile.restore_frozen_weights(model) first, which gives it back in its own dtype"
+# FP8 would round small updates away
+FIX_WRITES = f"{FIX}; one that is written in each step, as by an EMA, needs a rule frozen = 'high_precision'"
 
 
 class FrozenWeight(GatheredWeight):
@@ -100,7 +102,7 @@ class FrozenWeight(GatheredWeight):
         written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
         if any(isinstance(x, FrozenWeight) for x in pytree.tree_leaves(written)):
             what = f"{func} would write to a weight that is kept in FP8 only (frozen='fp8')"
-            raise Fp8CompileError(f"{what}: {FIX}")
+            raise Fp8CompileError(f"{what}: {FIX_WRITES}")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -116,7 +118,7 @@ def _set_data(weight: FrozenWeight, values: Tensor) -> None:
     alike = (values.shape, values.dtype, values.device) == (weight.shape, weight.dtype, weight.device)
     if not alike or isinstance(values, FrozenWeight) or not torch.equal(values, weight.dequantized()):
         what = "other values, dtype or device for a weight that is kept in FP8 only (frozen='fp8')"
-        raise Fp8CompileError(f"{what}: {FIX}")
+        raise Fp8CompileError(f"{what}: {FIX_WRITES}")
 
 
 _REQUIRES_GRAD: Any = Tensor.requires_grad

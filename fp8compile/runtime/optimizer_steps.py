@@ -7,6 +7,7 @@ no `torch.optim.Optimizer`, steps inside of a CUDA graph, or starts from a check
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..config.settings import integer
-from .parameters import all_records, find, record_of
+from .parameters import ParameterRecord, all_records, find, ids_of, record_of
 
 Listener = Callable[[torch.optim.Optimizer], None]
 
@@ -61,19 +62,40 @@ class OptimizerSteps:
 
     def counted(self, parameter: Tensor) -> int:
         """How many optimizer steps this parameter has seen: the largest count of the optimizers that have it,
-        and of the last one that had it. If none ever had it (sharded, frozen): the largest count of the
-        optimizers without a parameter by which some graph finds its phase, or that only other graphs read. If
-        there is none of these: the largest count of all, or 0 if it requires gradients."""
+        and of the last one that had it. Others count for what no optimizer has: frozen parameters, and those
+        that train by copies or shards of themselves, so that gradients reach them. These count the most steps
+        of an optimizer without a parameter by which some graph finds its phase, or that only other graphs
+        read; if there is none, the most of all, or 0 if they require gradients."""
         own = find(parameter)
         had = own.steps
         counting = [steps for steps in had if steps is had[-1] or id(parameter) in steps.parameters]
-        if not counting:
+        if not counting and not self._waits(parameter, own):
             every, read = list(self.of.values()), all_records()
             others = [(key, x) for key, x in read if x.graphs and own.graphs.keys().isdisjoint(x.graphs)]
             theirs = [key for key, _ in others] + [key for key, x in read if x.leads]
             counting = [steps for steps in every if steps.parameters.isdisjoint(theirs)]
             counting = counting or ([] if parameter.requires_grad else every)
         return max((steps.count for steps in counting), default=0)
+
+    def _waits(self, parameter: Tensor, own: ParameterRecord) -> bool:
+        """Is this a parameter whose training has not begun, or whose optimizer has taken no step?"""
+        if not self.of or own.follows or not parameter.requires_grad:
+            return False
+        waits = (own.leads and not own.reached) or _held(parameter)
+        own.follows = own.reached and not waits
+        return waits
+
+    def lead(self, parameter: Tensor) -> None:
+        """A graph finds its phase by this parameter."""
+        record = record_of(parameter)
+        if not record.leads and parameter.requires_grad:
+            handle = parameter.register_hook(lambda _: reached())
+
+            def reached() -> None:
+                record.reached = True
+                handle.remove()
+
+        record.leads = True
 
     def step_of(self, parameter: Tensor) -> int:
         """The step of the model that has this parameter."""
@@ -104,6 +126,14 @@ class OptimizerSteps:
             if watch.due(step, parameters):
                 watch.last = step  # where several optimizers take one step, the callback is called once
                 watch.callback(step)
+
+
+def _held(parameter: Tensor) -> bool:
+    """Has some optimizer this parameter? Torch has no list of optimizers that have taken no step."""
+    ids = ids_of((parameter,))
+    optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+    groups = (group for x in optimizers for group in getattr(x, "param_groups", ()))
+    return any(id(p) in ids for group in groups for p in group["params"])
 
 
 STEPS = OptimizerSteps()

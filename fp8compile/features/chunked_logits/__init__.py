@@ -78,9 +78,12 @@ def _matrix(x: object, shape: torch.Size) -> Node | None:
 
 
 def _moved(graph: Graph, node: Node, shape: torch.Size) -> bool:
-    """Write a pointwise operator on matrices, then a view, if its operands are views of such, or numbers."""
-    operands = {x: _matrix(x, shape) for x in node.all_input_nodes}
-    numbers = {x for x in operands if is_tensor(x) and value(x).dim() == 0}
+    """Write a pointwise operator on matrices, then a view, if its operands are views of such, or numbers.
+    Views of the result's sizes: others are broadcast (to pairs of rows), and are not the matrix."""
+    tensors = [x for x in node.all_input_nodes if is_tensor(x)]
+    numbers = {x for x in tensors if value(x).dim() == 0}
+    whole = {x for x in tensors if same_shape(value(x).shape, value(node).shape)}
+    operands = {x: _matrix(x, shape) if x in whole else None for x in node.all_input_nodes}
     if set(operands) == numbers or any(matrix is None and x not in numbers for x, matrix in operands.items()):
         return False
     emit = Emitter(graph, node, node)

@@ -3,7 +3,9 @@
 The first training graph that reads a frozen weight says whether nothing but FP8 matmuls reads it, which cast
 it alike (`passes.gathered`). Such a weight becomes an `ir.frozen.FrozenWeight`: a parameter of the same
 module, with the same name, shape and dtype. Then Dynamo traces the forward again, and the graph reads the FP8
-values themselves. So the first step reads them already, and nothing is compiled twice.
+values themselves. So the first step reads them already, and nothing is compiled twice. Plain parameters that
+stand there later (restored, or loaded with `assign`) are cast when the next training call begins, before
+Dynamo sees them: nothing is compiled again.
 
 Where blocks are compiled one by one, one piece of code serves all blocks of a class. So what the graph of one
 block says holds for the same parameters of the others that are compiled so.
@@ -18,7 +20,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,6 +50,43 @@ SHARDED = "sharded by FSDP"
 CUT = "DDP has cut the graph (torch._dynamo.config.optimize_ddp = False keeps it whole)"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose `state_dict()` has our hook
+
+
+class Place(NamedTuple):
+    """Where a parameter is that is kept in FP8 only, and its `form`. `root`: see `Home`; `kind`: its shape,
+    dtype and device; `of`: the graph's name."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    root: weakref.ref[nn.Module]
+    kind: tuple[torch.Size, torch.dtype, torch.device]
+    form: Gatherable
+    of: str
+
+    def is_plain(self) -> bool:
+        """Is there a plain parameter again that is to be kept in FP8 only?"""
+        module, root = self.module(), self.root()
+        parameter = module._parameters.get(self.name) if module is not None else None
+        if type(parameter) is not nn.Parameter or parameter.requires_grad or root is None:
+            return False
+        return root.training and _kind(parameter) == self.kind
+
+
+class Places(dict[tuple[weakref.ref[nn.Module], str], Place]):
+    """The places of which graphs know, that one `torch.compile` has compiled. Called when a call begins."""
+
+    def __call__(self) -> Callable[[], None]:
+        if torch.is_grad_enabled() and not process.is_set_aside():
+            if plain := [place for place in self.values() if place.is_plain()]:
+                _keep(plain)
+        return _nothing
+
+    def __reduce__(self) -> Any:  # a copy of what was compiled compiles anew
+        return type(self), ()
+
+
+def _nothing() -> None:
+    """After a call."""
 
 
 class Unwritten(dict[torch.device, Tensor]):
@@ -218,17 +257,25 @@ def _matrix(x: Tensor) -> FrozenMatrix:
 def _freeze(
     found: Mapping[int, Gatherable], homes: Mapping[int, Home], example_inputs: Sequence[Any], of: str
 ) -> None:
-    """Keep these parameters, and the same ones of modules of the same class, in FP8 only. The memory of each
-    is free before the next one is cast, unless somebody else holds it. `example_inputs`: those that Dynamo
-    gave. `of`: the name of the graph."""
-    count = before = after = held = 0
+    """Keep these parameters, and the same ones of modules of the same class, in FP8 only. `example_inputs`:
+    those that Dynamo gave. `of`: the name of the graph."""
     compat.dynamo.let_go(example_inputs, found)
-    for i, form in found.items():
-        for module, name in _alike(homes[i]):
-            old = weakref.ref(module._parameters[name])  # type: ignore[arg-type]
-            was, now = _frozen(module, name, form)
-            count, before, after = count + 1, before + was, after + now
-            held += was if old() is not None else 0
+    places = [place for i, form in found.items() for place in _places(homes[i], form, of)]
+    if not process.is_set_aside() and (known := compat.callbacks.when_called(Places)) is not None:
+        known.update({place[:2]: place for place in places})
+    _keep(places)
+
+
+def _keep(places: Sequence[Place]) -> None:
+    """Keep these parameters in FP8 only. The memory of each is free before the next one is cast, unless
+    somebody else holds it."""
+    before = after = held = 0
+    for place in places:
+        module: Any = place.module()
+        old = weakref.ref(module._parameters[place.name])
+        was, now = _frozen(module, place.name, place.form)
+        before, after = before + was, after + now
+        held += was if old() is not None else 0
     if process.is_set_aside():
         return
     said = "state_dict() and all other readers get the FP8-rounded values"
@@ -236,20 +283,18 @@ def _freeze(
     if held:
         fix = "an optimizer should get only parameters that train"
         said += f". {held / 1e6:,.4g} MB are not freed: something still holds the old parameters ({fix})"
-    text = f"fp8: {of}: {count} frozen weights are kept in FP8 only, {sizes}: {said}"
+    text = f"fp8: {places[0].of}: {len(places)} frozen weights are kept in FP8 only, {sizes}: {said}"
     say_once(logger, logging.WARNING, text)
 
 
-def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
-    """A parameter's home, and those of parameters that its root's compiled code reads for modules like it."""
-    parameter: Any = home.module._parameters[home.name]
-    alike = parameter.shape, parameter.dtype, parameter.device
-    del parameter  # its memory is to be free after the first one
-    yield home.module, home.name
+def _places(home: Home, form: Gatherable, of: str) -> list[Place]:
+    """Of a parameter, and of those that its root's compiled code reads for modules like it."""
+    kind = _kind(home.module._parameters[home.name])
+    found = [Place(weakref.ref(home.module), home.name, weakref.ref(home.root), kind, form, of)]
     path = next((path for path, module in home.root.named_modules() if module is home.module), None)
     siblings = [x for x in home.whole.modules() if type(x) is type(home.root) and x is not home.root]
     if path is None or not siblings:
-        return
+        return found
     by = dict(_compiled_by(home.whole, None))
     counts = Counter(id(other) for module in home.whole.modules() for other in module._parameters.values())
     for sibling in siblings:
@@ -258,11 +303,17 @@ def _alike(home: Home) -> Iterator[tuple[nn.Module, str]]:
         if not (all(own) and type(mine) is type(theirs) if any(own) else mine is theirs is not None):
             continue  # compiled in another way, or not at all
         owner = dict(sibling.named_modules()).get(path)
-        other = owner._parameters.get(home.name) if owner is not None else None
+        if owner is None:
+            continue
+        other = owner._parameters.get(home.name)
         if type(other) is nn.Parameter and not other.requires_grad and counts[id(other)] == 1:
-            if (other.shape, other.dtype, other.device) == alike:
-                del other
-                yield owner, home.name  # type: ignore[misc]
+            if _kind(other) == kind:
+                found.append(Place(weakref.ref(owner), home.name, weakref.ref(sibling), kind, form, of))
+    return found
+
+
+def _kind(parameter: Any) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return parameter.shape, parameter.dtype, parameter.device
 
 
 def _compiled_by(module: nn.Module, by: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module | None]]:

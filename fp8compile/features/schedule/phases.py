@@ -134,7 +134,7 @@ class ScheduledGraph:
         before, ticks = self.known.get(parameter, (None, -1))
         if before is not None and (ticks == STEPS.ticks or compat.autograd.recomputing()):
             return before
-        record_of(parameter).leads = True
+        STEPS.lead(parameter)
         phase = _phase(parameter, self.schedule)
         if before not in (None, phase):
             step = STEPS.step_of(parameter)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +12,14 @@ import torch
 import torch._inductor.metrics as metrics
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8compile
 from fp8compile.dryrun import fake_gpu
+from fp8compile.features.chunked_logits import flatten
 from tests.support import hooks
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, grads_of, sqnr
+from tests.support.harness import ALL_FP8, grads_of, noise, sqnr
 from tests.support.models import make
 
 needs_description = pytest.mark.skipif(
@@ -30,6 +35,81 @@ CHUNKED = {
 HEAD_OFF = {"rules": [{"module": "*head*", "fp8": "off"}, *ALL_FP8["rules"]]}
 IN_BF16 = ("float", "transformers", "returned", "two losses")
 LOSSES = ("plain", "transformers", "ignored", "capped", "tied", "autocast")
+
+
+# ways to look at a matrix of logits [6, 6], where sizes cannot tell rows from columns
+LOOKS: dict[str, Any] = {
+    "split": lambda z: z.view(2, 3, 6),
+    "split otherwise": lambda z: z.view(3, 2, 6),
+    "columns split": lambda z: z.view(6, 2, 3),
+    "rows first": lambda z: z.unsqueeze(1),
+    "rows second": lambda z: z.unsqueeze(0),
+    "a column": lambda z: z.unsqueeze(-1),
+    "turned": lambda z: z.t().unsqueeze(0),
+    "rows of one": lambda z: z.view(6, 1, 1, 6),
+    "groups": lambda z: z.view(2, 1, 3, 6),
+    "as it is": lambda z: z,
+    "a sum": lambda z: z.sum(),
+    "sums of rows": lambda z: z.sum(-1, keepdim=True).unsqueeze(0),
+}
+
+
+def broadcasts() -> list[tuple[str, str]]:
+    """Those that can be subtracted from each other."""
+    found, z = [], torch.empty(6, 6)
+    for one, other in itertools.product(LOOKS, repeat=2):
+        try:
+            LOOKS[one](z) - LOOKS[other](z)
+            found.append((one, other))
+        except RuntimeError:
+            pass
+    return found
+
+
+def outputs(
+    x: Tensor, w: Tensor, v: Tensor, *, one: str, other: str, matrices: int
+) -> tuple[Tensor, ...]:
+    z = x @ w
+    y = z if matrices == 1 else x @ v
+    made = torch.tanh(LOOKS[one](z).float() - LOOKS[other](y))
+    again = made.reshape(6, 6) if made.numel() == 36 else made
+    return made, again * 2, LOOKS[one](z).exp()
+
+
+@pytest.mark.parametrize("matrices", [1, 2])
+def test_every_broadcast_keeps_its_value(matrices: int) -> None:
+    """Whatever is no view of the whole matrix is left alone, on either side, in any dimension."""
+    given, moved = [torch.randn(6, 6) for _ in range(3)], {}
+    for one, other in broadcasts():
+        function = functools.partial(outputs, one=one, other=other, matrices=matrices)
+        gm = make_fx(function, tracing_mode="fake")(*given)
+        with torch._inductor.config.patch({"auto_chunker.enable": True}):
+            moved[one, other] = flatten(SimpleNamespace(graph=gm.graph, inference=False))  # type: ignore[arg-type]
+        gm.graph.lint()
+        gm.recompile()
+        for expected, got in zip(function(*given), gm(*given), strict=True):
+            assert expected.shape == got.shape and torch.equal(expected, got), (one, other, gm.code)
+    assert len(moved) > 60
+    # the difference, its tanh, and the exponential; of pairs, the last one alone
+    assert (moved["split", "split"], moved["split", "a sum"], moved["rows first", "rows second"]) == (3, 3, 1)
+
+
+def test_a_loss_on_pairs_of_rows() -> None:
+    """Ranking and contrastive losses: they train as without the option."""
+    found = []
+    for more in ({}, CHUNKED):
+        model = make(lambda: nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256)))
+
+        def loss(x: Tensor, model: nn.Module = model) -> Tensor:
+            z = model(x)
+            return F.softplus(z.unsqueeze(1) - z.unsqueeze(0)).mean()
+
+        call = torch.compile(loss, backend="fp8", options={"policy": ALL_FP8, **more})
+        with hooks.interpreted():
+            call(noise(192, 128)).backward()
+        found.append(grads_of(model))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
 
 
 class Words(nn.Module):

@@ -143,7 +143,39 @@ def test_blocks_that_are_compiled_one_by_one() -> None:
             found[frozen] = trained(model, model, 2)
         assert len(fp8compile.report(model).graphs) == 2
     assert same(found["high_precision"], found["fp8"])
-    assert [hooks.frozen(p) for p in bases(model).values()] == [True] * 18 + [False] * 2
+    for _ in range(2):
+        assert [hooks.frozen(p) for p in bases(model).values()] == [True] * 18 + [False] * 2
+        fp8compile.restore_frozen_weights(model)
+        trained(model, model, 1)
+    assert len(fp8compile.report(model).graphs) == 2
+
+
+BACK: dict[str, Callable[[nn.Module], None]] = {
+    "restored": fp8compile.restore_frozen_weights,
+    "assigned": lambda model: model.load_state_dict(model.state_dict(), assign=True) and None,
+}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("back", BACK)
+def test_plain_weights_in_each_step_compile_nothing_again(back: str) -> None:
+    """As GRPO does: merge adapters, evaluate, take them out, train. After the first round all is known."""
+    model = made()
+    call = compiled(model)
+    layer, counts = model[1], []  # type: ignore[index]
+    for _ in range(3):
+        trained(model, call, 1)
+        assert stored(model) == {True}
+        BACK[back](model)
+        with torch.no_grad():
+            layer.base.weight += layer.b.weight @ layer.a.weight
+            merged, eager = call(batch(1)), model(batch(1))
+            layer.base.weight -= layer.b.weight @ layer.a.weight
+        assert stored(model) == {False} and torch.equal(merged, eager)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] == counts[2]
+    twin = copy.deepcopy(model)
+    assert same(trained(twin, compiled(twin, frozen="high_precision"), 1), trained(model, call, 1))
 
 
 @pytest.mark.slow
@@ -157,15 +189,18 @@ def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCapture
             for given in (False, True):
                 model = made(model=lambda: Stack(Lora()))
                 optimizer = torch.optim.SGD([p for p in model.parameters() if given or p.requires_grad], 0.1)
-                compiled(model, "delayed")(batch(0)).float().mean().backward()
+                call = compiled(model, "delayed")
+                for _ in range(1 if given else 2):
+                    fp8compile.restore_frozen_weights(model)
+                    call(batch(0)).float().mean().backward()
                 optimizer.step()
                 said = [x.getMessage() for x in caplog.records if "kept in FP8 only" in x.getMessage()]
                 assert ("0.1311 MB are not freed: something still holds" in said[-1]) is given
     finally:
         gc.enable()
-    assert alive == [0, 0, 1, 2]
+    assert alive == [0, 0, 0, 0, 1, 2]
     kept = [weakref.ref(p) for p in bases(model).values()]
-    del model, optimizer
+    del model, optimizer, call
     gc.collect()
     assert not any(reference() is not None for reference in kept), "compiled code holds no weight"
 
@@ -314,6 +349,7 @@ def test_writes_are_errors_that_say_what_to_do() -> None:
     for name, write in WRITES.items():
         with torch.no_grad(), pytest.raises(Fp8CompileError, match=hint) as error:
             write(weight)
+        assert ("as by an EMA, needs a rule frozen" in str(error.value)) is ("train" not in name)
         assert "\n" not in str(error.value), name
         assert torch.equal(weight.dequantized(), before) and not weight.requires_grad, name
 

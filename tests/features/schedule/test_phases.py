@@ -276,3 +276,25 @@ def test_the_first_step_of_a_second_training(seen: list[str]) -> None:
         step(run, optimizer, i)
         step(torch.compile(first, backend="fp8"), others, i)
     assert seen == ["high_precision"] * 2 + ["fp8"]
+
+
+@pytest.mark.parametrize("made", ["before", "later", "never"])
+def test_steps_of_a_model_that_no_graph_reads(seen: list[str], made: str) -> None:
+    """A critic or a first stage in eager trains in between: its steps are not those of the model, which has
+    an optimizer from the beginning, or gets one. Gradients may reach it meanwhile. What trains by copies, so
+    that no optimizer has it, follows the others once gradients have reached it."""
+    model, critic = make(Mlp), nn.Linear(128, 1)
+    run, of_critic = scheduled(model, warmup_steps=2), torch.optim.SGD(critic.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if made == "before" else None
+    for i in range(3):
+        for j in range(3):
+            out = run(noise(32, 128, seed=j))
+            critic(out if optimizer and not i else out.detach()).mean().backward()
+            of_critic.step()
+        critic(run(noise(32, 128, seed=i))).mean().backward()
+        if made == "later":
+            optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+        if optimizer:
+            optimizer.step()
+    high = 5 if made == "never" else 8
+    assert seen == ["high_precision"] * high + ["fp8"] * (12 - high)
