@@ -30,7 +30,7 @@ from .inputs import Inputs, containers, matrices, module_classes, plain, roots
 PLACE = "_fp8compile_place"
 
 
-class Place(NamedTuple):
+class ModelPart(NamedTuple):
     """A module's model, and its name there: "" if it is the model."""
 
     model: nn.Module
@@ -41,30 +41,31 @@ class _Seen(WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]]):
     """The places of modules when their models called them: an eager checkpoint calls them in backward."""
 
 
-def place_of(module: nn.Module) -> Place:
+def place_of(module: nn.Module) -> ModelPart:
     """The place of a compiled module that is being called."""
     outer, seen = compat.dynamo.outermost(module), process.of(_Seen)
     if outer is module:
         reference, name = seen.get(module, (lambda: None, ""))
         model = reference()
-        return Place(model, name) if model is not None else Place(module, "")
+        return ModelPart(model, name) if model is not None else ModelPart(module, "")
     found = _within(outer, module)
     seen[module] = weakref.ref(found.model), found.name
     return found
 
 
-def _within(outer: nn.Module, module: nn.Module) -> Place:
+def _within(outer: nn.Module, module: nn.Module) -> ModelPart:
     path = next(name for name, part in outer.named_modules() if part is module).split(".")
     halves = [(".".join(path[:i]), plain(".".join(path[i:]))) for i in range(len(path))]
-    around = [Place(outer.get_submodule(before), after) for before, after in halves if after]
-    around = [place for place in around if not compat.autograd.is_ddp(place.model)]
+    around = [ModelPart(outer.get_submodule(before), after) for before, after in halves]
+    inside = max((i + 1 for i, place in enumerate(around) if compat.autograd.is_ddp(place.model)), default=0)
+    around = [place for place in around[inside:] if place.name]
     if not around:
-        return Place(module, "")  # the model itself, in a wrapper
+        return ModelPart(module, "")  # the model itself, in a wrapper
     whole = next((place for place in around if compat.autograd.is_compiled_itself(place.model)), None)
     if whole is not None:
         return whole
     numbered = any(part.isdecimal() for part in around[0].name.split("."))
-    return around[0] if numbered or _has_others(around[0].model, module) else Place(module, "")
+    return around[0] if numbered or _has_others(around[0].model, module) else ModelPart(module, "")
 
 
 def _has_others(model: nn.Module, module: nn.Module) -> bool:
@@ -131,7 +132,7 @@ def _only(modules: Iterator[nn.Module]) -> nn.Module | None:
     return next(iter(each.values())) if len(each) == 1 else None
 
 
-def place_at_call(kind: str) -> Place | None:
+def place_at_call(kind: str) -> ModelPart | None:
     """The place of the innermost module of this class that is being called; None if there is none."""
     modules = compat.dynamo.called(compat.dynamo.CALLS) if kind else ()
     found = next((x for x in modules if compat.fsdp.class_name(type(x)) == kind), None)

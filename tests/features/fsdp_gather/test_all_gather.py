@@ -26,7 +26,7 @@ from tests.support.harness import noise
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks
 
-UP_OFF = {"policy": {"rules": [{"module": "up", "fp8": "off"}]}}
+UP_OFF = {"policy": {"rules": [{"module": "*.up", "fp8": "off"}]}}
 
 
 def sharded(
