@@ -113,7 +113,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(test=4, slow=5)
+@pytest.mark.cases(test=3, slow=6)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_decide_as_the_whole(case: str) -> None:
     """With one graph for blocks that are treated alike. No rule is said to be without effect."""
@@ -203,7 +203,7 @@ def test_a_graph_that_breaks_has_the_names_of_its_model() -> None:
     assert high == {"layers.1.up", "out.proj"}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_in_checkpoints(reentrant: bool) -> None:
     """A reentrant one compiles the training graph in backward, where nothing is known of the model."""
 
