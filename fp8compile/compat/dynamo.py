@@ -179,6 +179,13 @@ def tag_backward(graph: Graph) -> set[Node]:
     return behind
 
 
+def real_tensors() -> contextlib.AbstractContextManager:
+    """Inside, operators compute with numbers, also while torch traces (2.11 to 2.15)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def root_modules(gm: GraphModule, attributes: Collection[int] = ()) -> dict[int, tuple[nn.Module, Any]]:
     """For each input of a Dynamo graph that is a parameter or buffer, by position: the module through which
     the compiled frame reaches it, and its source. `attributes`: parameters that are plain attributes."""

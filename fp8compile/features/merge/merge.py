@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ... import compat
 from ...config.recipe import COSTS, WHOLE
@@ -30,9 +30,10 @@ from ...devices.catalog import Device
 from ...ir.fx_utils import ALIASES, CASTS, SAME, VIEWS, Ranks, aten, call_function, hint, value
 from ...ir.matmul import GEMMS, Gemm, Matmul
 from ...passes.joint import Joint
+from ...passes.magnified import Backward
 from ...passes.plan import Plan
 from ...passes.quantize import split_addend
-from ...passes.readers import BLOCK, delicate, unreadable
+from ...passes.readers import BLOCK, inexact, unreadable
 
 MERGED = "one matmul each: {}"
 SUMS = (aten.add.Tensor,)
@@ -68,6 +69,7 @@ def merge(joint: Joint) -> int:
         return 0
     matmuls, plan, groups = joint.matmuls, joint.plan, joint.extras.of(MergedGroups).merged
     ranks = Ranks(matmuls[0].node.graph) if matmuls else None
+    backward = _backward(joint.graph) if joint.saves else None
     of_layer: dict[Matmul, list[Matmul]] = defaultdict(list)
     uses: dict[Node, int] = defaultdict(int)
     for matmul in matmuls:
@@ -84,7 +86,7 @@ def merge(joint: Joint) -> int:
     for fprops in together.values():
         if ranks is None or len(fprops) < 2:
             continue
-        made = _merged(fprops, of_layer, ranks, joint.saves)
+        made = _merged(fprops, of_layer, ranks, backward)
         if made is not None and _wanted(made, joint.device):
             groups.append(made)
             for matmul in made.every:
@@ -135,7 +137,10 @@ def _key(fprop: Matmul, its: list[Matmul], plan: Plan) -> tuple:
 
 
 def _merged(
-    fprops: list[Matmul], of_layer: Mapping[Matmul, list[Matmul]], ranks: Ranks, save: bool
+    fprops: list[Matmul],
+    of_layer: Mapping[Matmul, list[Matmul]],
+    ranks: Ranks,
+    backward: Backward | None,  # with `save`
 ) -> Merged | None:
     gemms: dict[Gemm, tuple[Matmul, ...]] = {}
     for gemm in GEMMS:
@@ -158,10 +163,20 @@ def _merged(
     if len(kept) == len(fprops) and 0 < len(direct) < len(fprops):
         # attention reads a copy of its slice that backward keeps, too: after norms of q and k, v stays apart
         rest = [x for x in fprops if x not in direct]
-        return _merged(rest, of_layer, ranks, save) if len(rest) > 1 else None
-    if save:  # slices that are kept in FP8 do not keep the result of the matmul
-        kept = [x for x in kept if x.n % BLOCK.columns or delicate(x.node) or unreadable(x.node, joint=True)]
+        return _merged(rest, of_layer, ranks, backward) if len(rest) > 1 else None
+    if backward is not None:  # slices that are kept in FP8 do not keep the result of the matmul
+        kept = [x for x in kept if x.n % BLOCK.columns or _unsaved(x.node, backward)]
     return Merged(gemms, total, frozenset(kept if len(kept) < len(fprops) else ()))
+
+
+def _backward(graph: Graph) -> Backward:
+    linear = compat.dynamo.tag_backward(graph)
+    return Backward(linear, [x for x in graph.find_nodes(op="placeholder") if x not in linear], joint=True)
+
+
+def _unsaved(x: Node, backward: Backward) -> str:
+    """Why a result will not be kept in FP8."""
+    return unreadable(x, joint=True) or inexact(x, x, backward)
 
 
 def _inputs(members: Iterable[Matmul]) -> list[Node]:

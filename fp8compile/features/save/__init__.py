@@ -27,11 +27,11 @@ class _SavedOfGraph(GraphFeature):
         joint.saves = "save" not in skipped()
 
     def partitioned(self, job: Job, halves: Partitioned, record: int | None) -> None:
-        kept = tuple(halves.extras.of(SavedInFP8).records)
-        if kept:
-            logger.info("fp8: %s: %s", job.inputs.root, KeptRecord.brief(kept))
+        saved = halves.extras.of(SavedInFP8)
+        if saved.records:
+            logger.info("fp8: %s: %s", job.inputs.root, KeptRecord.brief(saved.records))
         if record is not None:
-            process.of(Ledger).extend(record, kept)
+            process.of(Ledger).extend(record, (*saved.records, *saved.unkept))
 
 
 class SavedTensors(Feature):

@@ -4,7 +4,8 @@ outputs and state are those without it, bitwise.)"""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -198,6 +199,10 @@ class Unkept(nn.Module):
                 return F.scaled_dot_product_attention(q, q, q)
             case "router":
                 return torch.softmax(y, -1)
+            case "pooled":  # backward looks for the largest value among those that it computes again
+                return F.gelu(y).amax(1)
+            case "sine":
+                return (1 - y.square()).clamp(min=1e-6).sqrt()
             case "rotation":
                 return (
                     y * torch.cos(torch.arange(128.0) * x.shape[1]).expand(y.shape).contiguous()
@@ -207,9 +212,8 @@ class Unkept(nn.Module):
         return y * y
 
 
-UNKEPT = "softmax,largest,output,view of an output,phase,bounds,matmul,attention,input,router,rotation".split(
-    ","
-)
+INEXACT = "phase,pooled,sine".split(",")
+UNKEPT = "softmax,largest,output,view of an output,bounds,matmul,attention,input,router,rotation".split(",")
 
 
 class Several(nn.ModuleDict):
@@ -221,23 +225,60 @@ class Several(nn.ModuleDict):
         return tuple(flat)
 
 
-def kept_by(parts: dict[str, nn.Module]) -> set[str]:
-    """The names of the parts that keep a tensor in FP8, if they are parts of one model."""
+def reported(parts: dict[str, nn.Module]) -> fp8compile.Report:
+    """The report of a model that has these parts."""
     model = make(lambda: Several(parts))
     found = compiled(model, policy=ALL_FP8, save="fp8")(leaf(noise(2, 32, 128)))
     sum(x.square().mean() for x in found).backward()
-    return {record.module.split(".")[0] for record in kept(model)}
+    return fp8compile.report(model)
 
 
-def test_what_stays_as_it_is() -> None:
-    assert kept_by({what: Unkept(what) for what in [*UNKEPT, "square"]}) == {"square"}
+def parts_of(records: Sequence[Any]) -> set[str]:
+    return {record.module.split(".")[0] for record in records}
+
+
+def test_what_stays_as_it_is_and_why() -> None:
+    """The report says which tensors a copy would be too inexact for, and why."""
+    report = reported({what: Unkept(what) for what in [*UNKEPT, *INEXACT, "square"]})
+    (graph,) = report.graphs
+    assert parts_of(graph.kept) == {"square"}
+    reasons = {record.module.split(".")[0]: record.reason for record in graph.unkept}
+    assert reasons.keys() == set(INEXACT)
+    assert reasons["phase"] == "backward takes its cos"
+    assert reasons["pooled"] == "eq in backward magnifies its error"
+    assert report.to_dict()["graphs"][0]["unkept"][0].keys() == {"module", "tensor", "bytes", "reason"}
+    for text in (str(report), report.to_html()):
+        assert "ot kept in FP8" in text and reasons["pooled"] in text
 
 
 @pytest.mark.parametrize(("least", "found"), [(64 * 256 * 4, {"wide"}), (64 * 256 * 4 + 1, set())])
 def test_96_features_and_small_tensors(least: int, found: set[str]) -> None:
     """Rows of 96 features have no blocks of 128. A tensor below the limit is not worth a copy."""
     with hooks.saving_small_tensors(least):
-        assert kept_by({"narrow": Unkept("", 96), "wide": Unkept("", 256)}) == found
+        (graph,) = reported({"narrow": Unkept("", 96), "wide": Unkept("", 256)}).graphs
+    assert parts_of(graph.kept) == found and not graph.unkept
+
+
+class Shifted(nn.Module):
+    """A function of a residual stream that lies far from zero, before a linear."""
+
+    def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.after = nn.Linear(128, 128), nn.Linear(128, 128), after
+        nn.init.constant_(self.first.bias, 30.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.after(x + self.first(x)))
+
+
+def test_the_tensor_that_backward_needs_is_kept_in_the_place_of_another() -> None:
+    """A LayerNorm keeps what is left without the mean, tanh its derivative: copies of its input, or of its
+    result, would have lost them."""
+    for after in (lambda x: F.layer_norm(x, (128,)), lambda x: torch.tanh(0.1 * x - 1)):
+        for dtype in (torch.float32, BF16):
+            twins = Twins(make(functools.partial(Shifted, after), dtype))
+            twins.backward(twins(noise(2, 48, 128, dtype=dtype)))
+            assert len(twins.kept()) == 1, dtype
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
