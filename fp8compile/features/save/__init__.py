@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ... import process
@@ -31,7 +32,9 @@ class _SavedOfGraph(GraphFeature):
         if saved.records:
             logger.info("fp8: %s: %s", job.inputs.root, KeptRecord.brief(saved.records))
         if record is not None:
-            process.of(Ledger).extend(record, (*saved.records, *saved.unkept))
+            for records in (saved.records, saved.unkept):
+                named = [replace(x, module=job.inputs.named(x.module)) for x in records]
+                process.of(Ledger).extend(record, named)
 
 
 class SavedTensors(Feature):
