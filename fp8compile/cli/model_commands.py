@@ -208,10 +208,9 @@ def idle(policy: Policy, report: Report, target: str) -> str:
     modules, parameters = ({getattr(x, key): "" for x in report.matmuls} for key in ("fqn", "parameter"))
     own = list(zip(policy.labels, policy.rules, strict=True))[: policy.own]
     found = {label: rule for label, rule in own if rule.conditions and label not in deciding}
-    verb = "matches" if len(found) == 1 else "match"
-    whys = filter(None, (nameless(rule, modules, parameters) for rule in found.values()))
-    why = "".join(f": {why.rstrip('.')}" for why in dict.fromkeys(whys))
-    return f"{', '.join(map(repr, found))} {verb} no matmul of {target}{why}" if found else ""
+    whys = {label: nameless(rule, modules, parameters) for label, rule in found.items()}
+    told = (f"{label!r}" + (f" ({why.rstrip('.')})" if why else "") for label, why in whys.items())
+    return f"no matmul of {target} is matched by {', '.join(told)}" if found else ""
 
 
 def hide_gpus(command: str) -> None:

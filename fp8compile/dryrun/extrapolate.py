@@ -86,7 +86,8 @@ class Repeated:
         count, name = len(self.keys), self.name or "the blocks"
         *few, most = sorted({len(order) for order, _ in samples(self.kinds(matmuls))})
         if not few:
-            return f"all {count} of {name} are compiled: to extrapolate would take as many"
+            why = "two compilations with some of them, in which all kinds occur, would take as long"
+            return f"all {count} of {name} are compiled: {why}"
         return f"{count} of {name}, extrapolated from {few[0]} and {most}"
 
 

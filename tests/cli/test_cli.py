@@ -624,10 +624,10 @@ def test_policy_check(model, capsys):
     assert rows["ups"][:3] == ["5", "2", "5"] and rows["rule 2"][:3] == ["3", "1", "0"]
     Path("fp8.toml").write_text(POLICY.replace("blocks.0.*", "bloks.0.*"))
     assert cli.main(["policy", "check", "fp8.toml", "--model", "my_model.py:build"]) == 1
-    line = "fp8.toml: 'rule 2' matches no matmul of my_model.py:build: no module of the model has a name like"
-    assert f"{line} 'bloks.0.*'. Near: 'blocks." in capsys.readouterr().err
+    line = "no matmul of my_model.py:build is matched by 'rule 2' (no module of the model has a name like"
+    assert f"fp8.toml: {line} 'bloks.0.*'. Near: 'blocks." in capsys.readouterr().err
     assert cli.main(["explain", "my_model.py:build", "--policy", "fp8.toml", "--strict"]) == 1
-    assert "strict: 'rule 2' matches no matmul" in capsys.readouterr().err
+    assert "strict: no matmul of my_model.py:build is matched by 'rule 2'" in capsys.readouterr().err
     # may have rules for other models
     assert cli.main(["policy", "check", "llama", "--model", "my_model.py:build"]) == 0
     out = capsys.readouterr().out

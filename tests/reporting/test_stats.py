@@ -175,12 +175,16 @@ def test_no_amax_after_a_nan() -> None:
         return read
 
     before = amaxes()
+    fp8compile.stats(model, measure=True)
     assert before == amaxes() and len(before) == 6 and None not in before
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         model.up.weight[3, 5] = math.nan
     for _ in range(3):
         assert amaxes() == [before[0], None, None, None, before[4], None]  # all but x and down.weight
+        # not of a call before the NaN
+        measured = [row["sqnr"] is not None for row in fp8compile.stats(model)]
+        assert measured == [True, False, False, False, True, False]
     fp8compile.stats(model, measure=True)
     with torch.no_grad():
         model.up.weight.fill_(math.nan)
