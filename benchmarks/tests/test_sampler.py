@@ -9,14 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity
 
-from benchmarks import sampler, tables, timeline, train
+from benchmarks import results, sampler, tables, timeline, train
 from benchmarks.arms import ARMS
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Fit
 from benchmarks.sampler import Sampler
+from benchmarks.tests.test_train import Answers
 from fp8compile.dryrun.kernel_classes import Launch, launches
 
 # -- samples --
@@ -113,6 +116,26 @@ def test_a_row_has_the_clocks_of_its_own_turns() -> None:
     assert train.row_of(run, point, 1)["clocks"] is None  # on a CPU
 
 
+def test_a_run_on_a_gpu_is_sampled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loads take until 20 s, and turns the last five of each ten after it."""
+    Answers(monkeypatch)
+    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train.Bench, "start", lambda bench, names: None)
+    probe = SimpleNamespace(ask=lambda do: {"name": "NVIDIA H200", "memory": 1 << 37, "capability": "9.0"})
+    monkeypatch.setattr(train.Bench, "worker", lambda bench, name: probe)
+    seen, stops = sampled((12, 345), (27, 1900), (38, 1700), (42, 100), (48, 1500)), list[str]()
+    seen.interval_ms, seen.problem, seen.stop = 50, None, lambda: stops.append("stopped")  # type: ignore
+    monkeypatch.setattr(train, "Sampler", lambda: seen)
+    flags = "--case ffn-half --arms bf16,fp8-delayed --rounds 2 --no-warm-compile --resident --json".split()
+    assert train.main([*flags, str(tmp_path / "r.jsonl")]) == 0 and stops == ["stopped"]
+    (made,) = results.read([tmp_path / "r.jsonl"])
+    first, second = (row["clocks"] for row in made["rows"])
+    # the order of arms rotates: bf16 has the first turn and the last one
+    assert first["sm_mhz"]["max"] == 1900 and first["rounds"][1] is None
+    assert second["samples"] == 2 and second["sm_mhz"]["median"] == 1600
+    assert made["settings"]["sampling"] == {"interval_ms": 50, "samples": 5, "problem": None}
+
+
 def test_a_wide_spread_is_said() -> None:
     rows = [
         {"arm": arm, "error": None, "tokens_per_s": {"spread": spread}}
@@ -204,3 +227,22 @@ def test_events_of_the_profiler() -> None:
         ("aten::_scaled_grouped_mm", 96, 16, 24, 1, 1),
         ("aten::_scaled_mm", 64, 16, 32, 1, 1),
     ]
+
+
+def test_sizes_of_real_operators() -> None:
+    """Of the operators that Inductor calls; a CPU has no kernels, so nothing is listed."""
+    a, b, bias = torch.ones(8, 24), torch.ones(24, 16), torch.ones(16)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profile:
+        torch.mm(a, b)
+        torch.addmm(bias, a, b, out=torch.empty(8, 16))
+        torch.bmm(a.expand(3, 8, 24), b.expand(3, 24, 16))
+        torch.relu(a)
+    assert timeline.sized_matmuls(profile) == []
+    found = {
+        e.name: sizes for e in profile.events() if (sizes := timeline.sizes(e.name, e.input_shapes or ()))
+    }
+    assert found == {
+        "aten::mm": (8, 16, 24, 1),
+        "aten::addmm": (8, 16, 24, 1),
+        "aten::bmm": (8, 16, 24, 3),
+    }

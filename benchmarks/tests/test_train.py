@@ -162,6 +162,7 @@ class Answers:
         self.horizons += [horizon] * (do == "turn")
         step = dict.fromkeys(("total", "forward", "backward", "optimizer"), 1.0)
         turn = {"tokens": 8, "span_ms": 5e3, "steps": [step], "losses": [], "validation": None}
+        turn |= {"wall": [self.now - 5, self.now]}
         memory = {"allocated": 7, "reserved": 9}
         made = {"load": {"warmup_s": 1.0, "how": "", "first": {"allocated": 12, "reserved": 20}}}
         return {**made, "turn": {**turn, "memory": memory}}.get(do, {})
