@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 VARIABLE, PATH = "FP8COMPILE_TOKENS", Path(__file__).resolve().parents[1] / "out" / "tokens.bin"
 VOCABULARY = 50304  # of GPT-2 as nanoGPT pads it
-ENTRIES = 50257  # that a text can have
-MEGABYTES = 56
+ENTRIES = END = 50257  # what texts consist of; and the token after each
+MEGABYTES, MILLION = 56, 1_000_000
 LEAST, MOST = 500, 1_000_000  # bytes of a file: neither empty modules nor tables
 LEARNED = 4000  # files from which the encoding is made
 
@@ -59,23 +59,21 @@ def files(folders: list[Path]) -> list[Path]:
     return found
 
 
-def write(path: Path, folders: list[Path], megabytes: int, entries: int = ENTRIES) -> int:
+def write(path: Path, folders: list[Path], megabytes: int) -> int:
     """Write the tokens; how many there are."""
     from tokenizers import ByteLevelBPETokenizer
 
     chosen = files(folders)
     texts = (file.read_text(errors="ignore") for file in chosen[:LEARNED])
     encoding = ByteLevelBPETokenizer()
-    encoding.train_from_iterator(
-        texts, vocab_size=entries, min_frequency=2, special_tokens=["<|end|>"], show_progress=False
-    )
-    limit, number = megabytes * 500_000, 0
+    encoding.train_from_iterator(texts, vocab_size=ENTRIES, min_frequency=2, show_progress=False)
+    limit, number = megabytes * MILLION // 2, 0
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     with new.open("wb") as file:
         for i in range(0, len(chosen), 100):
             some = [text.read_text(errors="ignore") for text in chosen[i : i + 100]]
-            made = [token for one in encoding.encode_batch(some) for token in (*one.ids, 0)]
+            made = [token for one in encoding.encode_batch(some) for token in (*one.ids, END)]
             made = made[: limit - number]
             array.array("H", made).tofile(file)
             number += len(made)

@@ -113,13 +113,34 @@ def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
     assert any(name.startswith("logs/llama") for name in files)
 
 
+def made_tokens(path: Path, megabytes: int) -> int:
+    pytest.importorskip("tokenizers")
+    return corpus.write(path, [ROOT / "benchmarks", ROOT / "benchmarks" / "tests"], megabytes)
+
+
 @pytest.mark.slow
+def test_tokens_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file once and always in the same order, each with an end; what is read is what was written."""
+    monkeypatch.setenv(corpus.VARIABLE, str(tmp_path / "a"))
+    with pytest.raises(ValueError, match="no tokens in .*/a: python -m benchmarks.corpus makes them"):
+        corpus.read()
+    number = made_tokens(tmp_path / "a", 1)
+    read = corpus.read()
+    assert len(read) == number and 50_000 < number < 500_000
+    assert int(read.max()) == corpus.END < corpus.VOCABULARY
+    files = corpus.files([ROOT / "benchmarks"])
+    assert int((read == corpus.END).sum()) == len(files) == len({file.read_bytes() for file in files})
+    made_tokens(tmp_path / "b", 1)
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    monkeypatch.setattr(corpus, "MILLION", 1000)  # instead of a million bytes
+    assert made_tokens(tmp_path / "a", 3) == len(corpus.read()) == 1500
+
+
+@pytest.mark.weekly
 def test_a_curve_on_real_tokens(tmp_path: Path) -> None:
     """Both arms train on the tokens of a file, from the same weights: losses, tokens/s, and a picture."""
-    pytest.importorskip("tokenizers")
     tokens = tmp_path / "tokens.bin"
-    number = corpus.write(tokens, [ROOT / "benchmarks"], 1)
-    assert number * 2 == tokens.stat().st_size and number > 50_000
+    made_tokens(tokens, 1)
     env = environment(tmp_path / "image", FP8COMPILE_TOKENS=str(tokens))
     command = ["bash", SCRIPT, "curve", "--limit", "300", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=320)
