@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8compile.config.policy import Policy, Rule
+from fp8compile.config.policy import Policy, Rule, load
 from fp8compile.dryrun.measure import by_torchao
 
 from . import transformer_engine
@@ -33,6 +33,8 @@ ALL = Policy(
         Rule(name="under 128 wide", fp8="off"),
     )
 )
+# the default policy, but that the input of a down projection has the scale of earlier steps, too
+DELAYED = Policy(rules=tuple(rule for rule in load(None).rules if rule.name != "down projection"))
 HEADS = ("lm_head", "head.lm_head")
 _PROCESS = contextlib.ExitStack()  # its contexts stay open until the process ends
 
@@ -40,18 +42,19 @@ _PROCESS = contextlib.ExitStack()  # its contexts stay open until the process en
 @dataclass(frozen=True)
 class Arm:
     """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager).
-    `around` makes a context for each forward. `kind` is "bf16", "eager", "torchao", "te" (TransformerEngine)
-    or "fp8"."""
+    `around` makes a context for each forward. `env`: variables of its process. `kind` is "bf16", "eager",
+    "torchao", "te" (TransformerEngine) or "fp8"."""
 
     name: str
     kind: str
     how: Mapping[str, Any] | None = field(default_factory=dict)
     prepare: Callable[[nn.Module], None] = lambda model: None
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def autotunes(self) -> bool:
-        return "max-autotune" in str((self.how or {}).get("mode", ""))
+    def mode(self) -> str:
+        return str((self.how or {}).get("mode", ""))
 
 
 def torchao(recipe: str) -> Callable[[nn.Module], None]:
@@ -93,11 +96,13 @@ def fp8(recipe: str, **options: Any) -> dict[str, Any]:
     return {"backend": "fp8", "options": {"recipe": recipe, **options}}
 
 
+GRAPHS = "reduce-overhead"
 ARMS = {
     arm.name: arm
     for arm in (
         Arm("bf16", "bf16"),
         Arm("bf16-max-autotune", "bf16", {"mode": "max-autotune"}),
+        Arm("bf16-graphs", "bf16", {"mode": GRAPHS}),
         Arm("eager-bf16", "eager", None),
         Arm("torchao-tensorwise", "torchao", prepare=torchao("tensorwise")),
         Arm("torchao-rowwise", "torchao", prepare=torchao("rowwise")),
@@ -110,6 +115,13 @@ ARMS = {
         Arm("fp8-delayed", "fp8", fp8("delayed")),
         Arm("fp8-tensorwise", "fp8", fp8("tensorwise")),
         Arm("fp8-delayed-save", "fp8", fp8("delayed", save="fp8")),
+        Arm("fp8-delayed-kept", "fp8", fp8("delayed", recast_weights=False)),
+        Arm("fp8-delayed-fast-accum", "fp8", fp8("delayed", use_fast_accum=[True, True, True])),
+        Arm("fp8-delayed-fast-dgrad", "fp8", fp8("delayed", use_fast_accum=[True, True, False])),
+        Arm("fp8-delayed-swiglu-delayed", "fp8", fp8("delayed", policy=DELAYED)),
+        Arm("fp8-delayed-no-fuse", "fp8", fp8("delayed"), env={"FP8COMPILE_SKIP": "fuse"}),
+        # torch takes no options beside a mode; "delayed" is the default
+        Arm("fp8-delayed-graphs", "fp8", {"backend": "fp8", "mode": GRAPHS}),
         Arm("fp8-delayed-cached", "fp8", fp8("delayed", cache_weights=True)),
         Arm("fp8-tensorwise-cached", "fp8", fp8("tensorwise", cache_weights=True)),
         Arm("fp8-rowwise-cached", "fp8", fp8("rowwise", cache_weights=True)),
@@ -146,15 +158,17 @@ def regions(model: nn.Module) -> list[nn.Module]:
 def settings(arm: Arm, accumulate: int, interpreted: bool) -> dict[str, Any] | None:
     """The arguments of Module.compile for `arm`, None for eager.
 
-    max-autotune replays CUDA graphs, and the next replay overwrites their outputs (the gradients). So
-    gradient accumulation uses max-autotune-no-cudagraphs. `interpreted`: AOTAutograd alone instead of
-    Inductor (for tests).
+    max-autotune and reduce-overhead replay CUDA graphs, and the next replay overwrites their outputs (the
+    gradients). So gradient accumulation uses max-autotune-no-cudagraphs; the other mode raises ValueError.
+    `interpreted`: AOTAutograd alone instead of Inductor (for tests).
     """
     if arm.how is None:
         return None
     how = dict(arm.how)
     if how.get("mode") == "max-autotune" and accumulate > 1:
         how["mode"] = "max-autotune-no-cudagraphs"
+    if how.get("mode") == GRAPHS and accumulate > 1:
+        raise ValueError(f"{arm.name}: a replay overwrites the gradients of the micro-batch before")
     if interpreted and arm.kind != "fp8":
         return {"backend": "aot_eager"}
     return how

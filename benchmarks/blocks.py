@@ -6,7 +6,8 @@ one at a time measures. A line for each: microseconds, GB/s of the bytes that mu
 microseconds.
 
 `--stages 0 2 3 4` also measures kernels that loop over columns with so many loads of a loop under way (0: as
-they are written, one after the other): do norms, at half the rate of a copy, wait for memory?
+they are written, one after the other): do norms, at half the rate of a copy, wait for memory? `--blocks 2`
+takes the first two of each family.
 
 On a CPU (`--device cpu`), kernels of tiny sizes run in Triton's interpreter, and nothing is timed.
 """
@@ -31,7 +32,7 @@ import torch
 from fp8compile import compat
 from fp8compile.codegen import launch
 
-from . import lines
+from . import lines, todo
 from .families import FAMILIES, Source, must_move
 from .kernels import Device, Plan, compare, interpreter
 from .options import Parser, count
@@ -59,9 +60,10 @@ TINY = (40, 48)
 RUNS = 11
 
 
-def points(names: list[str], stages: list[int]) -> list[tuple[str, Block, int]]:
-    """(family, block, stages), the first block of each family before the second of any."""
-    most = max(len(POINTS[name][1]) for name in names)
+def points(names: list[str], stages: list[int], most: int | None = None) -> list[tuple[str, Block, int]]:
+    """(family, block, stages), the first block of each family before the second of any; at most `most`
+    blocks."""
+    most = min(filter(None, (most, max(len(POINTS[name][1]) for name in names))))
     every = [
         (name, POINTS[name][1][i], s)
         for i in range(most)
@@ -123,6 +125,9 @@ def main(argv: list[str] | None = None) -> int:
         "--stages", nargs="+", type=count(0), default=[0], metavar="N", help="of loops; default: 0"
     )
     parser.add_argument(
+        "--blocks", type=count(1), metavar="N", help="the first N of each family; default: all"
+    )
+    parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
     parser.add_argument("--processes", type=count(1), default=8)
@@ -134,8 +139,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
-    chosen = points(args.family or [*POINTS], args.stages)
+    chosen = points(args.family or [*POINTS], args.stages, args.blocks)
+    names = [f"{name} {block}{f', {stages} stages' if stages else ''}" for name, block, stages in chosen]
     if args.part is None:
+        todo.plan(names)
         with tempfile.NamedTemporaryFile() as turn:
             more = [
                 [*given, "--turn", turn.name, "--part", str(part)]
@@ -147,11 +154,12 @@ def main(argv: list[str] | None = None) -> int:
     with args.turn.open("a") as turn, interpreter() if args.device == "cpu" else contextlib.nullcontext():
         timer = Device(RUNS) if args.device == "cuda" else None
         found = []
-        for point in chosen[args.part :: args.processes]:
+        for i in range(args.part, len(chosen), args.processes):
             if time.monotonic() > end:
                 break
-            found.append(measured(*point, timer, turn))
+            found.append(measured(*chosen[i], timer, turn))
             lines.add(args.json, found[-1])
+            todo.done(names[i], found[-1].get("error"))
             print(found[-1], flush=True)
     return int(any("error" in row for row in found))
 

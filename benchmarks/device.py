@@ -1,18 +1,28 @@
 """What `benchmarks/device.sh` runs: parts, each in a process with a limit, and an archive of all results.
 
     probe      packages, the device, one generated kernel, many FP8 matmuls             benchmarks.probe
-    tests      the tests that need a GPU                                                benchmarks.gpu_tests
-    matmuls    the matmuls that the cost model knows, attention, the device's rates     benchmarks.matmuls,
-                                                                                        calibrate
+    tests      the tests that need a GPU; of them those of `--only`                     benchmarks.gpu_tests
+    matmuls    the matmuls that the cost model knows, and attention                     benchmarks.matmuls
     kernels    casts with their producers                                               benchmarks.kernels
-    layers     Llama-3-8B layers, by class of kernel                                    benchmarks.train
-    gpt2       GPT-2 124M
-    memory     peak memory of step 1 and of warm steps, in bf16 and in FP8
-    first      probe, tests, matmuls, kernels, layers
+    layers     two Llama-3-8B layers: bf16, torchao, delayed                            benchmarks.train
+    settings   the same by other settings of `delayed`, and without the fuser
+    blocks     block sizes of norms, SwiGLU's and GELU's backward                       benchmarks.blocks
+    short      the layers at 2048 tokens
+    moe        experts: Qwen3-30B-A3B and Mixtral                                       benchmarks.train
+    gpt2       GPT-2 124M, with the fuser and without
+    graphs     CUDA graphs: a test, and the layers at 2048 tokens                       both
+    calibrate  the device's rates                                                       fp8compile calibrate
+    memory     peak memory of step 1 and of warm steps, in bf16 and in FP8              benchmarks.train
+    curve      GPT-2 124M trained in bf16 and FP8 on real tokens, and a picture         benchmarks.train,
+                                                                                        benchmarks.plot
+    first      probe, tests, matmuls, calibrate, kernels, layers: a new GPU
+    speed      tests, layers, settings, blocks, short: what a change of speed has to show, in ten minutes
+    wider      moe, gpt2, graphs, calibrate: and elsewhere, in five
 
-A part that fails, or reaches its limit, leaves what it has written; the next one gets the time that others
-have left. The archive is written anew while parts run, so that it is there whatever happens to this process.
-Nothing is imported here that may be missing.
+A part that fails, or reaches its limit, leaves what it has written, and what it has not done is named
+(`todo`); the next one gets the time that others have left. The archive is written anew while parts run, so
+that it is there whatever happens to this process. Compile caches stay in `out/caches`, so that the next call
+compiles less. Nothing is imported here that may be missing.
 """
 
 from __future__ import annotations
@@ -34,12 +44,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import lines, show
+from . import corpus, lines, show, todo
+from .sampler import Sampler
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAIN = "benchmarks.train --no-warm-compile --keep {work} --case"
-FP8 = "--arms bf16,fp8-delayed"
-FEW = "--arms fp8-delayed --steps 1 --warmup 1"
+CACHES = ROOT / "out" / "caches"
+TRAIN = "benchmarks.train --no-warm-compile --keep {work} --caches {caches} {torchao} {common} --case"
+LAYERS = f"{TRAIN} llama-8b-layers:layers=2"
+FEW = "--arms fp8-delayed --rounds 2 --steps 1 --warmup 1"
+TWO = "--processes 2"
+SETTINGS = "kept fast-accum fast-dgrad swiglu-delayed no-fuse".split()
+BLOCKS = "benchmarks.blocks {common} --blocks 2"
 
 
 class Step(NamedTuple):
@@ -52,27 +67,70 @@ class Step(NamedTuple):
 
 PARTS: dict[str, tuple[Step, ...]] = {
     "probe": (Step(60, "benchmarks.probe {common}"),),
-    "tests": (Step(120, "benchmarks.gpu_tests {common} --junit {results}/tests.xml"),),
-    "matmuls": (
-        Step(45, "benchmarks.matmuls {common}"),
-        Step(35, "fp8compile calibrate", None),
-    ),
+    "tests": (Step(120, "benchmarks.gpu_tests {common} --junit {results}/tests.xml {only}"),),
+    "matmuls": (Step(45, "benchmarks.matmuls {common}"),),
     "kernels": (Step(90, "benchmarks.kernels {common}", "--family weight --shape 33x40"),),
-    "layers": (
+    "layers": (Step(140, f"{LAYERS} --arms bf16,torchao-tensorwise,fp8-delayed", FEW),),
+    "settings": (
         Step(
-            170, f"{TRAIN} llama-8b-layers:layers=2 {FP8},fp8-tensorwise --rounds 2 --steps 5 {{common}}", FEW
+            140,
+            f"{LAYERS} --arms fp8-delayed,{','.join(f'fp8-delayed-{name}' for name in SETTINGS)}",
+            f"{FEW} --arms fp8-delayed-kept,fp8-delayed-no-fuse",
         ),
     ),
-    "gpt2": (Step(400, f"{TRAIN} gpt2-124m {FP8},fp8-delayed-all --rounds 3 --steps 5 {{common}}", FEW),),
+    "blocks": (
+        Step(50, f"{BLOCKS} --family rms-norm layer-norm-backward --stages 0 3", f"--family rms-norm {TWO}"),
+        Step(40, f"{BLOCKS} --family swiglu-backward gelu-backward", f"--family gelu-backward {TWO}"),
+    ),
+    "short": (
+        Step(85, f"{LAYERS},seq=2048 --arms bf16,torchao-tensorwise,fp8-delayed,fp8-delayed-kept", FEW),
+    ),
+    "moe": tuple(
+        Step(55, f"{TRAIN} {case} --arms bf16,torchao-experts,fp8-delayed,fp8-delayed-fast-accum", FEW)
+        for case in ("moe", "moe:experts=mixtral")
+    ),
+    "gpt2": (
+        Step(
+            85, f"{TRAIN} gpt2-124m:compile=block,batch=16 --arms bf16,fp8-delayed,fp8-delayed-no-fuse", FEW
+        ),
+    ),
+    "graphs": (
+        Step(15, "benchmarks.gpu_tests {common} --only test_modes[reduce-overhead]", None),
+        Step(
+            45,
+            f"{LAYERS},seq=2048 --arms bf16,bf16-graphs,fp8-delayed,fp8-delayed-graphs",
+            f"{FEW} --arms fp8-delayed-graphs",
+        ),
+    ),
+    "calibrate": (Step(30, "fp8compile calibrate", None),),
     "memory": tuple(
-        Step(seconds, f"{TRAIN} {case} {FP8} --rebuild --rounds 1 --steps 3 {{common}}", None)
+        Step(seconds, f"{TRAIN} {case} --arms bf16,fp8-delayed --rebuild --rounds 1 --steps 3", None)
         for seconds, case in ((130, "llama-8b-layers:layers=4"), (220, "gpt2-124m"))
     ),
+    # 240 s of timed steps for each arm; the rest are compilations and validations
+    "curve": (
+        Step(
+            560,
+            f"{TRAIN} loss:text=tokens,batch=32,compile=block --arms bf16,fp8-delayed --seconds 240 "
+            "--steps 100 --budget {most}",
+            "--arms eager-bf16,fp8-delayed --seconds 1 --steps 1 --warmup 1",
+        ),
+        Step(10, "benchmarks.plot {results}/curve.jsonl --out {results}"),
+    ),
 }
-GROUPS = {"first": ("probe", "tests", "matmuls", "kernels", "layers")}
+GROUPS = {
+    "first": ("probe", "tests", "matmuls", "calibrate", "kernels", "layers"),
+    "speed": ("tests", "layers", "settings", "blocks", "short"),
+    "wider": ("moe", "gpt2", "graphs", "calibrate"),
+}
 NEEDED = "torch triton numpy sympy networkx jinja2".split()
-NEEDED_BY = {"tests": ["pytest"], "matmuls": ["click"], "gpt2": ["tqdm"], "memory": ["tqdm"]}
+NEEDED_BY = {"tests": ["pytest"], "calibrate": ["click"], "gpt2": ["tqdm"], "memory": ["tqdm"]}
+NEEDED_BY |= {"graphs": ["pytest"], "curve": ["tqdm"]}
 SPARE = 20  # seconds for everything around the parts
+# commands that FLAGs of a part do not go to, since they have others
+NO_FLAGS = {"curve": ["benchmarks.plot"], "graphs": ["benchmarks.gpu_tests"]}
+ONLY = 60  # seconds of tests that are named
+SHOWN = 8  # names of what is missing; parts.jsonl has all
 LEAST = 3.0  # seconds in which no step can do anything
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 PACK = 20.0  # seconds between two versions of the archive
@@ -102,7 +160,7 @@ def stop(number: int, _frame: Any) -> None:
     raise Stopped(signal.Signals(number).name)
 
 
-def missing(parts: Sequence[str]) -> list[str]:
+def missing(parts: Sequence[str], device: str) -> list[str]:
     """What the parts need and is not there, by name."""
     packages = [*NEEDED, *(name for part in parts for name in NEEDED_BY.get(part, ()))]
     found = [
@@ -110,19 +168,34 @@ def missing(parts: Sequence[str]) -> list[str]:
         for name in dict.fromkeys(packages)
         if importlib.util.find_spec(name) is None
     ]
-    return found + [
-        f"{name}/ (this is no checkout)" for name in ("tests", "examples") if not (ROOT / name).is_dir()
-    ]
+    folders = [name for name in ("tests", "examples") if not (ROOT / name).is_dir()]
+    found += [f"{name}/ (this is no checkout)" for name in folders]
+    if "curve" in parts and device == "cuda" and not corpus.place().is_file():
+        found.append(f"{corpus.place()}: python -m benchmarks.corpus makes it, on any machine")
+    return found
 
 
 class Run:
     """One run of parts: a scratch folder with their results, and the archive."""
 
-    def __init__(self, name: str, out: Path, device: str, end: float, more: Sequence[str]):
+    def __init__(
+        self,
+        name: str,
+        out: Path,
+        device: str,
+        end: float,
+        more: Sequence[str],
+        only: Sequence[str] = (),
+        torchao: Path | None = None,
+    ):
         self.device, self.end, self.more = device, end, more
+        self.only = shlex.join(["--only", *only]) if only else ""
+        self.torchao = shlex.join(["--torchao", str(torchao)]) if torchao else ""
         self.scratch = Path(tempfile.mkdtemp(prefix="fp8compile-device-"))
+        self.caches = CACHES if device == "cuda" else self.scratch / "caches"
         self.results, self.work = self.scratch / "results", self.scratch / "work"
         self.results.mkdir()
+        self.work.mkdir()
         self.archive = out / f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
         self.packed = time.monotonic()
         self.steps: list[dict[str, Any]] = []
@@ -130,6 +203,7 @@ class Run:
     def all(self, steps: Sequence[tuple[str, Step]]) -> None:
         """Each step gets its share of the time that is left; on a CPU, where imports take the most of it,
         equal ones."""
+        stopped: Stopped | None = None
         possible = [step.seconds if self.device == "cuda" else int(step.cpu is not None) for _, step in steps]
         for number, (part, step) in enumerate(steps):
             limit = (self.end - time.monotonic()) * possible[number] / max(1, sum(possible[number:]))
@@ -141,35 +215,59 @@ class Run:
             }
             if not possible[number]:
                 said["status"] = "needs a GPU: not begun"
+            elif stopped is not None:
+                said["status"] = f"stopped by {stopped}: not begun"
+            done = self.work / f"{number}.todo.jsonl"
             try:
-                if possible[number] and limit >= LEAST:
-                    self.one(part, step, limit, said)
+                if possible[number] and limit >= LEAST and stopped is None:
+                    self.one(part, step, limit, said, done)
+            except Stopped as why:
+                stopped = why
             finally:
+                if possible[number]:
+                    ended = said["status"] in (0, 1)
+                    said["missing"] = todo.missing(done) or ([] if ended else [f"{part}: {said['status']}"])
                 self.steps.append(said)
                 lines.add(self.results / "parts.jsonl", said)
                 self.pack()
+        if stopped is not None:
+            raise stopped
 
     def command(self, part: str, step: Step, seconds: float) -> list[str]:
         """The arguments of `python -m`, for a step that should end by itself after `seconds`."""
         # without imports; `train` begins nothing after it, and ends after 1.25 of it
         budget = max(1, int(0.8 * seconds))
         common = f"--device {self.device} --budget {budget} --json {self.results}/{part}.jsonl"
-        text = step.command.format(common=common, results=self.results, work=self.work)
+        text = step.command.format(
+            common=common,
+            most=max(1, int(0.95 * seconds)),
+            results=self.results,
+            work=self.work,
+            caches=self.caches,
+            only=self.only,
+            torchao=self.torchao,
+        )
         if self.device == "cpu":
             text += " --interpreted " * text.startswith("benchmarks.train") + f" {step.cpu}"
-        return [*shlex.split(text), *(self.more if text.startswith("benchmarks.") else ())]
+        command = shlex.split(text)
+        takes = command[0].startswith("benchmarks.") and command[0] not in NO_FLAGS.get(part, ())
+        return [*command, *(self.more if takes else ())]
 
-    def one(self, part: str, step: Step, limit: float, said: dict[str, Any]) -> None:
+    def one(self, part: str, step: Step, limit: float, said: dict[str, Any], done: Path) -> None:
         """Run a step until it ends or its limit comes. Its output goes into a log, and to the screen."""
         began, grace = time.monotonic(), min(GRACE, 0.2 * limit)
         command = self.command(part, step, limit - grace)
         said["command"] = shlex.join(["python", "-m", *command])
         print(f"\n== {part}: {said['command']} (at most {limit:.0f} s)", flush=True)
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "cache")}
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.caches / part)}
+        env[todo.VARIABLE] = str(done)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         if command[0] == "fp8compile":
             # what it writes, and no other part reads
             env["FP8COMPILE_DEVICES"] = str(self.results / "devices.toml")
+        # `train` and `matmuls` sample clocks by themselves
+        sampler = Sampler() if command[0] == "fp8compile" else None
+        wall = time.time()
         log = self.results / f"{part}.log"
         with log.open("ab") as file:
             shown = file.tell()
@@ -205,6 +303,9 @@ class Run:
                 os.killpg(process.pid, signal.SIGKILL)  # and those that it started
             process.wait()
             show_from(log, shown)
+            if sampler is not None:
+                sampler.stop()
+                said["clocks"] = sampler.between(wall, time.time())
             last = log.read_text(errors="replace").strip().rpartition("\n")[2].strip()
             said |= {"seconds": round(time.monotonic() - began, 1), "last": last[:100]}
             if said["status"] not in (0, 1):
@@ -244,7 +345,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     )
     names, device = [*PARTS, *GROUPS], os.environ.get("DEVICE", "cuda")
-    usage = "%(prog)s PART ... [--limit SECONDS] [--out FOLDER] [-- FLAG ...]"
+    usage = "%(prog)s PART ... [--limit SECONDS] [--only TEST ...] [--torchao PATH] [--out FOLDER]"
+    usage += " [-- FLAG ...]"
     parser = argparse.ArgumentParser(prog="benchmarks/device.sh", usage=usage, allow_abbrev=False)
     parser.add_argument(
         "parts",
@@ -255,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, metavar="SECONDS", help="for everything (default: what the parts need)"
     )
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEST", help="of the part `tests`")
+    parser.add_argument("--torchao", type=Path, metavar="PATH", help="its wheel or folder, for its arms")
     parser.add_argument(
         "--out",
         type=Path,
@@ -267,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.exit(2, f"benchmarks/device.sh: {name!r} is none of {', '.join(known)}\n")
     args.out.mkdir(parents=True, exist_ok=True)
     parts = list(dict.fromkeys(part for name in args.parts for part in GROUPS.get(name, (name,))))
-    if lacks := missing(parts):
+    if lacks := missing(parts, device):
         print("\n".join(f"missing: {what}" for what in lacks), file=sys.stderr)
         return 2
     if subprocess.run([sys.executable, "-c", FACTS, device]).returncode:
@@ -275,8 +379,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
         print("missing: the git checkout (results do not say which commit this is)", flush=True)
     steps = [(part, step) for part in parts for step in PARTS[part]]
+    if args.only:
+        steps = [(part, step._replace(seconds=ONLY) if part == "tests" else step) for part, step in steps]
     limit = args.limit or SPARE + sum(step.seconds for _, step in steps)
-    run = Run("-".join(args.parts), args.out, device, began + limit - min(5.0, 0.05 * limit), more)
+    end = began + limit - min(5.0, 0.05 * limit)
+    run = Run("-".join(args.parts), args.out, device, end, more, args.only, args.torchao)
     status = 0
     for number in SIGNALS:
         signal.signal(number, stop)
@@ -291,8 +398,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(run.scratch, ignore_errors=True)
     rows = [[said["part"], said["status"], said.get("seconds"), said.get("last")] for said in run.steps]
     print("\n" + show.table(rows, ["part", "status", "seconds", "last line"]))
+    for said in run.steps:
+        if lacking := said.get("missing"):
+            more_of_it = f" and {len(lacking) - SHOWN} more" if lacking[SHOWN:] else ""
+            print(f"missing of {said['part']}: {'; '.join(lacking[:SHOWN])}{more_of_it}")
     print(f"{time.monotonic() - began:.0f} s; everything is in {run.archive}", flush=True)
-    return status or int(any(said["status"] not in (0, "needs a GPU: not begun") for said in run.steps))
+    fine = (0, "needs a GPU: not begun")
+    return status or int(any(said["status"] not in fine or said.get("missing") for said in run.steps))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One command for a machine with a GPU: benchmarks/device.sh PART ... [--limit SECONDS] [--out FOLDER] [-- FLAG ...]
+# One command for a machine with a GPU: benchmarks/device.sh PART ... [--limit SECONDS] [--only TEST ...] [--out FOLDER]
 #
 #     PYTHON   the interpreter (default: python3)        DEVICE   cuda; `cpu` runs tiny sizes, to try this
 #

@@ -5,6 +5,8 @@ processes takes each n-th test; the first case of each test comes first, so that
 seen something of each. After a test that kills its process, or leaves the device unusable to it, another
 process goes on. Shortly before the limit pytest is interrupted, so that it still writes its summary.
 
+    --only NAME ...      of these tests only those that are named: a function, `test_x[case]`, a file, or all
+                         of it as pytest prints it
     --json PATH.jsonl    a line when a test begins, and one when it ends
     --junit PATH.xml     what pytest says of all tests
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
 import re
 import signal
@@ -30,7 +33,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from . import lines
+from . import lines, todo
 from .pool import ROOT
 
 BOTH = ("tests/codegen/test_scaled_mm.py", "tests/devices/test_catalog.py")
@@ -39,6 +42,7 @@ FILES = {
     "cpu": ["-k", "emulation_is or calibrate_this", *BOTH],
 }
 LINES, PART = "FP8COMPILE_TEST_LINES", "FP8COMPILE_TEST_PART"  # variables: the file of lines; "0/8"
+ONLY = "FP8COMPILE_TEST_ONLY"  # a name a line
 UNUSABLE = 77  # exit status of a process that the device no longer serves
 RESTARTS = 5  # of each process
 GRACE = 10.0  # seconds between an interrupt and the end, at most
@@ -58,6 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if PART not in os.environ:
         return
     part, parts = map(int, os.environ[PART].split("/"))
+    only = os.environ.get(ONLY, "").splitlines()
+    unknown = [name for name in only if not any(named(item.nodeid, name) for item in items)]
+    if unknown:
+        known = {part for item in items for part in item.nodeid.partition("[")[0].split("::")}
+        near = {name: difflib.get_close_matches(name.partition("[")[0], known, 1) for name in unknown}
+        _said(unknown={name: found[0] if found else None for name, found in near.items()})
+    items[:] = [item for item in items if not only or any(named(item.nodeid, name) for name in only)]
     seen: Counter[str] = Counter()
     order = []
     for item in items:
@@ -67,7 +78,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [item for _, item in sorted(order, key=lambda pair: pair[0])][part::parts]
     before = outcomes(Path(os.environ[LINES]))
     _said(part=part, tests=len(mine))
+    todo.plan(item.nodeid for item in mine)
     items[:] = [item for item in mine if item.nodeid not in before]
+
+
+def named(test: str, name: str) -> bool:
+    """Whether a test is one of a name: its function, its function with a case, its file, or all of it."""
+    file, *inside = test.split("::")
+    whole = f"/{file}::{'::'.join(inside)}"
+    return any(
+        each.endswith(f"{before}{name}")
+        for each in (whole, whole.partition("[")[0], f"/{file}")
+        for before in ("/", "::")
+    )
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -93,6 +116,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _said(
         test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), why=why.strip()[:2000]
     )
+    todo.done(report.nodeid)
     if report.failed and unusable():
         pytest.exit("the device is unusable to this process", UNUSABLE)
 
@@ -145,6 +169,7 @@ class Part:
             **os.environ,
             LINES: str(self.args.json),
             PART: f"{self.number}/{self.args.processes}",
+            ONLY: "\n".join(self.args.only),
             "PYTHONPATH": path,
         }
         env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # parallel are the processes
@@ -222,6 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="benchmarks.gpu_tests", description=__doc__.split("\n")[0], allow_abbrev=False
     )
     parser.add_argument("tests", nargs="*", help="files or names of tests, as for pytest")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of these tests, those named")
     parser.add_argument(
         "--device", choices=tuple(FILES), default="cuda", help="whose tests are run without names"
     )
@@ -241,9 +267,12 @@ def main(argv: list[str] | None = None) -> int:
                 merge(sorted(Path(scratch).glob("*.xml")), args.junit)
     found, written = outcomes(args.json), lines.read(args.json) if args.json.exists() else []
     of = sum({line["part"]: line["tests"] for line in written if "part" in line}.values())
+    unknown = {name: near for line in written for name, near in line.get("unknown", {}).items()}
+    for name, near in unknown.items():
+        print(f"--only: no test is named {name!r}{f' (is it {near!r}?)' if near else ''}")
     print(summary(found, of), flush=True)
     fine = [line for line in found.values() if line["outcome"] in ("passed", "skipped")]
-    return 0 if fine and len(fine) == len(found) == of else 1
+    return 0 if fine and len(fine) == len(found) == of and not unknown else 1
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from fp8compile.dryrun import fake_gpu, kernel_classes
 from fp8compile.passes.pipeline import run_post_grad
 from fp8compile.runtime.interpreter import Eager, boxed
 
-from . import arms, machine, results, tables, torchao_casts
+from . import arms, machine, results, tables, todo, torchao_casts
 from .families import FAMILIES, Family, Source, must_move
 from .options import Parser, count, destination
 from .static import DEVICE
@@ -147,7 +147,7 @@ class Device:
         self.runs, self.device = runs, device
         self.flush = torch.empty(flush, dtype=torch.uint8, device=device)  # several times any L2
         self.copies: dict[int, float] = {}
-        self.flushes = {name for name, _ in self.profiled(lambda: None)}
+        self.flushes = {launch.name for launch in self.profiled(lambda: None)}
 
     def milliseconds(self, call: Callable[[], Any]) -> list[float]:
         for _ in range(5):
@@ -174,19 +174,19 @@ class Device:
             )
         return self.copies[size]
 
-    def profiled(self, call: Callable[[], Any], calls: int = 3) -> list[tuple[str, float]]:
-        """(name, microseconds) of each kernel that the device ran."""
+    def profiled(self, call: Callable[[], Any], calls: int = 3) -> list[kernel_classes.Launch]:
+        """Each kernel that the device ran."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(calls):
                 self.flush.zero_()
                 call()
             torch.cuda.synchronize()
-        return kernel_classes.device_events(profile)
+        return kernel_classes.launches(profile)
 
     def kernels(self, call: Callable[[], Any]) -> list[dict[str, Any]]:
         """The kernels that a call launches, with the median time of each."""
         times: dict[str, list[float]] = {}
-        for name, microseconds in self.profiled(call):
+        for name, microseconds, _ in self.profiled(call):
             if name not in self.flushes:
                 times.setdefault(name, []).append(microseconds)
         return [
@@ -225,12 +225,14 @@ class Bench:
         """Measures all rows and returns the result. After each family and shape, `ready` gets the result so
         far."""
         points = [(family, shape) for shape in self.args.shape for family in self.args.family]
+        todo.plan(f"{family} {shape}" for family, shape in points)
         for i, (name, shape) in enumerate(points):
             if time.monotonic() > self.deadline:
                 self.skipped = len(points) - i
                 break
             found = self.rows_of(FAMILIES[name], shape)
             self.rows += found
+            todo.done(f"{name} {shape}")
             for row in found:
                 print(f"{row['point']} {row['arm']}: {row['error'] or tables.kernel_note(row)}", flush=True)
             ready(self.result())

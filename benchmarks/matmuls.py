@@ -1,19 +1,23 @@
 """Measure what the cost model assumes: `python -m benchmarks.matmuls`.
 
 Every matmul of a Llama-3-8B layer at 8192 and at 2048 tokens, apart and merged (q, k and v; gate and up): in
-bf16, and in FP8 with and without fast accumulation. Beside each time stands the one that `devices.cost`
-computes from the device's description. Then attention: the backends that torch may take, in their order,
-cuDNN's version, and the kernels that ran.
+bf16, and in FP8 with and without fast accumulation, in a random order: the card gets hotter meanwhile. Each
+row has its number in this order, the seed, and the clocks that were sampled. Beside each time stands the one
+that `devices.cost` computes from the device's description. First attention: the backends that torch may
+take, in their order, cuDNN's version, and the kernels that ran.
 
     --json PATH    everything as JSON; `.jsonl`: what there is so far in each line, one after each matmul
     --budget N     begin no matmul after N seconds
+    --seed N       another order
     --size tiny    small sizes, to try the command on a CPU, where nothing that it prints means anything
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import random
 import statistics
 import sys
 import time
@@ -28,7 +32,8 @@ from torch.nn.attention import SDPBackend
 from fp8compile.devices import calibrate, catalog, cost
 from fp8compile.devices.catalog import Device
 
-from . import machine, results, show
+from . import machine, results, show, todo
+from .sampler import Sampler
 
 LAYERS = {
     "q, o": (1, 1),
@@ -41,6 +46,7 @@ LAYERS = {
 WIDTH = {"full": 4096, "tiny": 64}
 TOKENS = {"full": (8192, 2048), "tiny": (64,)}
 WAYS = ("bf16", "fp8", "fp8_precise")
+INTERVAL_MS = 20  # a row takes about 100
 
 
 class Clock:
@@ -119,10 +125,15 @@ def measure(
     device: torch.device,
     size: str,
     deadline: float = math.inf,
+    seed: int = 0,
     ready: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
     """Everything. `ready` gets what there is so far. No matmul is begun after the deadline."""
     cuda = device.type == "cuda"
+    order = list(matmuls(size))
+    random.Random(seed).shuffle(order)
+    names = [f"{layer} {gemm}, {m} x {n} x {k}" for layer, gemm, (m, n, k) in order]
+    todo.plan(names)
     known = catalog.of(device) if cuda else None
     timer: calibrate.Timer = (
         calibrate.Timer(device, known.l2 if known is not None else 1 << 26) if cuda else Clock()
@@ -136,13 +147,19 @@ def measure(
         "matmuls": [],
     }
     ready(found)
-    for layer, gemm, (m, n, k) in matmuls(size):
-        if time.monotonic() > deadline:
-            break
-        found["matmuls"].append(
-            {"layer": layer, "gemm": gemm, "m": m, "n": n, "k": k, **row(timer, device, known, (m, n, k))}
-        )
-        ready(found)
+    with Sampler(INTERVAL_MS) if cuda else contextlib.nullcontext() as sampler:
+        for number, (layer, gemm, (m, n, k)) in enumerate(order):
+            if time.monotonic() > deadline:
+                break
+            began = time.time()
+            made = {"layer": layer, "gemm": gemm, "m": m, "n": n, "k": k, "order": number, "seed": seed}
+            made |= row(timer, device, known, (m, n, k))
+            made["clocks"] = sampler.between(began, time.time()) if sampler is not None else None
+            found["matmuls"].append(made)
+            todo.done(names[number])
+            ready(found)
+    if sampler is not None:
+        found["sampling"] = {"samples": len(sampler.found), "problem": sampler.problem}
     return found
 
 
@@ -156,6 +173,11 @@ def table(found: dict[str, Any]) -> str:
         rate = 2e-6 * row["m"] * row["n"] * row["k"] / row[way]
         return f"{row[way]:.0f}{'' if model is None else f' ({model:.0f})'} us, {rate:.0f}"
 
+    order = [(layer, gemm, *sizes) for size in WIDTH for layer, gemm, sizes in matmuls(size)]
+
+    def place(row: dict[str, Any]) -> int:
+        return order.index(tuple(row[key] for key in ("layer", "gemm", "m", "n", "k")))
+
     lines = [
         [
             row["layer"],
@@ -164,9 +186,10 @@ def table(found: dict[str, Any]) -> str:
             *(shown(row, way) for way in WAYS),
         ]
         + [f"{row['bf16'] / row[way]:.2f}" if row[way] else "" for way in WAYS[1:]]
-        for row in found["matmuls"]
+        + [f"{row['clocks']['sm_mhz']['median']:.0f}" if row["clocks"] else ""]
+        for row in sorted(found["matmuls"], key=place)
     ]
-    head = ["layer", "gemm", "m x n x k", "bf16", "fp8, fast", "fp8, precise", "fast", "precise"]
+    head = ["layer", "gemm", "m x n x k", "bf16", "fp8, fast", "fp8, precise", "fast", "precise", "MHz"]
     said = found["attention"]
     kernels = "\n".join(
         f"  {microseconds:10.1f} us  {name}" for name, microseconds in said["kernels"].items()
@@ -190,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no matmul after this time"
     )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order (default: 0)")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device here")
@@ -205,7 +229,11 @@ def main(argv: list[str] | None = None) -> int:
 
     began = time.monotonic()
     found = measure(
-        device, args.size or ("full" if args.device == "cuda" else "tiny"), began + args.budget, write
+        device,
+        args.size or ("full" if args.device == "cuda" else "tiny"),
+        began + args.budget,
+        args.seed,
+        write,
     )
     print(table(found), flush=True)
     return 0 if any(row["bf16"] for row in found["matmuls"]) else 1

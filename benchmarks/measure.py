@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8compile.dryrun import measure
+from fp8compile.dryrun import kernel_classes, measure
 
+from . import timeline
 from .cases.base import Task
 
 
@@ -25,6 +27,7 @@ class Runner(measure.Runner):
     ):
         self.task, self.point, self.device, self.around = task, task.point, task.device, around
         self.parameters = list(task.model.parameters())
+        self.horizon = 0  # how many steps there will be; 0: not known
         super().__init__(
             task.device, self.next, self.finish, task.grad, self.point.accumulate, self.point.tokens
         )
@@ -45,7 +48,7 @@ class Runner(measure.Runner):
                 nn.utils.clip_grad_norm_(self.parameters, self.point.clip)
             if self.point.schedule is not None:
                 for group in optimizer.param_groups:
-                    group["lr"] = self.point.schedule(self.steps)
+                    group["lr"] = self.point.schedule(self.steps, self.horizon)
             optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
@@ -57,3 +60,18 @@ class Runner(measure.Runner):
                 result["validation"] = [self.steps, self.point.validate(self.task.model, self.device)]
             result |= self.idle()
         return result
+
+    def profiles(self, casts: Collection[str], steps: int = 3, lead: int = 5) -> dict[str, Any]:
+        """"kernels" by class, the "timeline" of a step, and the "wall" time of both; {} on a CPU. `lead`:
+        untimed steps before, after which the clocks are those of a turn."""
+        if not self.cuda:
+            return {}
+        start = time.time()
+        seen = kernel_classes.launches(self.profiled(steps, lead))
+        wall = [start, time.time()]
+        sized = timeline.sized_matmuls(self.profiled(steps, shapes=True))
+        return {
+            "kernels": kernel_classes.summarise(seen, casts, steps),
+            "timeline": timeline.summarise(seen, steps, sized),
+            "wall": wall,
+        }

@@ -175,31 +175,46 @@ def smooth(values: Sequence[float], weight: float = 0.05) -> list[float]:
 
 
 def curves(result: Result, title: str, path: Path) -> None:
-    """Above: smoothed training losses, and validation losses. Below: each arm's gap to bf16, in percent."""
+    """Above: smoothed training losses, and validation losses. Below: each arm's gap to bf16, in percent: of
+    the smoothed losses, and (dots) of the validation. At the bottom: tokens/s of each round."""
     plt = pyplot()
     rows = [row for row in result["rows"] if not row["error"] and row["losses"]]
     base = next((row for row in rows if row["kind"] in ("bf16", "eager")), None)
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(7.5, 6.2), sharex=True, height_ratios=(2, 1), layout="constrained"
+    figure, (above, below, speeds) = plt.subplots(
+        3, 1, figsize=(7.5, 7.6), sharex=True, height_ratios=(3, 1.5, 1), layout="constrained"
     )
     for row in rows:
-        color = COLORS.get(row["arm"], "black")
-        end = f": {row['validation'][-1][1]:.4f} held out" if row["validation"] else ""
-        above.plot(
-            range(1, len(row["losses"]) + 1), smooth(row["losses"]), color=color, label=row["arm"] + end
-        )
-        if row["validation"]:
-            above.plot(*zip(*row["validation"], strict=True), "o", color=color, markersize=4)
+        color, each = COLORS.get(row["arm"], "black"), row["tokens"] / 1e6
+        rate = row["tokens_per_s"]
+        end = f"{row['validation'][-1][1]:.4f} held out, " if row["validation"] else ""
+        shown = f"{row['arm']}: {end}{rate['median']:,.0f} tokens/s"
+        steps = [each * (i + 1) for i in range(len(row["losses"]))]
+        above.plot(steps, smooth(row["losses"]), color=color, label=shown)
+        checked = [(each * step, loss) for step, loss in row["validation"]]
+        if checked:
+            above.plot(*zip(*checked, strict=True), "o", color=color, markersize=4)
         if base is not None and row is not base:
             gap = [
                 100 * (b - a) / a for a, b in zip(smooth(base["losses"]), smooth(row["losses"]), strict=False)
             ]
-            below.plot(range(1, len(gap) + 1), gap, color=color)
+            below.plot(steps[: len(gap)], gap, color=color, linewidth=1)
+            theirs = dict(base["validation"])
+            both = [(each * s, 100 * (x / theirs[s] - 1)) for s, x in row["validation"] if s in theirs]
+            if both:
+                below.plot(*zip(*both, strict=True), "o", color=color, markersize=4)
+        # a round ends with a validation; without one, rounds are spread evenly
+        ends = [x for x, _ in checked] or [
+            steps[-1] * (i + 1) / len(rate["rounds"]) for i in range(len(rate["rounds"]))
+        ]
+        speeds.plot(ends, rate["rounds"][: len(ends)], ".-", color=color)
     below.axhline(0.0, color=COLORS["bf16"], linewidth=1)
-    above.set(ylabel="loss (nats a byte), moving average", title=title)
-    below.set(xlabel="step", ylabel=f"% over {base['arm'] if base else 'bf16'}")
+    unit = "token" if result["variant"].get("text") == "tokens" else "byte"
+    above.set(ylabel=f"loss (nats a {unit}), moving average", title=title)
+    below.set(ylabel=f"% over {base['arm'] if base else 'bf16'}")
+    speeds.set(xlabel=f"million {unit}s", ylabel="tokens/s")
+    speeds.set_ylim(bottom=0)
     above.legend(frameon=False)
-    for axes in (above, below):
+    for axes in (above, below, speeds):
         axes.grid(alpha=0.25)
     figure.savefig(path)
     plt.close(figure)
@@ -260,6 +275,9 @@ def main(argv: list[str] | None = None) -> int:
         made = draw(results.read(args.paths), args.out)
     except (ValueError, OSError) as error:
         print(f"benchmarks.plot: error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"missing: {error.name} (a Python package): draw the same files where it is", file=sys.stderr)
         return 2
     print("\n".join(map(str, made)) or "no results to draw")
     return 0

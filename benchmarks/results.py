@@ -4,10 +4,11 @@
      goal, rows: [{arm, kind, point, error, ...}]}
 
 A row of a failed arm has `error` and no measured values. A row of a measurement has tokens_per_s, step_ms,
-busy_ms, ratio, memory, compile_s, kernels, fp8, losses, validation. A row of an estimate has `static` and
-ratio. Times are in ms, memory in bytes. In the case `kernels` (`benchmarks.kernels`), a row is one plan of
-one family and shape. It has family, shape and bytes, and either ms, gb_per_s, copy_gb_per_s and share (null
-on a CPU), or `static`.
+busy_ms, ratio, memory, compile_s, kernels, fp8, losses, validation; since the end of November 2026 also
+clocks (`sampler`, of all turns, of each round and of the profile; null without a GPU) and timeline
+(`timeline`). A row of an estimate has `static` and ratio. Times are in ms, memory in bytes. In the case
+`kernels` (`benchmarks.kernels`), a row is one plan of one family and shape. It has family, shape and bytes,
+and either ms, gb_per_s, copy_gb_per_s and share (null on a CPU), or `static`.
 
 A `.jsonl` has the result so far in each of its lines, so that nothing is lost when a run is stopped: the last
 line of each name counts.

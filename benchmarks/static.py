@@ -14,8 +14,10 @@ with `cache_weights`) and the optimizer count once.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -134,7 +136,7 @@ def compile_point(point: Point, arm: arms.Arm, counted: bool = False) -> dict[st
         with autocast:
             model(*batch)  # the backward is compiled with it
 
-    with instructions.noted() as names:
+    with mock.patch.dict(os.environ, arm.env), instructions.noted() as names:
         found = fake_gpu.trace(step, H200.gpu)
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
@@ -157,8 +159,8 @@ def estimate(static: Static, arm: arms.Arm, counted: bool = False) -> dict[str, 
         raise ValueError("no estimate: eager kernels are not compiled")
     if arm.kind == "te":
         raise ValueError("no estimate: TransformerEngine brings kernels of its own")
-    if arm.autotunes:
-        raise ValueError("no estimate: autotuning needs the device")
+    if arm.mode:
+        raise ValueError(f"no estimate: {arm.mode} needs the device")
     if static.extrapolate:
         made = extrapolated(*(compile_point(static.point(n), arm, counted) for n in (1, 2)), static.layers)
         return {"figures": made, "note": f"{static.layers} layers, carried on from 1 and 2"}

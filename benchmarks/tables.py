@@ -19,6 +19,7 @@ from typing import Any
 from . import results
 from .show import table
 
+SPREAD = 0.005  # of tokens/s over rounds: what this should be at most
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], Any]]
 
@@ -51,6 +52,9 @@ MEASURED: list[Column] = [
     ("compile s", lambda r: number(get(r, "compile_s", "cold"), ".1f")),
     ("warm s", lambda r: number(get(r, "compile_s", "warm"), ".1f")),
     ("fp8 gemms", lambda r: fp8_count(r)),
+    ("MHz", lambda r: number(get(r, "clocks", "sm_mhz", "median"), ".0f")),
+    ("W", lambda r: number(get(r, "clocks", "watts", "median"), ".0f")),
+    ("slowed", lambda r: number(get(r, "clocks", "slowed"), ".0%")),
 ]
 KERNELS: list[Column] = [
     *(
@@ -59,6 +63,7 @@ KERNELS: list[Column] = [
     ),
     ("busy ms", lambda r: number(get(r, "busy_ms"))),
     ("kernels", lambda r: number(get(r, "kernels", "count"), ".0f")),
+    ("gaps ms", lambda r: number(get(r, "timeline", "gap_ms"))),
 ]
 STATIC: list[Column] = [
     ("kernels", lambda r: number(get(r, "static", "kernels"), ".0f")),
@@ -260,7 +265,7 @@ def text(result: dict[str, Any]) -> str:
     parts += losses(good)
     if result["static"]:
         parts.append("an estimate: nothing was run on a device")
-    parts += left_out(result)
+    parts += left_out(result) + noise(result)
     held = sum(get(row, "memory", "idle") or 0 for row in good)
     if held and not get(result, "settings", "rebuild"):
         parts.append(f"waiting arms together held {held / 1e9:.1f} GB")
@@ -270,6 +275,16 @@ def text(result: dict[str, Any]) -> str:
 def left_out(result: dict[str, Any]) -> list[str]:
     skipped = get(result, "settings", "skipped_points")
     return [f"out of time: {skipped} points were not begun"] if skipped else []
+
+
+def noise(result: dict[str, Any]) -> list[str]:
+    """What makes a difference of a percent no difference: rounds that differ, clocks that nobody saw."""
+    good = [row for row in result["rows"] if not row["error"]]
+    wide = [(row["arm"], get(row, "tokens_per_s", "spread") or 0.0) for row in good]
+    shown = [f"{arm} {spread:.1%}" for arm, spread in wide if spread > SPREAD]
+    said = [f"the spread is over {SPREAD:.1%}: {', '.join(shown)}"] if shown else []
+    problem = get(result, "settings", "sampling", "problem")
+    return [*said, *([f"no clocks were sampled: {problem}"] if problem else [])]
 
 
 def many(result: dict[str, Any]) -> bool:

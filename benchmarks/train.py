@@ -4,19 +4,22 @@ Every arm has its own process, so that compile caches, memory and crashes stay a
 device and take turns, round by round, so that drifts of clocks and temperature affect all arms equally.
 Waiting arms keep their weights, gradients and optimizer state on the device (the `idle` memory in the
 results). If that needs too much memory, `--rebuild` rebuilds each arm for its turn, and no arm waits on the
-device. The result so far is written after each compilation and turn. `--static` estimates the same cases
-without a device.
+device. The result so far is written after each compilation and turn. Meanwhile nvidia-smi samples clocks and
+power. `--static` estimates the same cases without a device.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +28,17 @@ import torch
 
 from fp8compile.dryrun.measure import in_turn, summarise
 
-from . import machine, results, tables
+from . import machine, results, tables, todo
 from .arms import ARMS, DEFAULT, Arm, parse_arms, torchao_folder
 from .cases import CASES
 from .cases.base import Case, Fit, Point, parse_case
 from .options import Parser, count, destination
 from .pool import Remote, WorkerFailed
+from .sampler import Sampler
 from .show import Progress
+
+LATE = "out of time: not begun"
+PLANNED = 1  # the round after which `--seconds` becomes a number of rounds: the first one compiles validation
 
 
 @dataclass
@@ -42,6 +49,7 @@ class ArmRun:
     turns: list[dict[str, Any]] = field(default_factory=list)
     warmups: list[float] = field(default_factory=list)  # seconds of the warm-up in each load, in order
     how: str = ""
+    cached: bool = False  # compile caches of an earlier run were there: nothing is compiled cold
     first: dict[str, int] | None = None  # peak memory of the first step
     profile: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -57,8 +65,10 @@ class Bench:
         torchao: str | None,
         scratch: Path,
         workers: dict[str, Remote],
+        sampler: Sampler | None = None,
     ):
         self.args, self.text, self.torchao, self.scratch, self.workers = args, text, torchao, scratch, workers
+        self.sampler = sampler
         self.case, self.variant, self.name = parse_case(text, CASES)
         self.deadline = time.monotonic() + (args.budget or float("inf"))
         self.end_of_all = time.monotonic() + 1.25 * (args.budget or float("inf"))
@@ -71,12 +81,9 @@ class Bench:
         self.rows: list[dict[str, Any]] = []  # of the points that are finished
         self.runs: list[ArmRun] = []  # of the point that is measured now
         self.point: Point | None = None
-        self.began, self.clocks, self.date, self.commit = (
-            time.monotonic(),
-            machine.clocks(),
-            machine.now(),
-            machine.commit(),
-        )
+        self.began, self.date, self.commit = time.monotonic(), machine.now(), machine.commit()
+        self.clocks: dict[str, Any] = {"before": machine.clocks(), "after": None}
+        self.horizon = 0  # steps that each arm will train; 0: not known
 
     # -- workers --
 
@@ -91,8 +98,23 @@ class Bench:
                 "torchao": self.torchao,
             }
             log = folder / f"{name}.log"
-            self.workers[name] = Remote(name, folder / f"cache-{name}", log, self.args.timeout, **start)
+            self.workers[name] = Remote(name, self.cache(name), log, self.args.timeout, **start)
         return self.workers[name]
+
+    def cache(self, name: str) -> Path:
+        """The compile caches of an arm. Each has its own, so that no arm finds what another has compiled."""
+        return (self.args.caches or self.scratch).resolve() / machine.slug(self.name) / f"cache-{name}"
+
+    def start(self, names: list[str]) -> None:
+        """Start processes at the same time: most of that is imports. One that fails is started again when
+        its arm is loaded, and fails there."""
+
+        def one(name: str) -> None:
+            with contextlib.suppress(WorkerFailed):
+                self.worker(name)
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(one, names))
 
     def end(self, name: str) -> None:
         """End the process of an arm. Tests (`--interpreted`), which time nothing, keep it for the next
@@ -109,7 +131,7 @@ class Bench:
         if not self.late() or not any(other.warmups for other in self.runs):
             return False
         if not run.warmups:
-            run.error = run.error or "out of time: not begun"
+            run.error = run.error or LATE
         return True
 
     def attempt(self, run: ArmRun, do: str, **arguments: Any) -> dict[str, Any] | None:
@@ -132,18 +154,21 @@ class Bench:
     def measure(self) -> None:
         args = self.args
         if args.device == "cuda":
+            self.start(["probe", *(arm.name for arm in args.arms if not self.rebuild)])
             self.device = self.worker("probe").ask("probe")
             self.end("probe")
         else:
             self.device = machine.describe_device(args.device)
         self.fit = [self.device["memory"], 1 if self.rebuild else len(args.arms)]
         points = self.case.points(args.size, self.variant, Fit(*self.fit))
+        todo.plan({self.item(arm): len(points) * args.rounds for arm in args.arms})
+        cached = [arm for arm in args.arms if any(self.cache(arm.name).rglob("*.py"))]
         progress = Progress(len(points) * args.rounds * len(args.arms), self.name)
         for index, point in enumerate(points):
             if index and self.late():
                 self.skipped = len(points) - index
                 break
-            self.point, self.runs = point, [ArmRun(arm) for arm in args.arms]
+            self.point, self.runs = point, [ArmRun(arm, cached=arm in cached) for arm in args.arms]
             runs = self.runs
             (self.by_turns if self.rebuild else self.together)(index, runs, progress)
             if args.warm_compile and not self.rebuild and len(points) == 1 and not self.late():
@@ -154,16 +179,27 @@ class Bench:
                         progress(f"{run.arm.name}: warm compilation", 0)
                         self.load(run, index)
                         self.end(run.arm.name)
+            for run in runs:
+                if run.error and not run.error.startswith(LATE):
+                    todo.done(self.item(run.arm), failed=run.error)
             self.rows, self.runs = self.all_rows(), []
         progress.close()
         for arm in args.arms:
             self.end(arm.name)
+        self.clocks["after"] = machine.clocks()
+
+    def item(self, arm: Arm) -> str:
+        return f"{self.name} {arm.name}"
 
     def all_rows(self) -> list[dict[str, Any]]:
         """The rows so far, those of the point that is measured now among them."""
         return [
             *self.rows,
-            *(row_of(run, self.point, self.args.warmup) for run in self.runs if self.point is not None),
+            *(
+                row_of(run, self.point, self.args.warmup, self.sampler)
+                for run in self.runs
+                if self.point is not None
+            ),
         ]
 
     def load(self, run: ArmRun, index: int) -> None:
@@ -184,9 +220,11 @@ class Bench:
         self.write()
 
     def turn(self, run: ArmRun, lead: int) -> None:
-        made = self.attempt(run, "turn", steps=self.args.steps, lead=lead)
+        began = time.monotonic()
+        made = self.attempt(run, "turn", steps=self.args.steps, lead=lead, horizon=self.horizon)
         if made is not None:
-            run.turns.append(made)
+            run.turns.append({**made, "took_s": time.monotonic() - began})
+            todo.done(self.item(run.arm))
         self.write()
 
     def profile(self, run: ArmRun) -> None:
@@ -199,15 +237,31 @@ class Bench:
             if not self.too_late(run):
                 progress(f"{run.arm.name}: compiling", 0)
                 self.load(run, index)
-        for number in range(self.args.rounds):
-            if number and self.late():
+        rounds = self.args.rounds
+        for number in itertools.count():
+            if number == rounds or number and self.late():
                 break
             for run in in_turn(runs, number):
                 progress(run.arm.name)
                 self.turn(run, lead=0 if self.case.continues and number == 0 else 1)
+            if self.args.seconds and number == PLANNED:
+                rounds = self.plan(runs)
         for run in runs:
             self.profile(run)
             self.attempt(run, "unload")
+
+    def plan(self, runs: list[ArmRun]) -> int:
+        """How many rounds `--seconds` of timed steps allow the slowest arm, and the rest of the time all of
+        them. The arms hear how many steps that makes."""
+        lasts = [run.turns[-1] for run in runs if run.error is None and run.turns]
+        rounds = PLANNED + 1
+        if lasts:
+            longest = max(turn["span_ms"] / 1e3 for turn in lasts)
+            left = (self.deadline - time.monotonic()) / sum(turn["took_s"] for turn in lasts)
+            rounds = max(rounds, int(min(self.args.seconds / longest, rounds + left)))
+        self.horizon = self.args.warmup + rounds * (self.args.steps + 1) - self.case.continues
+        todo.plan({self.item(run.arm): rounds for run in runs})
+        return rounds
 
     def by_turns(self, index: int, runs: list[ArmRun], progress: Progress) -> None:
         """One arm on the device at a time."""
@@ -283,7 +337,7 @@ class Bench:
             **self.commit,
             "device": self.device,
             "versions": machine.versions(),
-            "clocks": {"before": self.clocks, "after": machine.clocks()},
+            "clocks": self.clocks,
             "settings": {
                 "rounds": args.rounds,
                 "steps": args.steps,
@@ -292,6 +346,14 @@ class Bench:
                 "interpreted": args.interpreted,
                 "skipped_points": self.skipped,
                 "instructions": args.instructions,
+                "sampling": None
+                if self.sampler is None
+                else {
+                    "interval_ms": self.sampler.interval_ms,
+                    "samples": len(self.sampler.found),
+                    "problem": self.sampler.problem,
+                },
+                "horizon": self.horizon,
                 "seconds": round(time.monotonic() - self.began, 1),
             },
             "goal": self.case.goal(self.variant),
@@ -304,7 +366,7 @@ def kill(workers: dict[str, Remote]) -> None:
         workers.pop(name).kill()
 
 
-def row_of(run: ArmRun, point: Point, warmup: int) -> dict[str, Any]:
+def row_of(run: ArmRun, point: Point, warmup: int, sampler: Sampler | None = None) -> dict[str, Any]:
     """One row of the results."""
     row: dict[str, Any] = {
         "arm": run.arm.name,
@@ -327,7 +389,10 @@ def row_of(run: ArmRun, point: Point, warmup: int) -> dict[str, Any]:
         row["memory"]["first"] = run.first["allocated"]
     steady = warmup * row["step_ms"]["total"] / 1e3
     compiled = [max(0.0, seconds - steady) for seconds in run.warmups] if run.arm.how is not None else []
-    row["compile_s"] = {"cold": compiled[0] if compiled else None, "warm": min(compiled[1:], default=None)}
+    cold = None if run.cached or not compiled else compiled.pop(0)
+    row["compile_s"] = {"cold": cold, "warm": min(compiled, default=None)}
+    row["clocks"] = clocks(run, sampler)
+    row["timeline"] = run.profile.get("timeline")
     seen = run.profile.get("kernels")
     decided = run.profile.get("decisions")
     row["kernels"] = seen
@@ -335,6 +400,15 @@ def row_of(run: ArmRun, point: Point, warmup: int) -> dict[str, Any]:
     count = seen["classes"]["fp8_gemm"]["count"] if seen else None
     row["fp8"] = {"gemm_kernels": count, "proof": proof(count, decided), "decisions": decided}
     return row
+
+
+def clocks(run: ArmRun, sampler: Sampler | None) -> dict[str, Any] | None:
+    """What was sampled in the arm's turns, in each of them ("rounds"), and in its profile."""
+    spans = [turn["wall"] for turn in run.turns if "wall" in turn]
+    found = sampler.over(spans) if sampler is not None else None
+    if found is None or sampler is None:
+        return None
+    return {**found, "profile": sampler.between(*run.profile["wall"]) if "wall" in run.profile else None}
 
 
 def proof(count: float | None, decided: dict[str, Any] | None) -> str:
@@ -365,8 +439,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--arms", default=DEFAULT, help=f"comma-separated: {', '.join(ARMS)}")
     add("--size", choices=("full", "tiny"), help="default: full on cuda, tiny on cpu")
-    add("--rounds", type=count(1), default=5, help="turns of each arm (default: 5)")
-    add("--steps", type=count(1), default=10, help="timed steps a turn (default: 10)")
+    add("--rounds", type=count(1), help="turns of each arm (default: 6 on cuda, 5 on cpu)")
+    add("--steps", type=count(1), help="timed steps a turn (default: 20 on cuda, 10 on cpu)")
+    add(
+        "--seconds",
+        type=count(1),
+        metavar="SECONDS",
+        help="as many rounds as give each arm so much time for its timed steps",
+    )
     add("--warmup", type=count(1), default=3, help="steps after compilation starts, untimed (default: 3)")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--static", action="store_true", help="estimate for a described GPU instead of measuring")
@@ -411,6 +491,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="for one compilation or turn (default: 1800)",
     )
     add("--keep", type=Path, metavar="FOLDER", help="leave logs and compile caches there")
+    add(
+        "--caches",
+        type=Path,
+        metavar="FOLDER",
+        help="use the compile caches there, and leave them: later runs compile warm",
+    )
     # no Inductor: for tests of this program
     add("--interpreted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -421,6 +507,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parsed: list[tuple[Case, dict[str, Any], str]] = [parse_case(name, CASES) for name in names]
         if args.rebuild and any(case.continues for case, _, _ in parsed):
             raise ValueError("--rebuild: the case `loss` goes on training from round to round")
+        if args.seconds and (args.rounds or any(case.rebuild for case, _, _ in parsed) or args.rebuild):
+            raise ValueError("--seconds: instead of --rounds, where all arms stay on the device")
         if args.torchao and not args.torchao.exists():
             raise ValueError(f"--torchao {args.torchao}: no such file or folder")
     except ValueError as error:
@@ -429,6 +517,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not args.static and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device here")
+    args.rounds = PLANNED + 1 if args.seconds else args.rounds or (6 if args.device == "cuda" else 5)
+    args.steps = args.steps or (20 if args.device == "cuda" else 10)
     args.size = args.size or ("full" if args.device == "cuda" or args.static else "tiny")
     if len(args.case) > 1 and args.json and args.json.suffix == ".json":
         parser.error("--json: several cases need a folder")
@@ -440,13 +530,14 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     scratch = args.keep or Path(tempfile.mkdtemp(prefix="benchmarks-"))
     worked, workers = False, {}
+    sampler = Sampler() if args.device == "cuda" and not args.static else None
     try:
         try:
             torchao = str(torchao_folder(args.torchao.resolve(), scratch)) if args.torchao else None
         except ValueError as error:
             sys.exit(f"benchmarks.train: error: {error}")
         for name in args.case:
-            bench = Bench(args, name, torchao, scratch.resolve(), workers)
+            bench = Bench(args, name, torchao, scratch.resolve(), workers, sampler)
             try:
                 bench.run()
             except (WorkerFailed, ValueError) as failure:
@@ -461,6 +552,8 @@ def main(argv: list[str] | None = None) -> int:
             worked = worked or any(not row["error"] for row in result["rows"]) or not result["rows"]
     finally:
         kill(workers)
+        if sampler is not None:
+            sampler.stop()
         if not args.keep:
             shutil.rmtree(scratch, ignore_errors=True)
     return 0 if worked else 1

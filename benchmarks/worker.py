@@ -2,7 +2,7 @@
 
     load      make the point, compile it for the arm, run the warm-up
     turn      timed steps
-    profile   kernels by class, and the compiler's decisions
+    profile   kernels by class, one by one, and the compiler's decisions
     unload    free everything but the process
     static    estimate a point without a device
     probe     describe the device
@@ -46,6 +46,7 @@ class Worker:
         """Make the point and run `warmup` steps. Returns times in seconds: `build_s`, and `warmup_s` of these
         steps, which compile; and their peak memory."""
         chosen, variant, _ = parse_case(case, CASES)
+        os.environ.update(arms.ARMS[arm].env)
         point = chosen.points(size, variant, Fit(*fit))[index]
         began = time.perf_counter()
         task = Task(point, self.device)
@@ -60,15 +61,16 @@ class Worker:
             **self.runner.warm_up(warmup),
         }
 
-    def turn(self, steps: int, lead: int) -> dict[str, Any]:
+    def turn(self, steps: int, lead: int, horizon: int) -> dict[str, Any]:
         assert self.runner is not None
+        self.runner.horizon = horizon
         return self.runner.turn(steps, lead)
 
     def profile(self) -> dict[str, Any]:
         assert self.runner is not None
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         casts = cast_kernels(Path(cache)) if cache and self.device == "cuda" else set()
-        return {"kernels": self.runner.profile(casts), "decisions": decisions(self.runner.task.model)}
+        return {**self.runner.profiles(casts), "decisions": decisions(self.runner.task.model)}
 
     def unload(self) -> dict[str, Any]:
         self.runner = None
@@ -86,9 +88,13 @@ class Worker:
 
 
 def cast_kernels(cache: Path) -> set[str]:
-    """Names of the Triton kernels in an Inductor cache folder that have an FP8 pointer."""
+    """Names of the Triton kernels that have an FP8 pointer, of the modules that this process has loaded from
+    an Inductor cache folder. (It may have others, of an earlier run, with the same names.)"""
+    files = {Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     names = set()
-    for path in cache.rglob("*.py"):
+    for path in files:
+        if path.suffix != ".py" or cache not in path.parents:
+            continue
         for name, source in _TRITON_SOURCE.findall(path.read_text(errors="ignore")):
             if _FP8_POINTER.search(source) and not name.startswith("triton_tem"):
                 names.add(name)

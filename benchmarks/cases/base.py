@@ -34,7 +34,7 @@ class Point:
     own_init: bool = False  # the model draws its own weights
     # of the output; None: the output is a scalar loss
     grad: Callable[[str, torch.dtype], Tensor] | None = None
-    schedule: Callable[[int], float] | None = None  # step -> learning rate
+    schedule: Callable[[int, int], float] | None = None  # step, steps in all (0: not known) -> learning rate
     validate: Callable[[nn.Module, str], float] | None = None  # loss on held-out data
     clip: float | None = None
     lr: float = 1e-4
@@ -97,6 +97,7 @@ CHOICES = {
     "compile": ("whole", "block"),
     "weights": ("bf16", "fp32"),
     "experts": ("qwen3", "deepseek", "mixtral"),
+    "text": ("bytes", "tokens"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import device, gpu_tests, lines, matmuls, probe, results, train
+from benchmarks import corpus, device, gpu_tests, lines, matmuls, probe, results, todo, train
 from fp8compile.devices import catalog
 from fp8compile.ir import ops
 from fp8compile.ir.grouped import grouped_mm
@@ -71,9 +72,7 @@ def unpacked(out: Path, to: Path) -> dict[str, Path]:
 
 
 def statuses(files: dict[str, Path]) -> dict[str, Any]:
-    return {
-        said["part"]: said["status"] for said in lines.read(files["parts.jsonl"]) if said["part"] != "matmuls"
-    }
+    return {said["part"]: said["status"] for said in lines.read(files["parts.jsonl"])}
 
 
 # -- the whole --
@@ -92,7 +91,8 @@ def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     files = unpacked(out, tmp_path / "got")
-    assert statuses(files) == {part: 0 for part in device.GROUPS["first"] if part != "matmuls"}
+    expected = dict.fromkeys(device.GROUPS["first"], 0) | {"calibrate": "needs a GPU: not begun"}
+    assert statuses(files) == expected
     facts, kernel, *rows = lines.read(files["probe.jsonl"])
     assert facts["packages"]["torch"].startswith(torch.__version__.partition("+")[0])
     assert facts["packages"]["transformer_engine"].startswith("PackageNotFoundError")
@@ -111,8 +111,60 @@ def test_first_with_the_packages_of_a_bare_image(tmp_path: Path) -> None:
     assert {row["arm"]: row["error"] for row in kernels["rows"]} == {"fp8": None, "inductor": None}
     assert [row["arm"] for row in layers["rows"] if not row["error"]] == ["fp8-delayed"]
     assert any(name.startswith("logs/llama") for name in files)
-    said = lines.read(files["parts.jsonl"])
-    assert [line["status"] for line in said if "calibrate" in line["command"]] == ["needs a GPU: not begun"]
+
+
+def made_tokens(path: Path, megabytes: int) -> int:
+    pytest.importorskip("tokenizers")
+    return corpus.write(path, [ROOT / "benchmarks", ROOT / "benchmarks" / "tests"], megabytes)
+
+
+@pytest.mark.slow
+def test_tokens_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file once and always in the same order, each with an end; what is read is what was written."""
+    monkeypatch.setenv(corpus.VARIABLE, str(tmp_path / "a"))
+    with pytest.raises(ValueError, match="no tokens in .*/a: python -m benchmarks.corpus makes them"):
+        corpus.read()
+    number = made_tokens(tmp_path / "a", 1)
+    read = corpus.read()
+    assert len(read) == number and 50_000 < number < 500_000
+    assert int(read.max()) == corpus.END < corpus.VOCABULARY
+    files = corpus.files([ROOT / "benchmarks"])
+    assert int((read == corpus.END).sum()) == len(files) == len({file.read_bytes() for file in files})
+    made_tokens(tmp_path / "b", 1)
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    monkeypatch.setattr(corpus, "MILLION", 1000)  # instead of a million bytes
+    assert made_tokens(tmp_path / "a", 3) == len(corpus.read()) == 1500
+
+
+@pytest.mark.weekly
+def test_a_curve_on_real_tokens(tmp_path: Path) -> None:
+    """Both arms train on the tokens of a file, from the same weights: losses, tokens/s, and a picture."""
+    tokens = tmp_path / "tokens.bin"
+    made_tokens(tokens, 1)
+    env = environment(tmp_path / "image", FP8COMPILE_TOKENS=str(tokens))
+    command = ["bash", SCRIPT, "curve", "--limit", "300", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=320)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    files = unpacked(tmp_path / "out", tmp_path / "got")
+    assert statuses(files) == {"curve": 0} and files["loss-cpu.png"].stat().st_size > 10_000
+    (found,) = results.read([files["curve.jsonl"]])
+    assert [row["arm"] for row in found["rows"]] == ["eager-bf16", "fp8-delayed"]
+    for row in found["rows"]:
+        assert row["note"].endswith("tokens") and row["tokens_per_s"]["median"] > 0
+        assert len(row["losses"]) == found["settings"]["horizon"] and len(row["validation"]) >= 2
+        assert row["losses"][0] == pytest.approx(10.8, abs=0.2)  # log(50304): of so many tokens
+
+
+@pytest.mark.weekly
+def test_every_part_on_a_cpu(tmp_path: Path) -> None:
+    """Each ends by itself, and has done everything."""
+    parts = [part for part in device.PARTS if part not in (*device.GROUPS["first"], "curve", "memory")]
+    command = ["bash", SCRIPT, *parts, "--limit", "1500", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        command, env=environment(tmp_path / "image"), capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0 and "missing" not in done.stdout, done.stdout[-4000:] + done.stderr
+    assert set(statuses(unpacked(tmp_path / "out", tmp_path / "got")).values()) == {0}
 
 
 @pytest.mark.weekly
@@ -163,11 +215,14 @@ PARTS = {
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "for i in range(999):\n    say(i)\n    time.sleep(0.05)"
     ),
-    "endless": "for i in range(999):\n    say(i)\n    time.sleep(0.05)",
-    "good": "say(1)\nprint('done', '--budget' in sys.argv)",
+    "endless": (
+        "todo.plan(['a', 'b'])\ntodo.done('a')\nfor i in range(999):\n    say(i)\n    time.sleep(0.05)"
+    ),
+    "good": "todo.plan(['a'])\nsay(1)\ntodo.done('a')\nprint('done', '--budget' in sys.argv)",
 }
 SAYS = """
 import signal, sys, time
+from benchmarks import todo
 
 def say(i):
     with open(sys.argv[sys.argv.index("--json") + 1], "a") as file:
@@ -195,6 +250,7 @@ def test_a_part_that_raises_and_one_that_does_not_stop(tmp_path: Path) -> None:
     files = unpacked(tmp_path / "out", tmp_path / "got")
     assert statuses(files) == {"raises": 1, "deaf": "stopped at its limit", "good": 0}
     assert process.returncode == 1 and "missing: the git checkout" in said
+    assert "missing of deaf: deaf: stopped at its limit" in said and "missing of good" not in said
     assert "ValueError: this part is broken" in files["raises.log"].read_text()
     assert len(files["deaf.jsonl"].read_text().splitlines()) > 10
     assert files["good.jsonl"].read_text() == "1\n" and "done True" in said
@@ -208,10 +264,25 @@ def test_stopping_the_whole(tmp_path: Path) -> None:
             break
     time.sleep(1.0)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    said = process.communicate(timeout=20)[0]
     files = unpacked(tmp_path / "out", tmp_path / "got")
-    assert process.returncode == 143 and statuses(files) == {"endless": "stopped by SIGTERM"}
+    expected = {"endless": "stopped by SIGTERM", "good": "stopped by SIGTERM: not begun"}
+    assert process.returncode == 143 and statuses(files) == expected
     assert files["endless.jsonl"].read_text().startswith("0\n1\n")
+    assert "missing of endless: b\nmissing of good: good: stopped by SIGTERM: not begun" in said
+
+
+def test_what_was_not_done_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "todo.jsonl"
+    todo.plan(["nobody asks"])  # no variable, no file
+    monkeypatch.setenv(todo.VARIABLE, str(path))
+    todo.plan({"rounds": 2, "later": 1, "broken": 1})
+    for name in ("rounds", "rounds"):
+        todo.done(name)
+    todo.plan({"rounds": 5})  # now it is known how many
+    todo.done("broken", "ValueError: no")
+    assert todo.missing(path) == ["rounds (2 of 5)", "later", "broken: ValueError: no"]
+    assert todo.missing(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
@@ -220,11 +291,16 @@ def test_stopping_the_whole(tmp_path: Path) -> None:
         (
             "everything",
             {},
-            "'everything' is none of probe, tests, matmuls, kernels, layers, gpt2, memory, first",
+            "'everything' is none of probe, tests, matmuls, kernels, layers, settings, blocks, short, ",
         ),
         ("probe", {"DEVICE": "tpu"}, "'tpu' is none of cuda, cpu"),
         ("probe", {"PYTHON": "no-python"}, "missing: no-python"),
         ("gpt2", {}, "missing: triton (a Python package)\nmissing: tqdm (a Python package)"),
+        (
+            "curve",
+            {"DEVICE": "cuda", "FP8COMPILE_TOKENS": "/nowhere"},
+            "missing: /nowhere: python -m benchmarks.corpus makes it",
+        ),
         pytest.param(
             "probe", {"DEVICE": "cuda", "PYTHONPATH": ""}, "missing: a GPU", marks=pytest.mark.weekly
         ),
@@ -245,20 +321,41 @@ def test_what_is_missing_is_named(
 
 
 def test_commands_that_train_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also that the parts of a slot fit into it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    run = device.Run("x", tmp_path, "cuda", 0.0, ["--torchao", str(tmp_path)])
-    for part in ("layers", "gpt2", "memory"):
-        for step in device.PARTS[part]:
+    run = device.Run("x", tmp_path, "cuda", 0.0, [], ["test_a[b]", "test_c"], tmp_path)
+    found = {}
+    for part, steps in device.PARTS.items():
+        for step in steps:
             module, *arguments = run.command(part, step, 100.0)
-            args = train.parse(arguments)
-            assert (module, args.size, args.budget, args.torchao) == (
-                "benchmarks.train",
-                "full",
-                80,
-                tmp_path,
-            )
-            assert {"bf16", "fp8-delayed"} <= {arm.name for arm in args.arms} and len(args.case) == 1
+            if module != "benchmarks.train":
+                continue
+            args = found[part] = train.parse(arguments)
+            assert (args.size, args.torchao, args.caches) == ("full", tmp_path, device.CACHES)
+            assert args.budget == (95 if part == "curve" else 80) and len(args.case) == 1
+            assert "fp8-delayed" in {arm.name for arm in args.arms}
+    assert len(found) == 8 and found["curve"].seconds == 240
+    others = [args for part, args in found.items() if part not in ("memory", "curve")]
+    assert {(args.rounds, args.steps) for args in others} == {(6, 20)}
+    assert run.command("tests", device.PARTS["tests"][0], 100.0)[-3:] == ["--only", "test_a[b]", "test_c"]
+    seconds = {
+        name: sum(step.seconds for part in parts for step in device.PARTS[part])
+        for name, parts in device.GROUPS.items()
+    }
+    seconds |= {part: sum(step.seconds for step in steps) for part, steps in device.PARTS.items()}
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    assert {name: int(said) for name, said in re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.M)} == seconds
+    # of 15 minutes, 1.5 go to the start of a machine; with `--only`, tests take a minute at most
+    assert seconds["speed"] - 120 + device.ONLY + seconds["wider"] <= 800
+    assert seconds["curve"] <= 580  # a command takes ten minutes at most
+
+
+def test_flags_go_to_the_commands_that_take_them(tmp_path: Path) -> None:
+    run = device.Run("x", tmp_path, "cpu", 0.0, ["--rounds", "1"])
+    commands = {step.command.split()[0]: run.command("graphs", step, 9.0) for step in device.PARTS["graphs"]}
+    assert commands["benchmarks.train"][-2:] == ["--rounds", "1"]
+    assert "--rounds" not in commands["benchmarks.gpu_tests"]
 
 
 # -- tests --
@@ -320,6 +417,27 @@ def test_tests_in_several_processes(tmp_path: Path) -> None:
     assert "2 failed" in last and f"2 {gpu_tests.BEGUN}" in last and last.endswith(" of 8 tests")
     names = {case.get("name") for case in ElementTree.parse(junit).getroot().iter("testcase")}
     assert {"test_many[2]", "test_after"} <= names  # of processes that were interrupted, too
+
+
+class Item:
+    def __init__(self, nodeid: str):
+        self.nodeid = nodeid
+
+
+def test_only_tests_that_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = [f"tests/a/test_x.py::test_one{end}" for end in ("[p]", "[q]", "_more")]
+    names += ["tests/b/test_y.py::test_two[r/test_one]", "tests/b/test_y.py::test_three"]
+    asked = {"test_one": [0, 1], "test_one[q]": [1], "test_y.py": [3, 4], "a/test_x.py::test_one_more": [2]}
+    asked |= {names[4]: [4], "one": []}
+    for name, expected in asked.items():
+        assert [i for i, test in enumerate(names) if gpu_tests.named(test, name)] == expected, name
+    monkeypatch.setenv(gpu_tests.PART, "0/1")
+    monkeypatch.setenv(gpu_tests.LINES, str(tmp_path / "tests.jsonl"))
+    monkeypatch.setenv(gpu_tests.ONLY, "test_one[q]\ntest_tree")
+    items: list[Any] = [Item(name) for name in names]
+    gpu_tests.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == [names[1]]
+    assert lines.read(tmp_path / "tests.jsonl")[0] == {"unknown": {"test_tree": "test_three"}}
 
 
 # -- the matrix of matmuls --

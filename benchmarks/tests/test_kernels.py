@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -68,7 +70,8 @@ def test_kernel_class(kind):
     assert found == dict.fromkeys(NAMES[kind], kind)
 
 
-def test_casts_are_known_by_their_signature(tmp_path):
+def test_casts_are_known_by_their_signature(tmp_path, monkeypatch):
+    """Of the modules that this process has loaded: another run's may have the same names."""
     source = """
 triton_poi_fused_mul_0 = async_compile.triton('triton_poi_fused_mul_0', '''
 @triton_heuristics.pointwise(triton_meta=\
@@ -83,17 +86,16 @@ def triton_poi_fused_mul_1(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
 """
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab" / "cab.py").write_text(source)
+    (tmp_path / "ab" / "old.py").write_text(source.replace("*bf16", "*fp8e4nv"))
+    loaded = types.ModuleType("loaded")
+    loaded.__file__ = str(tmp_path / "ab" / "cab.py")
+    monkeypatch.setitem(sys.modules, "loaded", loaded)
     assert worker.cast_kernels(tmp_path) == {"triton_poi_fused_mul_0"}
 
 
 def test_kernel_times_are_per_step():
-    events = [
-        ("nvjet_qqtst_1", 100.0),
-        ("nvjet_qqtst_1", 300.0),
-        ("flash_fwd_kernel", 50.0),
-        ("flash_fwd_kernel", 50.0),
-    ]
-    found = kernel_classes.summarise(events, (), steps=2)
+    times = (("nvjet_qqtst_1", 100.0), ("nvjet_qqtst_1", 300.0), *[("flash_fwd_kernel", 50.0)] * 2)
+    found = kernel_classes.summarise([kernel_classes.Launch(*time) for time in times], (), steps=2)
     assert found["classes"]["fp8_gemm"] == {"count": 1.0, "ms": 0.2}
     assert found["classes"]["attention"] == {"count": 1.0, "ms": 0.05}
     assert found["count"] == 2.0 and found["busy_ms"] == 0.25
@@ -186,9 +188,10 @@ def test_speed_is_bytes_over_the_median_time(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    seen = iter(
-        [[("Memset (Device)", 9.0)], [("Memset (Device)", 9.0), ("fp8_amax", 3.0), ("fp8_amax", 5.0)]]
+    memset, *amaxes = map(
+        kernel_classes.Launch, ("Memset (Device)", "fp8_amax", "fp8_amax"), (9.0, 3.0, 5.0)
     )
+    seen = iter([[memset], [memset, *amaxes]])
     monkeypatch.setattr(kernels.Device, "profiled", lambda self, call: next(seen))
     calls: list[int] = []
     found = kernels.Device(30, "cpu", 16).timed(lambda: calls.append(1), size=10**7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -246,12 +247,19 @@ def test_the_ceiling_of_free_casts():
 
 
 def test_the_matmuls_that_the_cost_model_knows(tmp_path, capsys):
-    """Every gemm in three ways, and what attention runs; nothing here is a measurement."""
+    """Every gemm in three ways, in an order of a seed, and what attention runs; nothing is a measurement."""
     assert matmuls.main(["--device", "cpu", "--json", str(tmp_path / "out" / "matmuls.json")]) == 0
     found = json.loads((tmp_path / "out" / "matmuls.json").read_text())
     assert len(found["matmuls"]) == 18 and all(
         row[way] > 0 for row in found["matmuls"] for way in matmuls.WAYS
     )
+    listed = list(matmuls.matmuls("tiny"))
+    random.Random(0).shuffle(shuffled := [*listed])
+    ran = [(row["layer"], row["gemm"], (row["m"], row["n"], row["k"])) for row in found["matmuls"]]
+    assert ran == shuffled != listed
+    assert [(row["order"], row["seed"], row["clocks"]) for row in found["matmuls"]] == [
+        (i, 0, None) for i in range(18)
+    ]
     assert {(row["m"], row["n"], row["k"]) for row in found["matmuls"] if row["layer"] == "gate+up"} == {
         (64, 448, 64),
         (64, 64, 448),

@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from benchmarks import arms, kernels, lines, results, train
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, loss
 from benchmarks.cases.base import Fit
+from fp8compile.config import options
+from fp8compile.config.policy import load
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = Path(__file__).parent / "transformer_engine_stub"
@@ -99,6 +102,7 @@ TRAIN = {
     "--case dit --rounds 0": "not a whole number of at least 1",
     "--case dit --torchao nowhere": "no such file or folder",
     "--case loss --rebuild": "goes on training",
+    "--case loss --seconds 9 --rounds 2": "--seconds: instead of --rounds",
     "--case all --json one.json": "several cases need a folder",
 }
 KERNELS = {
@@ -146,17 +150,19 @@ class Answers:
     """Instead of all workers: each answer takes ten seconds of a clock of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.asked = 0.0, list[str]()
+        self.now, self.asked, self.horizons = 0.0, list[str](), list[int]()
         monkeypatch.setattr(train.Bench, "attempt", self.attempt)
         monkeypatch.setattr(train.time, "monotonic", lambda: self.now)
 
-    def attempt(self, run: train.ArmRun, do: str, **_: object) -> dict | None:
+    def attempt(self, run: train.ArmRun, do: str, horizon: int = -1, **_: object) -> dict | None:
         if run.error is not None:
             return None
         self.now += 10
         self.asked.append(f"{do} {run.arm.name}")
+        self.horizons += [horizon] * (do == "turn")
         step = dict.fromkeys(("total", "forward", "backward", "optimizer"), 1.0)
-        turn = {"tokens": 8, "span_ms": 1.0, "steps": [step], "losses": [], "validation": None}
+        turn = {"tokens": 8, "span_ms": 5e3, "steps": [step], "losses": [], "validation": None}
+        turn |= {"wall": [self.now - 5, self.now]}
         memory = {"allocated": 7, "reserved": 9}
         made = {"load": {"warmup_s": 1.0, "how": "", "first": {"allocated": 12, "reserved": 20}}}
         return {**made, "turn": {**turn, "memory": memory}}.get(do, {})
@@ -185,6 +191,68 @@ def test_a_result_after_each_arm_and_round(monkeypatch, tmp_path, where):
     assert last[1]["memory"] == {"allocated": 7, "reserved": 9, "idle": 0, "first": 12}
     (tmp_path / "r.jsonl").open("a").write('{"schema": 1, "cut o')
     assert results.read([tmp_path / "r.jsonl"]) == [written[-1]]
+
+
+def test_as_many_rounds_as_the_seconds_allow(monkeypatch, tmp_path):
+    """Five of ten seconds a turn are timed steps: 32 seconds are six turns of an arm. With less time for
+    everything there are fewer; after the second one, the arms know how many steps they will train."""
+    for budget, rounds in ((1000, 6), (100, 4)):
+        answers = Answers(monkeypatch)
+        flags = f"--case loss --arms bf16,fp8-delayed --device cpu --seconds 32 --steps 3 --budget {budget}"
+        assert train.main([*flags.split(), "--no-warm-compile", "--json", str(tmp_path / "r.jsonl")]) == 0
+        made = results.read([tmp_path / "r.jsonl"])[0]
+        assert [len(row["tokens_per_s"]["rounds"]) for row in made["rows"]] == [rounds] * 2
+        # three steps of the warm-up, the rounds with a step before each but the first
+        steps = 3 + 4 * rounds - 1
+        assert answers.horizons == [0] * 4 + [steps] * 2 * (rounds - 2)
+        assert made["settings"]["horizon"] == steps
+        monkeypatch.undo()
+
+
+def test_processes_start_at_the_same_time(monkeypatch, tmp_path):
+    """Each waits for the other; one that fails is left to its arm."""
+    both = threading.Barrier(2, timeout=20)
+
+    class Process:
+        def __init__(self, name: str, *_: object, **__: object) -> None:
+            both.wait()
+            if name == "fp8-delayed":
+                raise train.WorkerFailed("no")
+
+    monkeypatch.setattr(train, "Remote", Process)
+    args = train.parse(["--case", "dit", "--device", "cpu"])
+    bench = train.Bench(args, "dit", None, tmp_path, {})
+    bench.start(["bf16", "fp8-delayed"])
+    assert list(bench.workers) == ["bf16"]
+
+
+def test_a_learning_rate_falls_where_the_end_is_known():
+    rates = [loss.rate(step, 100) for step in (0, 49, 75, 100)]
+    assert rates[0] == loss.LR / 50 and loss.rate(49, 0) == loss.rate(500, 0) == loss.LR
+    assert rates[3] == pytest.approx(0.1 * loss.LR) and rates[1] > rates[2] > rates[3]
+
+
+def test_what_a_gpu_runs(monkeypatch):
+    """Rounds and steps that show half a percent; a CPU's only show that it works."""
+    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: True)
+    for flags, expected in (("", (6, 20)), ("--rounds 2", (2, 20)), ("--device cpu", (5, 10))):
+        args = train.parse(["--case", "dit", *flags.split()])
+        assert (args.rounds, args.steps) == expected
+
+
+def test_arms_that_change_one_thing():
+    """Each option is the package's, and CUDA graphs refuse what they would do wrong."""
+    for arm in arms.ARMS.values():
+        if arm.kind == "fp8":
+            options.parse(arm.how.get("options"), arm.how.get("mode"))
+    kept, fast = (arms.ARMS[f"fp8-delayed-{name}"].how["options"] for name in ("kept", "fast-accum"))
+    assert kept["recast_weights"] is False and all(fast["use_fast_accum"])
+    changed = options.parse(arms.ARMS["fp8-delayed-swiglu-delayed"].how["options"]).policy
+    assert {rule.name for rule in load(None).rules} - {rule.name for rule in changed.rules} == {
+        "down projection"
+    }
+    with pytest.raises(ValueError, match="fp8-delayed-graphs: a replay overwrites the gradients"):
+        arms.settings(arms.ARMS["fp8-delayed-graphs"], 2, interpreted=False)
 
 
 def test_no_arm_is_begun_when_it_is_late(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 CLASSES = ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
 
@@ -56,12 +56,20 @@ def classify(name: str, casts: Iterable[str] = ()) -> str:
     return "cast" if _CAST.search(name) else "other"
 
 
-def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: int) -> dict[str, Any]:
-    """(kernel name, microseconds) of `steps` steps -> kernels and ms a step by class, and longest kernels."""
+class Launch(NamedTuple):
+    """What ran on the device once. Times are in microseconds; `start` is relative to that of the profile."""
+
+    name: str
+    us: float
+    start: float = 0.0
+
+
+def summarise(launches: Iterable[Launch], casts: Iterable[str], steps: int) -> dict[str, Any]:
+    """The launches of `steps` steps -> kernels and ms a step by class, and longest kernels."""
     known = set(casts)
     classes = {kind: {"count": 0.0, "ms": 0.0} for kind in CLASSES}
     names: dict[str, list[float]] = {}
-    for name, microseconds in events:
+    for name, microseconds, _ in launches:
         entry = classes[classify(name, known)]
         entry["count"] += 1 / steps
         entry["ms"] += microseconds / 1e3 / steps
@@ -86,12 +94,13 @@ def summarise(events: Iterable[tuple[str, float]], casts: Iterable[str], steps: 
     }
 
 
-def device_events(profile: Any) -> list[tuple[str, float]]:
-    """(name, microseconds) of all that ran on the device in a torch.profiler.profile."""
+def launches(profile: Any) -> list[Launch]:
+    """All that ran on the device in a torch.profiler.profile, in order."""
     from torch.autograd import DeviceType
 
-    return [
-        (event.name, event.time_range.elapsed_us())
+    found = [
+        Launch(event.name, event.time_range.elapsed_us(), event.time_range.start)
         for event in profile.events()
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
+    return sorted(found, key=lambda launch: launch.start)

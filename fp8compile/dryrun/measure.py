@@ -87,19 +87,21 @@ class Runner:
         return {"warmup_s": time.perf_counter() - began, "first": first, "peak": self.memory()}
 
     def turn(self, steps: int, lead: int = 1) -> dict[str, Any]:
-        """`steps` timed steps after `lead` untimed: ms, bytes (None on a CPU), losses of all steps."""
+        """`steps` timed steps after `lead` untimed: ms, bytes (None on a CPU), losses of all steps. "wall" is
+        when the timed ones began and ended, in seconds since the epoch."""
         self.memory()
         began = time.perf_counter()
         for _ in range(lead):
             self.step()
         self.wait()
-        lead_s = time.perf_counter() - began
+        lead_s, start = time.perf_counter() - began, time.time()
         marks = [self.step() for _ in range(steps)]
         self.wait()
         result = {
             "tokens": steps * self.accumulate * self.tokens,
             "span_ms": self.milliseconds(marks[0][0][1], marks[-1][0][2]) if marks else 0.0,
             "lead_s": lead_s,
+            "wall": [start, time.time()],
             "steps": [self.split(m) for m in marks],
             "losses": torch.stack(self.losses).float().tolist() if self.losses else [],
             "memory": self.memory(),
@@ -133,14 +135,23 @@ class Runner:
         """Kernels per step by class; None on a CPU."""
         if not self.cuda:
             return None
-        self.step()
+        return kernel_classes.summarise(kernel_classes.launches(self.profiled(steps)), casts, steps)
+
+    def profiled(self, steps: int, lead: int = 1, shapes: bool = False) -> torch.profiler.profile:
+        """A profile of `steps` steps after `lead` others. `shapes`: of the host's operators, too, with the
+        sizes of their inputs, which takes the host longer."""
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        if shapes:
+            activities.append(torch.profiler.ProfilerActivity.CPU)
+        for _ in range(lead):
+            self.step()
         self.wait()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=activities, record_shapes=shapes) as profile:
             for _ in range(steps):
                 self.step()
             self.wait()
         self.losses.clear()
-        return kernel_classes.summarise(kernel_classes.device_events(profile), casts, steps)
+        return profile
 
 
 def in_turn(arms: Sequence[T], number: int) -> list[T]:

@@ -1,0 +1,248 @@
+"""What is kept of a run on a GPU: samples of nvidia-smi, and the timeline of a step. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity
+
+from benchmarks import results, sampler, tables, timeline, train
+from benchmarks.arms import ARMS
+from benchmarks.cases import CASES
+from benchmarks.cases.base import Fit
+from benchmarks.sampler import Sampler
+from benchmarks.tests.test_train import Answers
+from fp8compile.dryrun.kernel_classes import Launch, launches
+
+# -- samples --
+
+# A driver that knows one name of the reasons alone, and prints three samples
+NVIDIA_SMI = """#!/bin/bash
+query=$(printf '%s\\n' "$@" | grep -- --query-gpu)
+case "$query" in *{known}*) ;; *) echo 'Field "x" is not a valid field to query.'; exit 2;; esac
+for watts in 300.10 '[N/A]' 700.50; do
+    echo "$(date '+%Y/%m/%d %H:%M:%S.%3N'), 1950, 3201, $watts, 60, 0x0000000000000004"
+done
+exec sleep 60
+"""
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, known: str) -> None:
+    script = folder / "nvidia-smi"
+    script.write_text(NVIDIA_SMI.format(known=known))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def waits_for(running: Sampler, samples: int) -> None:
+    end = time.monotonic() + 20
+    while len(running.found) < samples:
+        assert time.monotonic() < end, running.problem
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("known", ["clocks_event_reasons.active", "clocks_throttle_reasons.active"])
+def test_samples_of_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str) -> None:
+    nvidia_smi(tmp_path, monkeypatch, known)
+    began = time.time() - 0.01
+    with Sampler(20) as running:
+        waits_for(running, 3)
+    assert running.process is not None and running.process.poll() is not None and running.problem is None
+    found = running.over([(began, time.time()), (0.0, 1.0)])
+    assert found is not None and found["samples"] == 3 and found["rounds"][1] is None
+    assert found["sm_mhz"] == {"median": 1950, "min": 1950, "max": 1950}
+    assert found["watts"] == {"median": pytest.approx(500.3), "min": 300.1, "max": 700.5}
+    assert found["reasons"] == {"sw_power_cap": 1.0} and found["slowed"] == 1.0
+    assert running.between(0.0, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [("", "nvidia-smi: No such file"), ("#!/bin/bash\necho no devices found\n", "smi: no devices found")],
+)
+def test_no_samples_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, problem: str
+) -> None:
+    if script:
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if script else str(tmp_path))
+    running = Sampler()
+    running.thread.join(20)
+    running.stop()
+    assert running.over([(0.0, 1e12)]) is None and problem in str(running.problem)
+
+
+def test_reasons() -> None:
+    sample = sampler.parse("2026/11/27 03:22:19.123, 1980, 3201, 99.5, 35, 0x0000000000000061")
+    assert sample is not None and sample[2] == {"gpu_idle", "sw_thermal", "hw_thermal"}
+    found = sampler.summary([sample, (*sample[:2], frozenset({"gpu_idle"}))])
+    assert found is not None and found["slowed"] == 0.5  # an idle card is not slowed
+    assert found["reasons"] == {"gpu_idle": 1.0, "sw_thermal": 0.5, "hw_thermal": 0.5}
+    assert sampler.parse("Unable to determine the device handle") is None
+
+
+def sampled(*at: tuple[float, float]) -> Sampler:
+    """A sampler that has found (time, MHz)."""
+    made = object.__new__(Sampler)
+    numbers = dict.fromkeys(sampler.NUMBERS, 1.0)
+    made.found = [(when, {**numbers, "sm_mhz": mhz}, frozenset[str]()) for when, mhz in at]
+    return made
+
+
+def test_a_row_has_the_clocks_of_its_own_turns() -> None:
+    """Not those between, when others ran; and a compilation with caches of an earlier run is no cold one."""
+    step = dict.fromkeys(("total", "forward", "backward", "optimizer"), 10.0)
+    turn = {"tokens": 8, "span_ms": 10.0, "steps": [step], "losses": [], "validation": None, "memory": None}
+    run = train.ArmRun(ARMS["bf16"], warmups=[5.0], cached=True)
+    run.turns = [{**turn, "wall": [10.0, 20.0]}, {**turn, "wall": [30.0, 40.0]}]
+    run.profile = {"wall": [50.0, 60.0]}
+    seen = sampled((5, 345), (15, 1900), (25, 100), (31, 1800), (39, 1700), (55, 1500))
+    case = CASES["ffn-half"]
+    point = case.points("tiny", case.variant({}), Fit(0, 1))[0]
+    row = train.row_of(run, point, 1, seen)
+    assert row["clocks"]["samples"] == 3 and row["clocks"]["sm_mhz"]["median"] == 1800
+    assert [round["sm_mhz"]["median"] for round in row["clocks"]["rounds"]] == [1900, 1750]
+    assert row["clocks"]["profile"]["sm_mhz"]["median"] == 1500
+    assert row["compile_s"] == {"cold": None, "warm": pytest.approx(4.99)}
+    assert train.row_of(run, point, 1)["clocks"] is None  # on a CPU
+
+
+def test_a_run_on_a_gpu_is_sampled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loads take until 20 s, and turns the last five of each ten after it."""
+    Answers(monkeypatch)
+    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train.Bench, "start", lambda bench, names: None)
+    probe = SimpleNamespace(ask=lambda do: {"name": "NVIDIA H200", "memory": 1 << 37, "capability": "9.0"})
+    monkeypatch.setattr(train.Bench, "worker", lambda bench, name: probe)
+    seen, stops = sampled((12, 345), (27, 1900), (38, 1700), (42, 100), (48, 1500)), list[str]()
+    seen.interval_ms, seen.problem, seen.stop = 50, None, lambda: stops.append("stopped")  # type: ignore
+    monkeypatch.setattr(train, "Sampler", lambda: seen)
+    flags = "--case ffn-half --arms bf16,fp8-delayed --rounds 2 --no-warm-compile --resident --json".split()
+    assert train.main([*flags, str(tmp_path / "r.jsonl")]) == 0 and stops == ["stopped"]
+    (made,) = results.read([tmp_path / "r.jsonl"])
+    first, second = (row["clocks"] for row in made["rows"])
+    # the order of arms rotates: bf16 has the first turn and the last one
+    assert first["sm_mhz"]["max"] == 1900 and first["rounds"][1] is None
+    assert second["samples"] == 2 and second["sm_mhz"]["median"] == 1600
+    assert made["settings"]["sampling"] == {"interval_ms": 50, "samples": 5, "problem": None}
+
+
+def test_a_wide_spread_is_said() -> None:
+    rows = [
+        {"arm": arm, "error": None, "tokens_per_s": {"spread": spread}}
+        for arm, spread in (("bf16", 0.004), ("fp8-delayed", 0.012))
+    ]
+    result = {"rows": rows, "settings": {"sampling": {"problem": "nvidia-smi: no"}}}
+    assert tables.noise(result) == [
+        "the spread is over 0.5%: fp8-delayed 1.2%",
+        "no clocks were sampled: nvidia-smi: no",
+    ]
+
+
+# -- the timeline of a step --
+
+FP8, BF16, CAST, COPY = "nvjet_sm90_qqtst_1", "nvjet_sm90_tst_2", "fp8_cast_3", "Memcpy DtoD"
+STEP = ((FP8, 100.0, 0.0), (CAST, 20.0, 102.0), (FP8, 50.0, 132.0), (COPY, 30.0, 140.0), (BF16, 8.0, 240.0))
+
+
+def steps(count: int, period: float = 1000.0) -> list[Launch]:
+    return [Launch(name, us, 7.0 + i * period + at) for i in range(count) for name, us, at in STEP]
+
+
+def test_gaps_and_matmuls_of_the_last_step() -> None:
+    """A step begins where the one before ends; a copy beside a matmul is no gap."""
+    sized = [
+        timeline.Sized(FP8, "aten::_scaled_mm", 8192, 4096, 1024, 1, 1),
+        timeline.Sized(FP8, "aten::_scaled_mm", 64, 32, 16, 1, 1),
+        timeline.Sized(BF16, "aten::mm", 8, 16, 32, 1, 2),
+    ]
+    found = timeline.summarise(steps(3), 3, [*sized, *sized, *sized])
+    assert found is not None and found["step"] == "the last of 3"
+    # between the steps 1000 - 248; then 2, 10 and 58
+    assert (found["span_ms"], found["busy_ms"], found["gap_ms"]) == (1.0, 0.178, 0.822)
+    assert found["gaps"] == {
+        "under 5 us": {"count": 1, "ms": 0.002},
+        "5 to 50 us": {"count": 1, "ms": 0.01},
+        "over 50 us": {"count": 2, "ms": 0.81},
+    }
+    assert found["longest_gaps"][:2] == [
+        {"us": 752.0, "after": "the step before", "before": FP8},
+        {"us": 58.0, "after": FP8, "before": BF16},
+    ]
+    assert [found["names"][launch[2]] for launch in found["launches"]] == [name for name, _, _ in STEP]
+    assert found["launches"][1] == [854.0, 20.0, 1]
+    first, second, third = found["matmuls"]
+    assert (first["m"], first["n"], first["k"], first["us"]) == (8192, 4096, 1024, 100.0)
+    assert first["tflops"] == pytest.approx(2e-12 * 8192 * 4096 * 1024 / 100e-6, rel=1e-3)
+    assert (second["name"], second["m"], second["us"]) == (first["name"], 64, 50.0)  # of one name, not merged
+    assert third["class"] == "bf16_gemm" and third["tflops"] is None  # one of two kernels of a matmul
+
+
+def test_steps_that_differ_and_matmuls_that_the_host_does_not_know() -> None:
+    """Here there are three bf16 matmuls in one profile and two in the other, and no FP8 ones in the other."""
+    other = [timeline.Sized(BF16, "aten::mm", 8, 16, 32, 1, 1)]
+    (one,) = (row for row in timeline.summarise(steps(3), 3, other * 3)["matmuls"] if row["m"])
+    assert one["class"] == "bf16_gemm"
+    found = timeline.summarise(steps(3)[:-1], 3, other)
+    assert found is not None and found["step"] == "all 3, which differ" and len(found["matmuls"]) == 8
+    assert found["launches"][0][0] == 0 and {row["m"] for row in found["matmuls"]} == {None}
+    assert timeline.summarise([], 3) is None
+
+
+def event(name: str, start: float, *kernels: str, shapes: Any = None, cuda: bool = False) -> FunctionEvent:
+    kind = DeviceType.CUDA if cuda else DeviceType.CPU
+    made = FunctionEvent(1, name, 1, start, start + 5.0, input_shapes=shapes, device_type=kind)
+    for kernel in kernels:
+        made.append_kernel(kernel, 0, 4.0)
+    return made
+
+
+def test_events_of_the_profiler() -> None:
+    """By torch's own class of events: launches in order, and the sizes that operators had."""
+    events = [
+        event("aten::_scaled_mm", 50.0, FP8, shapes=[[64, 32], [32, 16], [], [], [16]]),
+        event("aten::addmm", 10.0, BF16, "splitKreduce_kernel", shapes=[[128], [8, 24], [24, 128]]),
+        event("aten::copy_", 20.0, COPY, shapes=[[8, 8], [8, 8]]),
+        event("aten::bmm", 30.0, BF16, shapes=[[4, 8, 24], [4, 24, 16]]),
+        event("aten::_scaled_grouped_mm", 40.0, "f8f8bf16_grouped", shapes=[[96, 24], [4, 24, 16], [4]]),
+        event("cudaLaunchKernel", 45.0, FP8),
+        event(FP8, 60.0, shapes=None, cuda=True),
+        event(CAST, 58.0, shapes=None, cuda=True),
+    ]
+    profile = SimpleNamespace(events=lambda: events)
+    assert launches(profile) == [Launch(CAST, 5.0, 58.0), Launch(FP8, 5.0, 60.0)]
+    assert [one[1:] for one in timeline.sized_matmuls(profile)] == [
+        ("aten::addmm", 8, 128, 24, 1, 2),
+        ("aten::addmm", 8, 128, 24, 1, 2),
+        ("aten::bmm", 8, 16, 24, 4, 1),
+        ("aten::_scaled_grouped_mm", 96, 16, 24, 1, 1),
+        ("aten::_scaled_mm", 64, 16, 32, 1, 1),
+    ]
+
+
+def test_sizes_of_real_operators() -> None:
+    """Of the operators that Inductor calls; a CPU has no kernels, so nothing is listed."""
+    a, b, bias = torch.ones(8, 24), torch.ones(24, 16), torch.ones(16)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profile:
+        torch.mm(a, b)
+        torch.addmm(bias, a, b, out=torch.empty(8, 16))
+        torch.bmm(a.expand(3, 8, 24), b.expand(3, 24, 16))
+        torch.relu(a)
+    assert timeline.sized_matmuls(profile) == []
+    found = {
+        e.name: sizes for e in profile.events() if (sizes := timeline.sizes(e.name, e.input_shapes or ()))
+    }
+    assert found == {
+        "aten::mm": (8, 16, 24, 1),
+        "aten::addmm": (8, 16, 24, 1),
+        "aten::bmm": (8, 16, 24, 3),
+    }
