@@ -74,6 +74,11 @@ class _Converter:
         return lambda backend: _Converter(clone(backend), self.names, self.tell)
 
 
+# torch asks whether the first caller outside of this file is a `torch.compiler.disable(recursive=False)`
+_call: Any = _Converter.__call__
+_call.__code__ = _call.__code__.replace(co_filename="torch/_dynamo/convert_frame.py")
+
+
 def _itself(converter: Any) -> Any:
     return converter
 

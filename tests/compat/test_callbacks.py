@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fp8compile
 from fp8compile.errors import StrictError
 
 pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("interpreted")]
@@ -86,3 +87,28 @@ def test_what_was_compiled_can_be_saved() -> None:
     torch.save(call, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False)(x), made)
+
+
+class Disabled(nn.Module):
+    """Calls `inner` in a function that Dynamo is not to trace, but for what it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Layer(), nn.Parameter(torch.eye(128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(x) + 1.0
+
+    @torch.compiler.disable(recursive=False)
+    def outside(self, x: Tensor) -> Tensor:
+        return self.inner(x) @ self.scale
+
+
+def test_what_is_disabled_stays_so() -> None:
+    """Dynamo looks at the callers of its own code for that, from the second compilation on at ours."""
+    model = Disabled()
+    call = torch.compile(model, backend="fp8", dynamic=False)
+    for rows in (32, 64, 96):
+        call(torch.ones(rows, 128)).sum().backward()
+    graphs = fp8compile.report(model).graphs
+    assert len(graphs) == 3 and {x.fqn for graph in graphs for x in graph.matmuls} == {"inner.linear"}
