@@ -174,7 +174,7 @@ class Device:
             )
         return self.copies[size]
 
-    def profiled(self, call: Callable[[], Any], calls: int = 3) -> list[kernel_classes.Launch]:
+    def profiled(self, call: Callable[[], Any], calls: int = 3) -> list[kernel_classes.MeasuredKernel]:
         """Each kernel that the device ran."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(calls):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fp8compile.dryrun.kernel_classes import Launch, classify
+from fp8compile.dryrun.kernel_classes import MeasuredKernel, classify
 
 GEMMS = ("fp8_gemm", "bf16_gemm")
 GAPS = ((5.0, "under 5 us"), (50.0, "5 to 50 us"), (float("inf"), "over 50 us"))
@@ -22,9 +22,7 @@ LONGEST = 20
 MATMULS = "mm bmm _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2"
 # where the operands of an operator stand among its inputs
 OPERANDS = {
-    f"aten::{name}": at
-    for at, names in ((0, MATMULS), (1, "addmm baddbmm"))
-    for name in names.split()
+    f"aten::{name}": at for at, names in ((0, MATMULS), (1, "addmm baddbmm")) for name in names.split()
 }
 
 
@@ -41,7 +39,9 @@ class Sized(NamedTuple):
     parts: int
 
 
-def last_step(launches: Sequence[Launch], steps: int) -> tuple[list[Launch], float | None, str]:
+def last_step(
+    launches: Sequence[MeasuredKernel], steps: int
+) -> tuple[list[MeasuredKernel], float | None, str]:
     """The launches of the last step, when the one before ended, and what they are called. If steps do not
     launch the same kernels: those of all steps."""
     each, rest = divmod(len(launches), steps)
@@ -53,7 +53,7 @@ def last_step(launches: Sequence[Launch], steps: int) -> tuple[list[Launch], flo
 
 
 def summarise(
-    launches: Sequence[Launch], steps: int, sized: Sequence[Sized] = ()
+    launches: Sequence[MeasuredKernel], steps: int, sized: Sequence[Sized] = ()
 ) -> dict[str, Any] | None:
     """The timeline; None without launches. `sized`: the matmuls of as many steps."""
     if not launches:
@@ -90,7 +90,7 @@ def summarise(
 
 
 def matmuls(
-    step: Sequence[Launch],
+    step: Sequence[MeasuredKernel],
     begin: float,
     names: Sequence[str],
     sized: Sequence[Sized],

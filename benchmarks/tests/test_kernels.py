@@ -95,7 +95,7 @@ def triton_poi_fused_mul_1(in_ptr0, out_ptr0, xnumel, XBLOCK): pass
 
 def test_kernel_times_are_per_step():
     times = (("nvjet_qqtst_1", 100.0), ("nvjet_qqtst_1", 300.0), *[("flash_fwd_kernel", 50.0)] * 2)
-    found = kernel_classes.summarise([kernel_classes.Launch(*time) for time in times], (), steps=2)
+    found = kernel_classes.summarise([kernel_classes.MeasuredKernel(*time) for time in times], (), steps=2)
     assert found["classes"]["fp8_gemm"] == {"count": 1.0, "ms": 0.2}
     assert found["classes"]["attention"] == {"count": 1.0, "ms": 0.05}
     assert found["count"] == 2.0 and found["busy_ms"] == 0.25
@@ -189,7 +189,7 @@ def test_speed_is_bytes_over_the_median_time(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     memset, *amaxes = map(
-        kernel_classes.Launch, ("Memset (Device)", "fp8_amax", "fp8_amax"), (9.0, 3.0, 5.0)
+        kernel_classes.MeasuredKernel, ("Memset (Device)", "fp8_amax", "fp8_amax"), (9.0, 3.0, 5.0)
     )
     seen = iter([[memset], [memset, *amaxes]])
     monkeypatch.setattr(kernels.Device, "profiled", lambda self, call: next(seen))

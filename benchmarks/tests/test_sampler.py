@@ -20,7 +20,7 @@ from benchmarks.cases import CASES
 from benchmarks.cases.base import Fit
 from benchmarks.sampler import Sampler
 from benchmarks.tests.test_train import Answers
-from fp8compile.dryrun.kernel_classes import Launch, launches
+from fp8compile.dryrun.kernel_classes import MeasuredKernel, launches
 
 # -- samples --
 
@@ -154,8 +154,8 @@ FP8, BF16, CAST, COPY = "nvjet_sm90_qqtst_1", "nvjet_sm90_tst_2", "fp8_cast_3", 
 STEP = ((FP8, 100.0, 0.0), (CAST, 20.0, 102.0), (FP8, 50.0, 132.0), (COPY, 30.0, 140.0), (BF16, 8.0, 240.0))
 
 
-def steps(count: int, period: float = 1000.0) -> list[Launch]:
-    return [Launch(name, us, 7.0 + i * period + at) for i in range(count) for name, us, at in STEP]
+def steps(count: int, period: float = 1000.0) -> list[MeasuredKernel]:
+    return [MeasuredKernel(name, us, 7.0 + i * period + at) for i in range(count) for name, us, at in STEP]
 
 
 def test_gaps_and_matmuls_of_the_last_step() -> None:
@@ -219,7 +219,7 @@ def test_events_of_the_profiler() -> None:
         event(CAST, 58.0, shapes=None, cuda=True),
     ]
     profile = SimpleNamespace(events=lambda: events)
-    assert launches(profile) == [Launch(CAST, 5.0, 58.0), Launch(FP8, 5.0, 60.0)]
+    assert launches(profile) == [MeasuredKernel(CAST, 5.0, 58.0), MeasuredKernel(FP8, 5.0, 60.0)]
     assert [one[1:] for one in timeline.sized_matmuls(profile)] == [
         ("aten::addmm", 8, 128, 24, 1, 2),
         ("aten::addmm", 8, 128, 24, 1, 2),

@@ -56,7 +56,7 @@ def classify(name: str, casts: Iterable[str] = ()) -> str:
     return "cast" if _CAST.search(name) else "other"
 
 
-class Launch(NamedTuple):
+class MeasuredKernel(NamedTuple):
     """What ran on the device once. Times are in microseconds; `start` is relative to that of the profile."""
 
     name: str
@@ -64,7 +64,7 @@ class Launch(NamedTuple):
     start: float = 0.0
 
 
-def summarise(launches: Iterable[Launch], casts: Iterable[str], steps: int) -> dict[str, Any]:
+def summarise(launches: Iterable[MeasuredKernel], casts: Iterable[str], steps: int) -> dict[str, Any]:
     """The launches of `steps` steps -> kernels and ms a step by class, and longest kernels."""
     known = set(casts)
     classes = {kind: {"count": 0.0, "ms": 0.0} for kind in CLASSES}
@@ -94,12 +94,12 @@ def summarise(launches: Iterable[Launch], casts: Iterable[str], steps: int) -> d
     }
 
 
-def launches(profile: Any) -> list[Launch]:
+def launches(profile: Any) -> list[MeasuredKernel]:
     """All that ran on the device in a torch.profiler.profile, in order."""
     from torch.autograd import DeviceType
 
     found = [
-        Launch(event.name, event.time_range.elapsed_us(), event.time_range.start)
+        MeasuredKernel(event.name, event.time_range.elapsed_us(), event.time_range.start)
         for event in profile.events()
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
