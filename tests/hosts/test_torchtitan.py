@@ -176,7 +176,7 @@ def test_training_follows_high_precision(results) -> None:
 def test_report_and_state_have_every_linear_of_the_blocks(results) -> None:
     for found in results:
         assert {(name, decision == "fp8") for name, _, decision in found["rows"]} == {
-            (x, "w2" not in x) for x in LINEARS
+            (f"layers.{i}.{x}", "w2" not in x) for i in range(6) for x in LINEARS
         }
         assert set(found["graphs"]) == {"Llama3TransformerBlock, training"} and found["outside"] == [
             "lm_head.weight"
