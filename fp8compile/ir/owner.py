@@ -133,7 +133,13 @@ def _only(modules: Iterator[nn.Module]) -> nn.Module | None:
 
 
 def place_at_call(kind: str) -> ModelPart | None:
-    """The place of the innermost module of this class that is being called; None if there is none."""
-    modules = compat.dynamo.called(compat.dynamo.CALLS) if kind else ()
+    """The place of the innermost module of this class that is being called; None if there is none. What is
+    compiled may be a wrapper of it, such as one for checkpointing."""
+    modules = map(_unwrapped, compat.dynamo.called(compat.dynamo.CALLS) if kind else ())
     found = next((x for x in modules if compat.fsdp.class_name(type(x)) == kind), None)
     return place_of(found) if found is not None else None
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    inner = next((part for name, part in module._modules.items() if not plain(name)), None)
+    return module if inner is None else _unwrapped(inner)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
@@ -74,9 +75,11 @@ def replaced(model: Any, how: dict[str, Any]) -> None:
 
 
 def registered(model: Any, how: dict[str, Any]) -> None:
-    """As torchtitan does."""
+    """As torchtitan does: what is compiled is a wrapper."""
     for name, layer in model.layers.named_children():
-        model.layers.register_module(name, torch.compile(layer, **how))
+        wrapper = checkpoint_wrapper(layer)
+        wrapper.compile(**how)
+        model.layers.register_module(name, wrapper)
     model.out.compile(**how)
 
 
