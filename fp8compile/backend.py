@@ -28,7 +28,7 @@ from . import compat, extension, process
 from . import features as _features  # noqa: F401  # to register them
 from .compilation import Compilation, Job, lowering
 from .config.options import Options, parse
-from .config.policy import Policy
+from .config.policy import Policy, Site
 from .config.policy.match import treatment
 from .config.recipe import SETTINGS, Recipe
 from .devices import catalog, formats, support
@@ -176,9 +176,11 @@ def _facts(job: Job) -> str | None:
 
 
 def _treatment(policy: Policy, inputs: Inputs, names: Sequence[str]) -> str:
+    """What the rules make of the module that `inputs` describe. `names`: of its modules and parameters."""
     order = {name: (i, len(inputs.matrices)) for i, name in enumerate(inputs.matrices)}
-    positions = {name: (inputs.block(name), order.get(name)) for name in names}
-    return treatment(policy, inputs.prefix, inputs.around, positions)
+    none: dict[str, Any] = {"op": "", "gemm": "", "m": 0, "n": 0, "k": 0, "kind": ""}
+    sites = [Site(x, x, inputs.around, block=inputs.block(x), layer=order.get(x), **none) for x in names]
+    return treatment(policy, inputs.prefix, sites)
 
 
 def _given_up(options: Options, name: str, function: str, cause: str, all_calls: bool) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .. import compat
+from ..config.policy.match import Position
 from ..errors import OptionError
 
 TEXT = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # a string, as Python writes it
@@ -32,8 +33,6 @@ BOUND = re.compile(
     r"\.(?:__self__\b|__closure__\[\d+\]\.cell_contents|__(?:kw)?defaults__\[[^\]]*\])"
 )
 ITEM = re.compile(rf"{KEY}|\[(\d+)\]")
-
-Position = tuple[int, int]  # (position, number of them)
 
 
 def readable(source: str) -> str:

@@ -104,10 +104,12 @@ def models_of(gm: GraphModule, inputs: Inputs) -> list[nn.Module]:
 def tell_apart(gm: GraphModule, inputs: Inputs, treatment: Callable[[Inputs, list[str]], str]) -> None:
     """Compile again for modules of the root's class that the rules treat in another way. `treatment`: of a
     module, by the inputs that it would have, and the names of its modules and parameters in its model."""
+    if not treatment(inputs, []):
+        return
     found = compat.dynamo.root_modules(gm, inputs.packed).values()
     sources = {id(module): source for module, source in found}
     module = _only(module for module, _ in found)
-    if module is None or not treatment(inputs, []):
+    if module is None:
         return
     model = place_of(module).model if inputs.prefix else module
     classes = module_classes([model])

@@ -35,7 +35,8 @@ from ..codegen.traffic import fusable
 from ..config.operators import MATMULS
 from ..ir.fx_utils import CASTS, FLOATS, PERMUTES, SAME, SLICES, VIEWS, aten, call_function, root, value
 
-MOVES = (*VIEWS, *PERMUTES, *SAME, *SLICES, aten.expand.default, aten.clone.default, operator.getitem)
+THROUGH = (*VIEWS, *PERMUTES, *CASTS, *SAME, aten.expand.default, aten.clone.default)
+PARTS = (*THROUGH, *SLICES, operator.getitem)  # what computes nothing
 # what takes one element to one; values tell the rest. No logarithm: what it is taken of is a probability, as
 # a rule, and where that is near 1 nothing is left
 PRODUCTS, SUMS = frozenset({"mul", "div"}), frozenset({"add", "sub"})
@@ -126,7 +127,7 @@ class _Walk:
         """The state of a node. None: what follows need not be looked at."""
         given: Any = {x: self.states[x] for x in node.all_input_nodes if x in self.states}
         early = self.joint and not compat.dynamo.is_backward(node)
-        if early and not (call_function(node, (*MOVES, *CASTS)) or _name(node) in ELEMENTWISE):
+        if early and not (call_function(node, PARTS) or _name(node) in ELEMENTWISE):
             return None  # forward reads the tensor itself
         if self.joint and not early and not fusable(node, ()) and not _ours(node):
             return None  # it reads what forward has written
@@ -141,7 +142,7 @@ class _Walk:
             raise
 
     def made(self, node: Node, given: Given) -> State | None:
-        if call_function(node, (*MOVES, *CASTS)):
+        if call_function(node, PARTS):
             return self.moved(node, *next(iter(given.items())))
         if _name(node) in ELEMENTWISE:
             made = self.elementwise(node, given)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import operator
-
 from torch.fx import Node
 
 from .. import compat
 from ..codegen.traffic import fusable
 from ..config.recipe import Block
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, SLICES, VIEWS, arg, aten, call_function, readers
-from .magnified import Backward, magnified
+from ..ir.fx_utils import arg, aten, call_function, readers
+from .magnified import PARTS, THROUGH, Backward, magnified
 
 BLOCK = Block(1, 128)  # a scale for so many elements
 CAST = (ops.quantize, ops.quantize_both, ops.amax, ops.amax_blocks)
-THROUGH = (*VIEWS, *PERMUTES, *CASTS, *SAME, aten.expand.default, aten.clone.default)
-PARTS = (*THROUGH, *SLICES, operator.getitem)
 SCALED = (aten.mul.Tensor, aten.div.Tensor)
 SUMMED = ("sum", "mean", "var", "var_mean", "std", "std_mean")
 

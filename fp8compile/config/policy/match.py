@@ -36,7 +36,7 @@ class Site:
     n: int
     k: int
     block: Position | None  # (position, number) in the outermost repeated container; None outside
-    layer: Position  # (position, number) among the multiplied weights, in the order of forward
+    layer: Position | None  # (position, number) among the multiplied weights, in the order of forward
     kind: str  # "", or "output head: by its name": the kind, and how it was recognised
 
 
@@ -74,29 +74,18 @@ CONDITIONS: dict[str, Callable[[Any, Site], bool]] = {
     "layers": lambda rule, site: _within(rule.layers, site.layer),
     "gemm": lambda rule, site: site.gemm in rule.gemm,
 }
+PLACES = {"module", "parameter", "module_class", "blocks", "layers"}  # conditions about a place in the model
 
 
-def treatment(
-    policy: Policy, prefix: str, around: Sequence[str], positions: Mapping[str, tuple[Position | None, ...]]
-) -> str:
+def treatment(policy: Policy, prefix: str, sites: Sequence[Site]) -> str:
     """What the rules that go by place make of a part of a model: the same text for parts that they treat
-    alike, "" if there are no such rules. `prefix`: what its names begin with; `around`: the classes of the
-    modules around it; `positions`: by name of its modules and parameters, among the blocks and layers."""
-    kinds: dict[str, Callable[[Any, str], bool]] = {
-        "module": lambda rule, name: patterns.fits(rule.module, name),
-        "parameter": lambda rule, name: patterns.fits(rule.parameter, name),
-        "module_class": lambda rule, _: any(patterns.fits(rule.module_class, kind) for kind in around),
-        "blocks": lambda rule, name: _within(rule.blocks, positions[name][0]),
-        "layers": lambda rule, name: _within(rule.layers, positions[name][1]),
-    }
+    alike, "" if there are no such rules. `sites`: one for each name in it, which begins with `prefix`."""
     told = []
     for i, rule in enumerate(policy.rules):
-        for key, holds in kinds.items():
-            if getattr(rule, key) is not None:
-                fit = [f"{name}.".removeprefix(prefix) for name in positions if holds(rule, name)]
-                told.append(f"{i + 1} {key}: {'all' if len(fit) == len(positions) else ' '.join(fit)}")
-    return "; ".join(told)
-
+        for key in PLACES & rule.conditions.keys():
+            fit = [f"{site.module}.".removeprefix(prefix) for site in sites if CONDITIONS[key](rule, site)]
+            told.append(f"{i + 1} {key}: {'all' if len(fit) == len(sites) else ' '.join(fit)}")
+    return "; ".join(sorted(told))
 
 
 def unmatched(

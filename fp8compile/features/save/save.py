@@ -138,7 +138,7 @@ def save(halves: Partitioned) -> int:
     while len(left) != before:  # a reader that a tensor was too inexact for may have gone with another tensor
         before, left = len(left), [views for views in left if not work.done(views)]
     for x in (x for views in left for x in views if x.name in work.readers):
-        reason, parts = "", parts_of(work.readers[x.name])
+        parts = parts_of(work.readers[x.name])
         if not (reason := work.unfit(x, parts)) and (reason := work.inexact(x, parts)):
             work.saved.unkept.append(UnkeptRecord(*_described(x), reason))
         logger.debug("%s is kept as it is: %s", x.name, reason or "another view of it is")
