@@ -149,6 +149,18 @@ def module_classes(modules: Iterable[nn.Module]) -> dict[str, str]:
     return {plain(name): compat.fsdp.class_name(type(part)) for name, part in named}
 
 
+def names_of(modules: Sequence[nn.Module]) -> dict[str, Any]:
+    """The fields of an `Inputs` that describe whole models."""
+    parts = module_classes(modules)
+    parameters = (name for module in modules for name, _ in module.named_parameters())
+    return {
+        "modules": {name: kind for name, kind in parts.items() if name},
+        "parameter_names": frozenset(map(plain, parameters)),
+        "containers": containers(parts),
+        "matrices": matrices(modules),
+    }
+
+
 def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """The names of the 2-D parameters that are no embedding tables."""
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
@@ -213,7 +225,6 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         compat.dynamo.guard_attribute(source, "training")
     modules = _each(module for module, _ in found.values())
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
-    parts = module_classes(modules)
     classes = list(dict.fromkeys(compat.fsdp.class_name(type(module)) for module in modules))
     last, rest = _last(found, names)
     return Inputs(
@@ -227,10 +238,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         grad=torch.is_grad_enabled(),
         root=", ".join(classes) or "function",
         root_class=classes[0] if len(classes) == 1 else "",
-        modules={name: cls for name, cls in parts.items() if name},
-        containers=containers(parts),
-        parameter_names=frozenset(owned),
-        matrices=matrices(modules),
+        **names_of(modules),
         last=frozenset(weights - {i for i in found if i not in last}),
         rest=rest,
         whole=bool(owned) and set(owned) <= set(names),

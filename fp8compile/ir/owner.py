@@ -25,7 +25,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .. import compat, process
-from .inputs import Inputs, containers, matrices, module_classes, plain, roots
+from .inputs import Inputs, module_classes, names_of, plain, roots
 
 PLACE = "_fp8compile_place"
 
@@ -82,17 +82,10 @@ def in_model(gm: GraphModule, inputs: Inputs) -> Inputs:
     model, name = place_of(module) if module is not None else (None, "")
     if model is None or not name:
         return inputs
-    parts, prefix = module_classes([model]), f"{name}."
-    return replace(
-        inputs,
-        prefix=prefix,
-        around=_around(parts, name),
-        names=tuple(prefix + each if i in found else each for i, each in enumerate(inputs.names)),
-        modules={each: kind for each, kind in parts.items() if each},
-        parameter_names=frozenset(plain(each) for each, _ in model.named_parameters()),
-        containers=containers(parts),
-        matrices=matrices([model]),
-    )
+    prefix = f"{name}."
+    names = tuple(prefix + each if i in found else each for i, each in enumerate(inputs.names))
+    around = _around(module_classes([model]), name)
+    return replace(inputs, prefix=prefix, around=around, names=names, **names_of([model]))
 
 
 def models_of(gm: GraphModule, inputs: Inputs) -> list[nn.Module]:

@@ -16,7 +16,7 @@ from torch import nn
 from .. import process
 from ..config.options import Options
 from ..config.policy import Site, unmatched
-from ..ir.inputs import module_classes, plain
+from ..ir.inputs import names_of
 from .optimizer_steps import listen
 
 
@@ -48,7 +48,7 @@ def _judge(optimizer: torch.optim.Optimizer) -> None:
         if any(id(p) in stepped for p in model.parameters()):
             found.judged = True
             sites = [site for each in found.sites.values() for site in each]
-            modules = {name: kind for name, kind in module_classes([model]).items() if name}
-            parameters = [plain(name) for name, _ in model.named_parameters()]
-            for message in unmatched(found.options.policy, sites, modules, parameters, True):
+            names = names_of([model])
+            known = names["modules"], names["parameter_names"]
+            for message in unmatched(found.options.policy, sites, *known, whole=True):
                 found.options.warn(message)
