@@ -148,6 +148,22 @@ def layer_norm_backward(
     return dx, *both(dx, scale, E5M2), (f * normed).sum(0).to(x.dtype), f.sum(0).to(x.dtype)
 
 
+def _rms_norm_backward(s: Source) -> tuple[Tensor, ...]:
+    return s.full(), s.full(), s.full(), s.full(), s.column(), s.row(), s.scale(E5M2)
+
+
+@family("RMSNorm backward, residual, cast, weight gradient", _rms_norm_backward)
+def rms_norm_backward(
+    residual: Tensor, dy: Tensor, x: Tensor, y: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor
+) -> tuple[Tensor, ...]:
+    """The same for the norm of a sum x + y, as in a Llama layer."""
+    f, size = dy.to(torch.float32), x.shape[-1]
+    h, wdy = (x + y).to(torch.float32), f * weight
+    slope = (wdy * h).sum(-1, keepdim=True) * -0.5 * rstd.pow(3) / size
+    dx = residual + (wdy * rstd + slope * (h * 2)).to(x.dtype)
+    return dx, *both(dx, scale, E5M2), (f * (h * rstd)).sum(0).to(x.dtype)
+
+
 @family("current scaling: amax pass, cast pass", lambda s: (s.full(),), again=1)
 def tensorwise(x: Tensor) -> tuple[Tensor, ...]:
     """The cast needs the amax of the whole matrix, so the matrix is read twice."""

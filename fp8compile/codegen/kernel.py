@@ -5,8 +5,11 @@
     a program is a tile [BLOCK_R, BLOCK_C]    a program is a block of BLOCK_R whole rows
         load, compute, store                      for each pass: for each tile: load, accumulate
                                                   for each tile: load, compute, store
+                                              or, where a tile holds whole rows (`blocks.whole_rows`):
+                                                  load, sum up, compute, store
 
-A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is
+A program that collects sums or amaxes of columns takes several blocks of rows, one after the other
+(`blocks.walk`); what varies with the column alone is loaded before. A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is
 too much for the registers. It walks over the strips twice: for the amaxes of the span's rows, then the rest.
 
 Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. A tile has one scale for
@@ -29,13 +32,14 @@ from .. import compat
 from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import arg
+from . import blocks
 from .block_scales import Tiles, magnitude
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, sizes, varies_with
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale, loaded_scale
 from .stores import Stores
-from .text import Masks, bracketed, dtype_name, guarded, indented, integer, kept
+from .text import MOST_COLUMNS, Masks, bracketed, dtype_name, guarded, indented, integer, kept
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,27 @@ class Writer:
         self.group, self.domain = group, group.domain
         gpu = gpu_of(group.outputs[0].node.meta["val"].device)
         self.by_ptx = gpu is not None and not gpu.gfx and compat.triton.converts_wrongly(gpu.capability)
-        self.masks = Masks.of(group.domain)
+        self.whole, self.walk = blocks.whole_rows(group), blocks.walk(group)
+        self.looping = bool(group.passes) and not self.whole
+        width = blocks.configurations(group)[0][1] if self.whole else MOST_COLUMNS
+        self.masks = Masks.of(group.domain, width)
         self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
         self.scales: dict[Node, str] = {}
         self.read: list[Node] = []  # what the kernel reads of them, in the order of its parameters
         for node, scale in group.scales.items():
             self.scales[node] = f"s{len(self.read)}"
             self.read += scale.read
-        self.pointers = {id(output): f"y{i}" for i, output in enumerate(group.stored)}
+        made = [output for output in group.stored if blocks.made_of(output, group) is not None]
+        self.pointers = {id(output): f"y{i}" for i, output in enumerate(group.stored) if output not in made}
         self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # as the kernel calls them: n0, n1, ..
         self.count = 0
-        self.outer: dict[tuple[Node, Index], str] = {}  # values that vary with the row or with nothing
+        # what a value varies with if the loop over tiles, of columns or of rows, leaves it as it is
+        self.fixed = ("row" if self.looping or group.span else "col", "one")
+        if self.whole and self.domain.rows == 1:
+            self.fixed = ()  # a row and its sums look like values that no row changes
+        self.outer: dict[tuple[Node, Index], str] = {}  # such values
         self.outer_lines: list[str] = []
+        self.eviction = ""  # what happens in the cache to what is read
         self.loop: dict[tuple[Node, Index], str] = {}  # values of the tile at hand
         self.lines: list[str] = []
         self.reduced: dict[Node, str] = {}  # sums over rows that are known by now
@@ -80,39 +93,20 @@ class Writer:
     # -- the whole --
 
     def write(self) -> Kernel:
-        group = self.group
-        rows, columns = self.text(self.domain.rows), self.text(self.domain.columns)
-        looping, span, amaxes = bool(group.passes), group.span, range(len(group.amaxes))
-        width, start = (span, "span") if span else ("BLOCK_C", "start")
-        body = ["pid = tl.program_id(0).to(tl.int64)", *(["block = pid"] if looping else [])]
-        if not looping:
-            body += [f"tiles = ({columns} + {width} - 1) // {width}", "block = pid // tiles"]
-            body += [f"{start} = pid % tiles * {width}"]
-        body += self.rows(rows)
+        group, columns = self.group, self.text(self.domain.columns)
+        body = ["pid = tl.program_id(0).to(tl.int64)", *self.position(columns)]
         for node, scale in group.scales.items():
             if scale.granularity == "one":
                 body += loaded_scale(scale, self.scales[node])
         body += [self.store_number(output) for output in group.with_content("number")]
-        for number in range(group.passes):
-            body += self.reduce(number, columns)
-        if looping or span:
-            body += [f"largest{i} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for i in amaxes]
-        self.lines, self.loop, self.outer_lines = [], {}, []
-        head = self.columns(columns)
-        before = self.span(head) if span else []
-        self.lines, self.loop = [], {}
-        outputs = Stores(self, looping or bool(span)).write()
-        tile = [*head, *self.lines, *outputs]
-        body += self.outer_lines
-        if span:
-            tile = [*before, *self.strips(tile)]
-        if looping:
-            body += [f"for start in range(0, {columns}, BLOCK_C):", *indented(tile)]
+        stores = Stores(self)
+        if self.looping:
+            body += self.looped(stores)
+        elif group.span:
+            body += self.spanned(stores)
         else:
-            body += tile
-        for output in group.with_content("row"):
-            body += self.store_row(output)
-        body += [f'tl.atomic_max(amax{i}, tl.max(largest{i}), sem="relaxed")' for i in amaxes]
+            body += self.tiled(stores)
+        body += stores.last
         text = "\n".join(indented([*self.comments(), *body]))
         parameters = self.parameters()
         name = f"{title(group)}_{hashlib.sha256(f'{parameters}{text}'.encode()).hexdigest()[:8]}"
@@ -121,6 +115,15 @@ class Writer:
             imports.append("from triton.language.extra import libdevice")
         source = "\n".join([*imports, "", "", "@triton.jit", f"def {name}({parameters}):", text, ""])
         return Kernel(name, source, group, tuple(self.read), tuple(self.symbols))
+
+    def position(self, columns: str) -> list[str]:
+        """Where a program begins."""
+        block = "strip" if self.walk > 1 else "block"
+        if self.group.passes:
+            return [f"{block} = pid", *(["start = 0"] if self.whole else [])]
+        width, start = (self.group.span, "span") if self.group.span else ("BLOCK_C", "start")
+        tiles = f"tiles = ({columns} + {width} - 1) // {width}"
+        return [tiles, f"{block} = pid // tiles", f"{start} = pid % tiles * {width}"]
 
     def parameters(self) -> str:
         group = self.group
@@ -132,18 +135,22 @@ class Writer:
         names += [f"amax{i}" for i in range(len(group.amaxes))]
         names += [f"column_amax{i}" for i in range(len(group.column_amaxes))]
         names += [f"n{i}" for i in range(len(self.symbols))]
-        widths = [f"width{i}" for i, output in enumerate(group.stored) if output.spaced]
+        widths = [
+            f"width{i}"
+            for i, output in enumerate(group.stored)
+            if output.spaced and id(output) in self.pointers
+        ]
         return ", ".join([*names, *(f"{x}: tl.constexpr" for x in (*widths, "BLOCK_R", "BLOCK_C"))])
 
     def comments(self) -> list[str]:
         """Comments: inputs and scales of blocks with dtype and shape, outputs with content and dtype."""
         lines = []
         scales = self.group.scales
-        blocks = {node: name for node, name in self.scales.items() if scales[node].granularity == "tile"}
-        for node, name in {**self.inputs, **blocks}.items():
+        tiled = {node: name for node, name in self.scales.items() if scales[node].granularity == "tile"}
+        for node, name in {**self.inputs, **tiled}.items():
             shape = ", ".join(self.text(size).strip("()") for size in sizes(node))
             lines.append(f"# {name}: {dtype_name(node.meta['val'].dtype)} [{shape}]")
-        for output in self.group.stored:
+        for output in (x for x in self.group.stored if id(x) in self.pointers):
             node, scale = output.replaces if output.content == "blocks" else output.node, output.scale
             dtype = dtype_name(output.dtype or node.meta["val"].dtype)
             lines.append(f"# {self.pointers[id(output)]}: {output.content} {dtype}")
@@ -151,12 +158,13 @@ class Writer:
                 lines[-1] += f", a scale for {scale.rows or 'all'} x {scale.columns or 'all'}"
         return lines  # not listed: single scales (s), float32; amax, int32 bits of a float32; sums, float32
 
-    def rows(self, rows: str) -> list[str]:
+    def rows(self) -> list[str]:
         """The numbers of the rows. In a padded order they are read from memory: row `-2 - source` belongs to
         no group, so it is computed, but does not count."""
-        walk = "block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]"
+        walk = self.numbers("[:, None]")
         if self.domain.order is None:
-            return [f"row = {walk}", *([f"row_inside = row < {rows}"] if self.masks.row else [])]
+            inside = f"row_inside = row < {self.text(self.domain.rows)}"
+            return [f"row = {walk}", *([inside] if self.masks.row else [])]
         return [
             f"walk = {walk}",
             f"source = tl.load(order + walk, mask=walk < {self.text(self.domain.walked)}, other=-1)",
@@ -165,60 +173,125 @@ class Writer:
             "row_counts = source >= 0",
         ]
 
-    def columns(self, columns: str) -> list[str]:
+    def numbers(self, axes: str) -> str:
+        """The numbers of the rows of the block at hand, 64-bit."""
+        numbers = f"block * BLOCK_R + tl.arange(0, BLOCK_R){axes}"
+        return numbers if self.walk == 1 else f"({numbers}).to(tl.int64)"  # Triton's interpreter: 32-bit
+
+    def columns(self) -> list[str]:
         lines = ["col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)"]
-        lines += [f"col_inside = col < {columns}"] if self.masks.col else []
-        lines += ["inside = row_inside & col_inside"] if self.masks.inside == "inside" else []
+        return [*lines, *([f"col_inside = col < {self.text(self.domain.columns)}"] if self.masks.col else [])]
+
+    def inside(self) -> list[str]:
+        """Masks of rows and columns."""
+        lines = ["inside = row_inside & col_inside"] if self.masks.inside == "inside" else []
         return [*lines, "counts = row_counts & col_inside"] if self.masks.counts == "counts" else lines
 
-    # -- passes --
+    # -- one tile, or several in a column --
 
-    def reduce(self, number: int, columns: str) -> list[str]:
+    def tiled(self, stores: Stores) -> list[str]:
+        """A tile of a program, which holds whole rows if there are sums over rows."""
+        self.lines, self.outer_lines = [], []
+        for node in sorted(self.group.levels, key=self.group.levels.__getitem__):
+            self.lines += self.known(node, self.term(node))
+        stored = stores.write()
+        self.lines += stored
+        for output in self.group.with_content("row"):
+            self.lines.append(self.store_row(output))
+        tile = [*self.rows(), *self.inside(), *self.lines]
+        if self.walk > 1:  # whole rows are loaded while those before them are computed
+            last = f"({self.text(self.domain.walked)} + BLOCK_R - 1) // BLOCK_R"
+            steps = f"strip * {self.walk}, tl.minimum((strip + 1) * {self.walk}, {last})"
+            steps = f"tl.range({steps}, num_stages=2)" if self.whole else f"range({steps})"
+            tile = [*stores.before(), f"for block in {steps}:", *indented(tile)]
+        return [*self.columns(), *self.outer_lines, *tile]
+
+    # -- several tiles in a row --
+
+    def looped(self, stores: Stores) -> list[str]:
+        """Passes over a block of rows."""
+        body, passes = self.rows(), self.group.passes
+        self.eviction = "evict_last"  # read again soon
+        for number in range(passes):
+            nodes = [node for node, level in self.group.levels.items() if level == number]
+            body += self.reduce(nodes, back=(passes - number) % 2 == 0)
+        body += stores.before()
+        self.lines, self.loop, self.outer_lines, self.eviction = [], {}, [], "evict_first"
+        stored = stores.write()
+        body += [*self.outer_lines, *self.over_columns([*self.lines, *stored], back=True)]
+        self.outer_lines = []
+        stored = [self.store_row(output) for output in self.group.with_content("row")]
+        return [*body, *self.outer_lines, *stored]
+
+    def over_columns(self, tile: list[str], back: bool) -> list[str]:
+        """A loop over columns; `back`: from the last ones, which are still in the cache, to the first."""
+        columns = self.text(self.domain.columns)
+        tile = [*self.columns(), *self.inside(), *tile]
+        if not back:
+            return [f"for start in range(0, {columns}, BLOCK_C):", *indented(tile)]
+        start = f"start = ({columns} - 1) // BLOCK_C * BLOCK_C - done"
+        return [f"for done in range(0, {columns}, BLOCK_C):", *indented([start, *tile])]
+
+    def reduce(self, nodes: list[Node], back: bool) -> list[str]:
         """One pass: all sums over rows that are known after it."""
-        nodes = [node for node, level in self.group.levels.items() if level == number]
         self.lines, self.loop, self.outer_lines = [], {}, []
         start, last = [], []
         for node in nodes:
-            whole, part = statistics_of(node)
-            source = arg(whole, 0)
-            index = self.domain.full(sizes(source))
-            assert index is not None
-            value, name, into = self.value(source, index), self.name("r"), self.name("acc")
-            self.reduced[node] = name
+            term, into = self.term(node), self.name("acc")
             if node.target is ops.amax_blocks:
                 start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
-                self.lines.append(f"{into} = tl.maximum({into}, {magnitude(value, self.masks)})")
-                last.append(f"{name} = tl.max({into}, 1, keep_dims=True).to(tl.float32, bitcast=True)")
-                continue
-            start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)")
-            if part == "var":
-                mean = self.means[whole]
-                value = f"({value} - {mean}) * ({value} - {mean})"
-            self.lines.append(f"{into} += {kept(self.masks.inside, value)}")
-            total = f"tl.sum({into}, 1, keep_dims=True)"
-            size = self.text(self.domain.columns)
-            if part == "mean":
-                total = f"tl.div_rn({total}, {size} * 1.0)"
-            elif part == "var":
-                correction = whole.kwargs.get("correction", 1)
-                total = f"tl.div_rn({total}, {size} - {number_text(float(correction))})"  # type: ignore[arg-type]
-            if part == "mean" and whole is not node:  # the variance takes the mean before it is rounded
-                self.means[whole] = self.name("mean")
-                last.append(f"{self.means[whole]} = {total}")
-                total = self.means[whole]
-            last.append(f"{name} = {rounded(total, node.meta['val'].dtype)}")
-        tile = indented([*self.columns(columns), *self.lines])
-        return [*self.outer_lines, *start, f"for start in range(0, {columns}, BLOCK_C):", *tile, *last]
+                self.lines.append(f"{into} = tl.maximum({into}, {term})")
+            else:
+                start.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)")
+                self.lines.append(f"{into} += {term}")
+            last += self.known(node, into)
+        return [*self.outer_lines, *start, *self.over_columns(self.lines, back), *last]
 
-    def span(self, head: list[str]) -> list[str]:
-        """The scales of the rows of a span: a pass over its strips for their amaxes."""
+    def term(self, node: Node) -> str:
+        """What a sum or an amax over rows takes of each element."""
+        whole, part = statistics_of(node)
+        source = arg(whole, 0)
+        index = self.domain.full(sizes(source))
+        assert index is not None
+        value = self.value(source, index)
+        if node.target is ops.amax_blocks:
+            return magnitude(value, self.masks)
+        if part == "var":
+            value = f"({value} - {self.means[whole]}) * ({value} - {self.means[whole]})"
+        return kept(self.masks.inside, value)
+
+    def known(self, node: Node, terms: str) -> list[str]:
+        """The statements that compute a sum or an amax over rows from its terms."""
+        whole, part = statistics_of(node)
+        name = self.reduced[node] = self.name("r")
+        if node.target is ops.amax_blocks:
+            return [f"{name} = tl.max({terms}, 1, keep_dims=True).to(tl.float32, bitcast=True)"]
+        lines, total, size = [], f"tl.sum({terms}, 1, keep_dims=True)", self.text(self.domain.columns)
+        if part == "mean":
+            total = f"tl.div_rn({total}, {size} * 1.0)"
+        elif part == "var":
+            correction = whole.kwargs.get("correction", 1)
+            total = f"tl.div_rn({total}, {size} - {number_text(float(correction))})"  # type: ignore[arg-type]
+        if part == "mean" and whole is not node:  # the variance takes the mean before it is rounded
+            self.means[whole] = self.name("mean")
+            lines.append(f"{self.means[whole]} = {total}")
+            total = self.means[whole]
+        return [*lines, f"{name} = {rounded(total, node.meta['val'].dtype)}"]
+
+    def spanned(self, stores: Stores) -> list[str]:
+        """A pass over the strips of a span for the amaxes of its rows, and another one for the rest."""
+        self.lines, self.loop, self.outer_lines = [], {}, []
+        head = [*self.columns(), *self.inside()]
         tiles = Tiles(self, [])
         starts = tiles.amaxes_of_spans()
         passed = [*starts, *self.strips([*head, *self.lines, *tiles.lines])]
         tiles.lines.clear()
         tiles.scales_of_spans(self.pointers)
         self.spans = tiles.known
-        return [*passed, *tiles.lines]
+        self.lines, self.loop = [], {}
+        stored = stores.write()
+        tile = self.strips([*head, *self.lines, *stored])
+        return [*self.rows(), *stores.before(), *self.outer_lines, *passed, *tiles.lines, *tile]
 
     @staticmethod
     def strips(lines: list[str]) -> list[str]:
@@ -253,7 +326,7 @@ class Writer:
             if text in texts:
                 return text
             self.count += 1
-        inner = varies_with(index) in ("full", "col")
+        inner = varies_with(index) not in self.fixed
         (self.loop if inner else self.outer)[key] = name
         lines = self.lines if inner else self.outer_lines
         lines += [*before, f"{name} = {text}"]
@@ -274,6 +347,8 @@ class Writer:
         axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",), "one": ()}[varies_with(index)]
         other = "0.0" if dtype.is_floating_point else "0"
         mask = guarded(masks[varies_with(index)], other)
+        if self.eviction and self.domain.is_full(node):
+            mask += f', eviction_policy="{self.eviction}"'
         text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{mask})"
         if dtype in FLOATS:
             return f"{text}.to(tl.float32)"
@@ -304,14 +379,12 @@ class Writer:
         stored = name if scaled else f"tl.div_rn(1.0, {name})"
         return f"tl.store({self.pointers[id(output)]}, {stored}, mask=pid == 0)"
 
-    def store_row(self, output: Output) -> list[str]:
+    def store_row(self, output: Output) -> str:
         index = self.domain.row_index(output.node)
         assert index is not None
-        self.outer_lines = []
         value = self.value(output.node, index)
         where, dtype = self.offset(output.node, index, "row"), TRITON_DTYPE[output.node.meta["val"].dtype]
-        store = f"tl.store({self.pointers[id(output)]}{where}, {value}.to({dtype}){guarded(self.masks.row)})"
-        return [*self.outer_lines, store]
+        return f"tl.store({self.pointers[id(output)]}{where}, {value}.to({dtype}){guarded(self.masks.row)})"
 
     # -- text --
 

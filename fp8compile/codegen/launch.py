@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 from .. import compat
 from ..ir.fx_utils import STACKS, Emitter, arg, aten, value
 from ..ir.metadata import AMAX_BITS, AMAX_VECTOR
+from . import blocks
 from .group import Group, Output
 from .indexing import Domain, product, quotient, size_of, sizes
 from .kernel import Kernel
@@ -34,72 +35,11 @@ DEVICES = ("cuda",)  # where Triton's kernels run
 
 AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
 
-# (BLOCK_R, BLOCK_C, warps), the default first. A kernel with column sums writes a row of partial sums for
-# each block of rows: its blocks are tall, and their height is fixed. Blocks are tall for column amaxes, too:
-# each costs an atomic maximum. Where blocks of elements share a scale, a tile holds whole blocks.
-# With exp and the like a thread takes 16 elements instead of 32: with 32, registers would spill. So do blocks
-# of whole rows with column sums: with 32, a kernel takes 178 registers, and an SM holds one program. A
-# transposed copy is written in pieces of as many bytes as a block has rows; a sector of memory has 32. The
-# first two of each were the fastest on an H200, or near it (benchmarks.blocks).
-TILES = ((64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
-TALL_TILES = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
-HEAVY_TILES = (
-    (32, 64, 4), (32, 128, 8), (64, 64, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4),
-    (128, 128, 32),
-)  # fmt: skip
-HEAVY_TALL_TILES = ((128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32), (32, 128, 8))
-ROW_BLOCKS = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4))
-TALL_ROW_BLOCKS = ((32, 64, 8), (32, 128, 8))
-TRANSPOSED_ROW_BLOCKS = ((32, 128, 8), (32, 128, 16), (16, 256, 8), (32, 64, 4))
-MOST_ROWS = 32  # whole rows that a program takes
+# (BLOCK_R, BLOCK_C, warps) of kernels that are written by hand
 PARTIAL_SUMS = ((64, 32, 4),)  # numbers of a column at a time, columns, warps: 128 programs for 4096 columns
 MOST_PARTIAL_SUMS = 512  # of a column: a program reads 64 KB, in about the time of one launch
 RAISED = ((2048, 1, 4),)  # numbers of a tensor that a program takes
-SPANS = ((128, 32, 8), (128, 16, 8))
-
-
-def apart(group: Group) -> bool:
-    """Does `fuse` make two kernels of this group, as its blocks need more rows than a program takes?"""
-    return bool(group.passes) and group.block[0] > MOST_ROWS
-
-
-def configurations(group: Group) -> tuple[tuple[int, int, int], ...]:
-    """The block sizes and warps to choose from at the first launch of a group's kernel, the default first;
-    two, or three with Inductor's `max_autotune`."""
-    choices: tuple[tuple[int, int, int], ...]
-    tall = group.sums or group.column_amaxes
-    if group.span:
-        choices = SPANS
-    elif group.passes and tall:
-        choices = TALL_ROW_BLOCKS
-    elif group.passes:
-        choices = TRANSPOSED_ROW_BLOCKS if group.with_content("transposed") else ROW_BLOCKS
-    elif group.heavy:
-        choices = HEAVY_TALL_TILES if tall else HEAVY_TILES
-    else:
-        choices = TALL_TILES if tall else TILES
-    rows, columns = group.block
-    choices = tuple(x for x in choices if x[0] % rows == 0 and x[1] % columns == 0)
-    # mxfp8 in both layouts: 48 instructions an element in a tile of 32 rows, else 75
-    if group.block == (32, 32):
-        choices = tuple(sorted(choices, key=lambda x: x[0] != 32))
-    # scales take registers, too, and with 16 warps a thread has only 128
-    if group.heavy and group.block != (1, 1):
-        choices = tuple(x for x in choices if x[2] <= 8) or choices
-    if group.sums:
-        choices = tuple(x for x in choices if x[0] == choices[0][0])
-    return choices[: 3 if compat.triton.max_autotune() else 2]
-
-
-def row_blocks(group: Group) -> sympy.Expr:
-    """The number of blocks of rows in the default configuration, and so of rows of partial sums."""
-    return _blocks(group.domain.walked, configurations(group)[0][0])
-
-
-def grid(group: Group, block: tuple[int, int, int]) -> sympy.Expr:
-    """The number of programs that cover the matrix and its padding."""
-    blocks = _blocks(group.domain.walked, block[0])
-    return blocks if group.passes else blocks * _blocks(group.domain.columns, group.span or block[1])
+TRANSPOSED = ((64, 256, 8),)  # rows and columns of a copy
 
 
 @functools.cache
@@ -177,9 +117,10 @@ class Launcher:
         emit, group = self._emitter(before), kernel.group
         outputs = [self._empty(emit, output, group.domain) for output in group.stored]
         tensors = dict(inputs)
-        tensors.update({f"y{i}": node for i, node in enumerate(outputs)})
+        made = {i: blocks.made_of(output, group) for i, output in enumerate(group.stored)}
+        tensors.update({f"y{i}": node for i, node in enumerate(outputs) if made[i] is None})
         if group.sums:
-            shape = [row_blocks(group), len(group.sums) * group.domain.columns]
+            shape = [blocks.row_blocks(group), len(group.sums) * group.domain.columns]
             outputs.append(self.new(emit, shape, torch.float32))
             tensors["sums"] = outputs[-1]
         bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in slots]
@@ -187,17 +128,33 @@ class Launcher:
         by_column = [self._columns(emit, product(sizes(x.replaces))) for x in group.column_amaxes]
         tensors.update({f"column_amax{i}": node for i, node in enumerate(by_column)})
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
-        configs = configurations(group)
-        grids = [(self.number(emit, grid(group, config)), 1, 1) for config in configs]
-        spaced = [i for i, output in enumerate(group.stored) if output.spaced]
+        configs = blocks.configurations(group)
+        grids = [(self.number(emit, blocks.grid(group, config)), 1, 1) for config in configs]
+        spaced = [i for i, output in enumerate(group.stored) if output.spaced and made[i] is None]
         widths = {f"width{i}": value(outputs[i]).stride(0) for i in spaced}
         loaded = compat.triton.load_kernel(kernel.name, kernel.source)
         compat.triton.launch(emit, tuned(loaded, configs), grids, tensors, widths)
+        for i, copy in made.items():
+            if copy is not None:
+                self._transpose(emit, outputs[group.stored.index(copy)], outputs[i], group.domain)
         wide = []
         for x, output in zip(by_column, group.column_amaxes, strict=True):
             amaxes = emit(aten.view.dtype, x, torch.float32)
             wide.append(emit(aten.view.default, amaxes, [-1, output.replaces.meta["val"].shape[1]]))
         return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
+
+    def _transpose(self, emit: Emitter, copy: Node, to: Node, domain: Domain) -> None:
+        """Write a transposed copy from a row-major one."""
+        from .triton_kernels import fp8_transpose
+
+        sizes_of = (("ROWS", "rows", domain.rows, 1), ("PADDED", "padded", domain.walked, 1))
+        constants, numbers = self.size_arguments(emit, *sizes_of)
+        constants |= {"COLUMNS": int(domain.columns), "FROM": value(copy).stride(0)}
+        constants["TO"] = value(to).stride(0) if isinstance(value(to).stride(0), int) else None
+        wide = [blocks.tiles(domain, block) for block in TRANSPOSED]
+        grid = [(self.number(emit, count), 1, 1) for count in wide]
+        launched = tuned(fp8_transpose, TRANSPOSED)
+        compat.triton.launch(emit, launched, grid, {"x": copy, "y": to, **numbers}, constants)
 
     def _columns(self, emit: Emitter, count: sympy.Expr) -> Node:
         """[count] int32 zeros: a part of the vector, if the number is known."""

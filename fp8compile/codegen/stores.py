@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import blocks
 from .block_scales import Tiles, magnitude
 from .expressions import TRITON_DTYPE, converted, number_text, saturates
 from .group import Output
@@ -17,18 +18,34 @@ if TYPE_CHECKING:
 
 
 class Stores:
-    """Makes `lines`, the code after the values of the tile at hand. `looping`: the program has more tiles, so
-    amaxes are collected over all of them."""
+    """Makes `lines`, the code after the values of the tile at hand, and `last`, that after all tiles of the
+    program: amaxes are collected over all of them, and column sums and column amaxes if they lie below one
+    another."""
 
-    def __init__(self, writer: Writer, looping: bool):
-        self.writer, self.looping = writer, looping
+    def __init__(self, writer: Writer):
+        self.writer, self.walks = writer, writer.walk > 1
+        self.several = writer.looping or bool(writer.group.span) or self.walks
+        # beside sums of columns in registers, amaxes of tiles take one a row, most of it made by each thread
+        self.by_row = self.walks and not writer.whole
         self.lines: list[str] = []
-        self.tiles = Tiles(writer, self.lines, writer.spans)
+        self.last: list[str] = []
         self.quantized: dict[tuple, str] = {}
         self.rows, self.columns = writer.text(writer.domain.walked), writer.text(writer.domain.columns)
 
+    def before(self) -> list[str]:
+        """The statements before the first tile."""
+        group, shape = self.writer.group, "[BLOCK_R, BLOCK_C]"
+        width = "1" if self.by_row else "BLOCK_C"
+        lines = [f"largest{i} = tl.zeros([BLOCK_R, {width}], tl.int32)" for i in range(len(group.amaxes))]
+        if self.walks:
+            names = [f"largest_of_column{i}" for i in range(len(group.column_amaxes))]
+            lines += [f"{name} = tl.zeros({shape}, tl.int32)" for name in names]
+            lines += [f"sum{i} = tl.zeros({shape}, tl.float32)" for i in range(len(group.sums))]
+        return lines
+
     def write(self) -> list[str]:
         group = self.writer.group
+        self.tiles = Tiles(self.writer, self.lines, self.writer.spans)
         stores = {
             "amax": self.amax,
             "column_amax": self.column_amax,
@@ -38,12 +55,13 @@ class Stores:
             "copy": self.copy,
             "transposed": self.transposed,
         }
-        if group.with_content("transposed"):
-            self.lines.append("row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]")
+        if any(blocks.made_of(x, group) is None for x in group.with_content("transposed")):
+            self.lines.append(f"row_t = {self.writer.numbers('[None, :]')}")
             self.lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
         for output in group.outputs:
             of_span = output.content == "blocks" and output.scale in self.writer.spans
-            if output.content not in ("row", "number") and not of_span:  # those are the writer's own
+            elsewhere = output.content in ("row", "number") or blocks.made_of(output, group) is not None
+            if not elsewhere and not of_span:  # those are the writer's own, or of another kernel
                 stores[output.content](output, self.value(output))
         return self.lines
 
@@ -72,18 +90,25 @@ class Stores:
     # -- by their content --
 
     def amax(self, output: Output, value: str) -> None:
-        name = f"largest{self.writer.group.amaxes.index(output)}"
+        number = self.writer.group.amaxes.index(output)
         bits = magnitude(value, self.writer.masks)
-        self.lines.append(f"{name} = tl.maximum({name}, {bits})" if self.looping else f"{name} = {bits}")
+        bits = f"tl.max({bits}, 1, keep_dims=True)" if self.by_row else bits
+        self.largest(f"largest{number}", bits, self.several)
+        self.last.append(f'tl.atomic_max(amax{number}, tl.max(largest{number}), sem="relaxed")')
 
     def column_amax(self, output: Output, value: str) -> None:
-        into = f"column_amax{self.writer.group.column_amaxes.index(output)}"
+        number = self.writer.group.column_amaxes.index(output)
+        into, largest = f"column_amax{number}", f"largest_of_column{number}"
         if output.groups is not None:
             self.tiles.amax_of_groups(into, value, output.groups, sizes(output.replaces))
             return
-        largest = f"tl.max({self.tiles.magnitude(value)}, 0)[None, :]"
+        self.largest(largest, self.tiles.magnitude(value), self.walks)
         mask = guarded(self.writer.masks.col)
-        self.lines.append(f'tl.atomic_max({into} + col, {largest}{mask}, sem="relaxed")')
+        raised = f'tl.atomic_max({into} + col, tl.max({largest}, 0)[None, :]{mask}, sem="relaxed")'
+        (self.last if self.walks else self.lines).append(raised)
+
+    def largest(self, name: str, bits: str, collected: bool) -> None:
+        self.lines.append(f"{name} = tl.maximum({name}, {bits})" if collected else f"{name} = {bits}")
 
     def blocks(self, output: Output, _value: str) -> None:
         assert output.scale is not None
@@ -92,9 +117,15 @@ class Stores:
 
     def sum(self, output: Output, value: str) -> None:
         sums, masks = self.writer.group.sums, self.writer.masks
-        where = f"(block * {len(sums)} + {sums.index(output)}) * {self.columns} + col"
-        self.lines.append(f"total = tl.sum({kept(masks.inside, value)}, 0)[None, :]")
-        self.lines.append(f"tl.store(sums + {where}, total{guarded(masks.col)})")
+        number, block = sums.index(output), "strip" if self.walks else "block"
+        where = f"({block} * {len(sums)} + {number}) * {self.columns} + col"
+        summed = kept(masks.inside, value)
+        if self.walks:
+            self.lines.append(f"sum{number} += {summed}")
+            summed = f"sum{number}"
+        (self.last if self.walks else self.lines).extend(
+            [f"total = tl.sum({summed}, 0)[None, :]", f"tl.store(sums + {where}, total{guarded(masks.col)})"]
+        )
 
     def plain(self, output: Output, value: str) -> None:
         where = self.writer.offset(output.node, self.index(output), "row", "col")

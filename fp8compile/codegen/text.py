@@ -41,7 +41,7 @@ def indented(lines: list[str]) -> list[str]:
 
 # -- masks --
 
-MOST_ROWS, MOST_COLUMNS = 128, 256  # of a tile, in any configuration
+MOST_ROWS, MOST_COLUMNS = 128, 256  # of a tile that is a part of its rows, in any configuration
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ class Masks:
     counts: str
 
     @classmethod
-    def of(cls, domain: Domain) -> Masks:
+    def of(cls, domain: Domain, width: int = MOST_COLUMNS) -> Masks:
+        """`width`: what the width of a tile divides."""
         ordered = domain.order is not None
         row = "row_inside" if ordered or not _divides(domain.rows, MOST_ROWS) else ""
-        col = "" if _divides(domain.columns, MOST_COLUMNS) else "col_inside"
+        col = "" if _divides(domain.columns, width) else "col_inside"
         inside = "inside" if row and col else row or col
         return cls(row, col, inside, ("counts" if col else "row_counts") if ordered else inside)
 

@@ -11,10 +11,10 @@ from torch.fx import Graph, Node
 
 from ..devices.cost import STRIDED
 from ..ir.fx_utils import aten, behind, hint, pointwise
+from . import blocks
 from .expressions import supported
 from .group import Group
 from .indexing import REDUCTIONS, VIEWS, product, sizes
-from .launch import TALL_ROW_BLOCKS, TALL_TILES, apart
 from .scales import of_amax
 
 _PARTS = (aten.slice.Tensor, aten.select.int)  # views of memory
@@ -58,8 +58,10 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     scales = [node for node, scale in group.scales.items() if scale.granularity == "tile"]
     reads = sum(map(sizes_of.bytes_of, (*group.inputs, *scales)))
     ours = theirs = reads
-    if apart(group):
+    if blocks.apart(group):
         ours += reads
+    elif blocks.whole_rows(group):  # Inductor's loops read them twice, as ours would
+        theirs += reads if blocks.evicted(group) else 0
     # Inductor would compute an input in place if nobody else reads it: then writing it is our cost
     for x in group.inputs:
         made = behind(x, (*VIEWS, *_PARTS))
@@ -69,7 +71,7 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     for output in group.outputs:
         elements = sizes_of(product(sizes(output.node)))
         if output.content in ("copy", "transposed"):
-            ours += elements
+            ours += elements * (1 if blocks.made_of(output, group) is None else 2)
             theirs += int(elements * (STRIDED if output.content == "transposed" else 1))
         elif output.content in ("value", "row", "blocks"):
             written = sizes_of.bytes_of(output.replaces if output.content == "blocks" else output.node)
@@ -81,8 +83,7 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
         elif output.content == "amax":
             theirs += 8 * sizes_of(group.domain.rows)
         else:
-            height = max((TALL_ROW_BLOCKS if group.passes else TALL_TILES)[0][0], group.block[0])
-            ours += elements * 8 // height  # partial sums, written and read
+            ours += elements * 8 // blocks.height(group)  # partial sums, written and read
     if group.with_content("sum", "column_amax"):
         theirs += reads
     if any(x.rows > 1 and (x.columns == 1 or group.passes) for x in map(of_amax, group.tiles)):

@@ -164,6 +164,39 @@ def fp8_column_sums(
     tl.store(total + col, tl.sum(sums, 0).to(total.dtype.element_ty), mask=col < COLUMNS)
 
 
+@triton.jit
+def fp8_transpose(
+    x,
+    y,
+    rows,
+    padded,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # x: FP8 [ROWS, COLUMNS], its rows FROM elements apart; y: FP8 [COLUMNS, PADDED], rows TO elements apart,
+    # zero from column ROWS on. Where only a run knows the sizes, they are in rows and padded, and TO is padded
+    height = rows if ROWS is None else ROWS
+    width = padded if PADDED is None else PADDED
+    apart = width if TO is None else TO
+    tiles: tl.constexpr = (COLUMNS + BLOCK_C - 1) // BLOCK_C
+    program = tl.program_id(0).to(tl.int64)
+    row = program // tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = program % tiles * BLOCK_C + tl.arange(0, BLOCK_C)
+    at = x + row[:, None] * FROM + col[None, :]
+    to = y + col[:, None] * apart + row[None, :]
+    if ROWS is not None and ROWS // BLOCK_R * BLOCK_R == ROWS and COLUMNS // BLOCK_C * BLOCK_C == COLUMNS:
+        tl.store(to, tl.trans(tl.load(at)))
+    else:
+        inside = (row < height)[:, None] & (col < COLUMNS)[None, :]
+        values = tl.load(at, mask=inside, other=0.0)
+        tl.store(to, tl.trans(values), mask=(col < COLUMNS)[:, None] & (row < width)[None, :])
+
+
 # The same in plain torch: `ir.state_page.snapshot_of`, and zeros.
 @triton.jit
 def fp8_begin(

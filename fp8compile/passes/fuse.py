@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..codegen import launch
+from ..codegen import blocks, launch
 from ..codegen.group import Group, Output
 from ..codegen.indexing import Domain, sizes
 from ..codegen.kernel import Kernel, write
@@ -130,13 +130,13 @@ class _Finder:
         """Write the kernel of a group, and put its functional node into the graph.
 
         A group becomes two kernels where a program would take 128 whole rows, because blocks are that tall
-        (`launch.apart`): so few programs do not fill a GPU, and its caches do not hold so many rows. The
+        (`blocks.apart`): so few programs do not fill a GPU, and its caches do not hold so many rows. The
         first kernel then writes the tensors that are cast, if other nodes read them anyway, or else the sums
         over rows.
 
         Raises Unwritable, with the graph as it was."""
         kernel = _written(group)  # before the replacement, which takes members out of the graph
-        if not launch.apart(group):
+        if not blocks.apart(group):
             return self.replaced(group, kernel)
         if any(node.target is ops.amax_blocks for node in group.levels):
             raise Unwritable("scales of rows beside scales of 128 rows")
@@ -152,7 +152,7 @@ class _Finder:
         first.outputs = [x for x in first.outputs if x.node in needed or set(x.replaces.users) - inside]
         kernels = self.replaced(first, _written(first))
         second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
-        if not isinstance(second, str) and launch.apart(second):
+        if not isinstance(second, str) and blocks.apart(second):
             second = "they need whole rows once more"
         if isinstance(second, str):  # the outputs of the first kernel are additional inputs of the second
             logger.debug("%s: its casts stay with Inductor: %s", seeds[0].source.name, second)

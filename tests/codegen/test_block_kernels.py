@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8compile.codegen import launch, text
+from fp8compile.codegen import blocks, text
 from fp8compile.ir import ops
 from fp8compile.passes.fuse import fuse
 from tests.support import hooks
@@ -339,7 +339,7 @@ def test_tiles_hold_whole_blocks(recipe: str, name: str) -> None:
     assert kernels
     for group in (kernel.group for kernel in kernels):
         with torch._inductor.config.patch(max_autotune=True):
-            configs = launch.configurations(group)
+            configs = blocks.configurations(group)
         assert configs and all(
             rows % group.block[0] == 0 and columns % group.block[1] == 0 for rows, columns, _ in configs
         )

@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_gelu_cast_transpose_amax_957d0a08(x0, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_gelu_cast_transpose_amax_d948fa9d(x0, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [16384, 3072]
     # y0: copy float8_e4m3fn
     # y1: transposed float8_e4m3fn
@@ -11,9 +11,9 @@ def fp8_gelu_cast_transpose_amax_957d0a08(x0, s0, y0, y1, amax0, BLOCK_R: tl.con
     tiles = (3072 + BLOCK_C - 1) // BLOCK_C
     block = pid // tiles
     start = pid % tiles * BLOCK_C
-    row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     s0_value = tl.load(s0)
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
+    row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     v1 = tl.load(x0 + row * 3072 + col).to(tl.float32)
     v2 = v1 * 0.5
     v3 = v1 * 0.7071067811865476

@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_silu_mul_cast_transpose_scale_2548fdf4(x0, x1, y0, y1, y2, y3, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_silu_mul_cast_transpose_scale_66754f5c(x0, x1, y0, y1, y2, y3, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [8192, 14336]
     # x1: bfloat16 [8192, 14336]
     # y0: blocks float32, a scale for 1 x 32
@@ -14,8 +14,8 @@ def fp8_silu_mul_cast_transpose_scale_2548fdf4(x0, x1, y0, y1, y2, y3, BLOCK_R: 
     tiles = (14336 + BLOCK_C - 1) // BLOCK_C
     block = pid // tiles
     start = pid % tiles * BLOCK_C
-    row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
+    row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     v1 = tl.load(x0 + row * 14336 + col).to(tl.float32)
     v2 = v1 * -1.0
     v3 = tl.exp2(v2 * 1.4426950408889634)

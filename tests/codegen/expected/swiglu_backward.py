@@ -4,7 +4,7 @@ from triton.language.extra import libdevice
 
 
 @triton.jit
-def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_90d13cda(x0, x1, x2, s0, s1, y0, y1, y2, y3, amax0, amax1, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_f5bfb32a(x0, x1, x2, s0, s1, y0, y1, y2, y3, amax0, amax1, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [8192, 14336]
     # x1: bfloat16 [8192, 14336]
     # x2: bfloat16 [8192, 14336]
@@ -16,10 +16,10 @@ def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_90d13cda(x0, x1, x2, s0, s1, y0
     tiles = (14336 + BLOCK_C - 1) // BLOCK_C
     block = pid // tiles
     start = pid % tiles * BLOCK_C
-    row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     s0_value = tl.load(s0)
     s1_value = tl.load(s1)
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
+    row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     v1 = tl.load(x0 + row * 14336 + col).to(tl.float32)
     v2 = tl.load(x1 + row * 14336 + col).to(tl.float32)
     v3 = (v1 * v2).to(tl.bfloat16).to(tl.float32)

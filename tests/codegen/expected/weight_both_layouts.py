@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_cast_transpose_amax_b6bb7ebe(x0, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_cast_transpose_amax_40b49751(x0, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [14336, 4096]
     # y0: copy float8_e4m3fn
     # y1: transposed float8_e4m3fn
@@ -11,9 +11,9 @@ def fp8_cast_transpose_amax_b6bb7ebe(x0, s0, y0, y1, amax0, BLOCK_R: tl.constexp
     tiles = (4096 + BLOCK_C - 1) // BLOCK_C
     block = pid // tiles
     start = pid % tiles * BLOCK_C
-    row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     s0_value = tl.load(s0)
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
+    row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     v1 = tl.load(x0 + row * 4096 + col).to(tl.float32)
     row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)

@@ -18,15 +18,18 @@ def launching(
 ) -> Iterator[None]:
     """Inside, graphs for a CPU get generated kernels: `tuned(function, configurations)` is launched, with the
     configuration that `choose(group)` names, or with the default one. `limits`: other values of constants of
-    `codegen.launch`."""
-    from fp8compile.codegen import launch
+    `codegen.blocks`."""
+    from fp8compile.codegen import blocks, launch
 
-    configurations = launch.configurations
+    configurations = blocks.configurations
 
     def chosen(group: Any) -> Any:
         return (choose(group) if choose else configurations(group)[0],)
 
-    with mock.patch.multiple(launch, DEVICES=("cpu", "cuda"), tuned=tuned, configurations=chosen, **limits):
+    with (
+        mock.patch.multiple(blocks, configurations=chosen, **limits),
+        mock.patch.multiple(launch, DEVICES=("cpu", "cuda"), tuned=tuned),
+    ):
         yield
 
 

@@ -1,0 +1,205 @@
+"""How a kernel walks over its matrix: blocks and warps to choose from, and what follows from the first choice.
+
+A block is (BLOCK_R, BLOCK_C, warps). A kernel with sums over rows whose block holds whole rows reads its
+inputs once and keeps them in registers (`whole_rows`); with other blocks it loops over columns, and reads them
+once more for each pass. Kernels with column sums or amaxes of columns collect these over several blocks of
+rows, which a program takes one after the other (`walk`).
+"""
+
+from __future__ import annotations
+
+import sympy
+
+from .. import compat
+from ..devices.gpu import gpu_of
+from .group import Group, Output
+from .indexing import Domain, quotient
+
+Block = tuple[int, int, int]  # (BLOCK_R, BLOCK_C, warps)
+
+# The default is the first. Partial sums are a row for each program, so the height of their blocks is fixed.
+# Blocks are tall for column sums and column amaxes, as each costs a reduction over the rows of the block; where
+# programs walk over several, a thread takes 8 elements, and so registers for two programs' worth of warps are
+# left beside the sums (48 to 64 a thread on sm_90; with 16 elements, 94). Where blocks of elements share a
+# scale, a tile holds whole blocks. With exp and the like a thread takes 16 elements
+# instead of 32: with 32, registers would spill. So do blocks of whole rows with column sums: with 32, a kernel
+# takes 178 registers, and an SM holds one program. A transposed copy is written in pieces of as many bytes as
+# a block has rows; a sector of memory has 32. The first two of each were the fastest on an H200, or near it
+# (benchmarks.blocks).
+TILES: tuple[Block, ...] = (
+    (64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8),
+)  # fmt: skip
+TALL_TILES: tuple[Block, ...] = ((128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8))
+HEAVY_TILES: tuple[Block, ...] = (
+    (32, 64, 4), (32, 128, 8), (64, 64, 8), (64, 128, 16), (128, 64, 16), (128, 32, 8), (128, 16, 4),
+    (128, 128, 32),
+)  # fmt: skip
+HEAVY_TALL_TILES: tuple[Block, ...] = (
+    (128, 64, 16), (128, 32, 8), (128, 16, 4), (128, 128, 32), (32, 128, 8),
+)  # fmt: skip
+WALKED_TILES: tuple[Block, ...] = ((64, 32, 8), (64, 64, 16))
+ROW_BLOCKS: tuple[Block, ...] = ((16, 256, 8), (32, 128, 8), (16, 128, 4), (32, 64, 4))
+TALL_ROW_BLOCKS: tuple[Block, ...] = ((32, 64, 8), (32, 128, 8))
+TRANSPOSED_ROW_BLOCKS: tuple[Block, ...] = ((32, 128, 8), (32, 128, 16), (16, 256, 8), (32, 64, 4))
+MOST_ROWS = 32  # whole rows that a program takes
+SPANS: tuple[Block, ...] = ((128, 32, 8), (128, 16, 8))
+
+# Blocks of whole rows. Walking programs keep column sums in registers beside the row, so a thread takes fewer
+# elements of it.
+WHOLE = 4096  # elements of a block, if a row has no more
+LONGEST, LONGEST_WALKED = 16384, 4096  # elements of a row that fit the registers
+SHORTEST_PIECE = 16  # rows of a block that writes a transposed copy itself
+WALKING_WARPS, MOST_PROGRAMS = 4096, 512  # over whole rows: 16 or 32 warps for each SM of large GPUs
+ENOUGH_PROGRAMS = 2048  # that walk over tiles, a few waves
+LONGEST_WALK = 8  # tiles
+SHORTEST_WALK, WALK_OF_UNKNOWN = 16, 32  # rows; the latter where only a run knows how many there are
+RESIDENT_WARPS = 24  # of an SM, in kernels that loop over columns: they take 80 to 127 registers a thread
+
+
+def apart(group: Group) -> bool:
+    """Does `fuse` make two kernels of this group, as its blocks need more rows than a program takes?"""
+    return bool(group.passes) and group.block[0] > MOST_ROWS
+
+
+def configurations(group: Group) -> tuple[Block, ...]:
+    """The blocks to choose from at the first launch of a group's kernel, the default first; two, or three
+    with Inductor's `max_autotune`."""
+    choices = whole_row_blocks(group) or _choices(group)
+    rows, columns = group.block
+    choices = tuple(x for x in choices if x[0] % rows == 0 and x[1] % columns == 0)
+    # mxfp8 in both layouts: 48 instructions an element in a tile of 32 rows, else 75
+    if group.block == (32, 32):
+        choices = tuple(sorted(choices, key=lambda x: x[0] != 32))
+    # scales take registers, too, and with 16 warps a thread has only 128
+    if group.heavy and group.block != (1, 1):
+        choices = tuple(x for x in choices if x[2] <= 8) or choices
+    if group.sums:
+        choices = tuple(x for x in choices if x[0] == choices[0][0])
+    return choices[: 3 if compat.triton.max_autotune() else 2]
+
+
+def _choices(group: Group) -> tuple[Block, ...]:
+    tall = group.sums or group.column_amaxes
+    if group.span:
+        return SPANS
+    if group.passes and tall:
+        return TALL_ROW_BLOCKS
+    if group.passes:
+        return TRANSPOSED_ROW_BLOCKS if group.with_content("transposed") else ROW_BLOCKS
+    if tall and group.block == (1, 1) and group.groups is None:
+        return WALKED_TILES
+    if group.heavy:
+        return HEAVY_TALL_TILES if tall else HEAVY_TILES
+    return TALL_TILES if tall else TILES
+
+
+# -- whole rows --
+
+
+def whole_row_blocks(group: Group) -> tuple[Block, ...]:
+    """Blocks of whole rows, where they serve better than loops over columns: for column sums, which loops
+    would reduce for each block of rows, and where the second read would come from memory (`evicted`). None
+    for rows that are too long or of unknown length, and where finer scales need blocks of several rows."""
+    columns, collects = group.domain.columns, bool(group.sums or group.column_amaxes)
+    fits = columns.is_Integer and 0 < columns <= (LONGEST_WALKED if collects else LONGEST)
+    if not (group.passes and fits) or group.block != (1, 1) or group.span or group.domain.order is not None:
+        return ()
+    if any(copy_of(output, group) is None for output in group.with_content("transposed")):
+        return ()
+    if not (collects or evicted(group)):
+        return ()
+    wide = 1 << (int(columns) - 1).bit_length()
+    if collects:
+        warps = max(1, wide // (128 if len(group.sums) + len(group.column_amaxes) == 1 else 256))
+        return (1, wide, warps), (1, wide, max(1, warps // 2))
+    rows, warps = max(1, min(MOST_ROWS, WHOLE // wide)), max(4, wide // 1024)
+    return (rows, wide, warps), (rows, wide, min(2 * warps, 16))
+
+
+def copy_of(output: Output, group: Group) -> Output | None:
+    """The row-major copy with the same values as a transposed copy, one scale for all."""
+    for copy in group.with_content("copy"):
+        same = (copy.node, copy.scale, copy.dtype) == (output.node, output.scale, output.dtype)
+        if same and output.scale is not None and output.scale.granularity == "one":
+            return copy
+    return None
+
+
+def made_of(output: Output, group: Group) -> Output | None:
+    """The copy that a transposed copy is made of, by a kernel of its own: where a block has too few rows to
+    write whole sectors."""
+    if output.content != "transposed" or not whole_rows(group):
+        return None
+    return None if configurations(group)[0][0] >= SHORTEST_PIECE else copy_of(output, group)
+
+
+def whole_rows(group: Group) -> bool:
+    """Does the kernel hold whole rows in registers, instead of looping over columns?"""
+    columns = group.domain.columns
+    if not group.passes or apart(group) or not columns.is_Integer:
+        return False
+    return 0 < int(columns) <= configurations(group)[0][1]
+
+
+def evicted(group: Group) -> bool:
+    """Does this kernel, if it loops over columns, read its inputs from memory again? Programs that run at the
+    same time walk in step, so all that they read lies between two reads of an element. It stays in the L2
+    cache if it takes no more than half of it: NVIDIA's has two parts. False where the size is unknown.
+    """
+    block = _choices(group)[0]
+    gpu = gpu_of(group.outputs[0].node.meta["val"].device)
+    if gpu is None or not gpu.L2_cache_size or not group.passes:
+        return False
+    most = gpu.multi_processor_count * max(1, RESIDENT_WARPS // block[2])
+    programs = _blocks(group.domain.walked, block[0])
+    running = min(int(programs), most) if programs.is_Integer else most
+    widths = [node.meta["val"].itemsize for node in group.inputs if group.domain.is_full(node)]
+    columns = group.domain.columns
+    return (
+        bool(columns.is_Integer) and 2 * running * block[0] * int(columns) * sum(widths) > gpu.L2_cache_size
+    )
+
+
+# -- programs --
+
+
+def walk(group: Group) -> int:
+    """Blocks of rows that a program takes one after the other, and collects sums and amaxes of columns."""
+    if not (group.sums or group.column_amaxes) or group.block != (1, 1) or group.groups is not None:
+        return 1
+    whole = whole_rows(group)
+    if group.passes and not whole:
+        return 1
+    block = configurations(group)[0]
+    high, wide = _blocks(group.domain.walked, block[0]), _blocks(group.domain.columns, block[1])
+    if not (high.is_Integer and wide.is_Integer):
+        return max(1, WALK_OF_UNKNOWN // block[0])
+    if whole:
+        programs = min(MOST_PROGRAMS, WALKING_WARPS // block[2])
+        return max(-(-int(high) // programs), SHORTEST_WALK // block[0], 1)
+    return max(2, min(LONGEST_WALK, int(high * wide) // ENOUGH_PROGRAMS))
+
+
+def height(group: Group) -> int:
+    """The rows that a program of the default configuration takes, from which it makes one partial sum."""
+    return group.block[0] if apart(group) else configurations(group)[0][0] * walk(group)
+
+
+def row_blocks(group: Group) -> sympy.Expr:
+    """The number of rows of partial sums."""
+    return _blocks(group.domain.walked, height(group))
+
+
+def grid(group: Group, block: Block) -> sympy.Expr:
+    """The number of programs that cover the matrix and its padding."""
+    rows = _blocks(group.domain.walked, block[0] * walk(group))
+    return rows if group.passes else rows * _blocks(group.domain.columns, group.span or block[1])
+
+
+def tiles(domain: Domain, block: Block) -> sympy.Expr:
+    """The number of tiles that cover a matrix and its padding."""
+    return _blocks(domain.walked, block[0]) * _blocks(domain.columns, block[1])
+
+
+def _blocks(size: sympy.Expr, block: int) -> sympy.Expr:
+    return quotient(size + block - 1, block)
