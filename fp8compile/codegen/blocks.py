@@ -1,9 +1,9 @@
-"""How a kernel walks over its matrix: blocks and warps to choose from, and what follows from the first choice.
+"""How a kernel walks over its matrix: the blocks to choose from, and what follows from the first choice.
 
 A block is (BLOCK_R, BLOCK_C, warps). A kernel with sums over rows whose block holds whole rows reads its
-inputs once and keeps them in registers (`whole_rows`); with other blocks it loops over columns, and reads them
-once more for each pass. Kernels with column sums or amaxes of columns collect these over several blocks of
-rows, which a program takes one after the other (`walk`).
+inputs once and keeps them in registers (`whole_rows`); with other blocks it loops over columns, and reads
+them once more for each pass. Kernels with column sums or amaxes of columns collect these over several blocks
+of rows, which a program takes one after the other (`walk`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .indexing import Domain, quotient
 Block = tuple[int, int, int]  # (BLOCK_R, BLOCK_C, warps)
 
 # The default is the first. Partial sums are a row for each program, so the height of their blocks is fixed.
-# Blocks are tall for column sums and column amaxes, as each costs a reduction over the rows of the block; where
-# programs walk over several, a thread takes 8 elements, and so registers for two programs' worth of warps are
-# left beside the sums (48 to 64 a thread on sm_90; with 16 elements, 94). Where blocks of elements share a
-# scale, a tile holds whole blocks. With exp and the like a thread takes 16 elements
-# instead of 32: with 32, registers would spill. So do blocks of whole rows with column sums: with 32, a kernel
-# takes 178 registers, and an SM holds one program. A transposed copy is written in pieces of as many bytes as
-# a block has rows; a sector of memory has 32. The first two of each were the fastest on an H200, or near it
-# (benchmarks.blocks).
+# Blocks are tall for column sums and column amaxes, as each costs a reduction over the rows of the block.
+# Where programs walk over several, a thread takes 8 elements: sums stay in registers, and with more
+# elements they would cost half of the warps of an SM (sm_90: 48 to 64 registers a thread, 94 with 16
+# elements). Where blocks of elements share a scale, a tile holds whole blocks. With exp and the like a
+# thread takes 16 elements instead of 32: with 32, registers would spill. A transposed copy is written in
+# pieces of as many bytes as a block has rows; a sector of memory has 32. The first two of each were the
+# fastest on an H200, or near it (benchmarks.blocks), except for blocks of whole rows and those of walking
+# programs, which no GPU has timed.
 TILES: tuple[Block, ...] = (
     (64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8),
 )  # fmt: skip

@@ -9,7 +9,9 @@
                                                   load, sum up, compute, store
 
 A program that collects sums or amaxes of columns takes several blocks of rows, one after the other
-(`blocks.walk`); what varies with the column alone is loaded before. A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is
+(`blocks.walk`); what varies with the column alone is loaded before.
+
+A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is
 too much for the registers. It walks over the strips twice: for the amaxes of the span's rows, then the rest.
 
 Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. A tile has one scale for

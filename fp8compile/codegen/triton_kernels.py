@@ -178,8 +178,8 @@ def fp8_transpose(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # x: FP8 [ROWS, COLUMNS], its rows FROM elements apart; y: FP8 [COLUMNS, PADDED], rows TO elements apart,
-    # zero from column ROWS on. Where only a run knows the sizes, they are in rows and padded, and TO is padded
+    # x: FP8 [ROWS, COLUMNS], rows FROM elements apart; y: FP8 [COLUMNS, PADDED], rows TO elements apart, zero
+    # from column ROWS on. Where only a run knows the sizes, they are in rows and padded, and TO is padded
     height = rows if ROWS is None else ROWS
     width = padded if PADDED is None else PADDED
     apart = width if TO is None else TO
