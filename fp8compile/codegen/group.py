@@ -31,7 +31,7 @@ from torch.fx import Node
 
 from ..ir.fx_utils import arg
 from .expressions import HEAVY, supported
-from .indexing import REDUCTIONS, Domain, Index, lookups, sizes
+from .indexing import REDUCTIONS, Domain, Index, in_memory, lookups, sizes
 from .scales import SPAN, Scale, amax_of, made_in_place
 
 aten = torch.ops.aten
@@ -191,7 +191,7 @@ class Walk(Group):
                 self.members[node] = None
                 return level
         self.inputs[node] = None
-        self.loads.add((node, index))
+        self.loads.add((node, in_memory(index)))
         return 0
 
     def _narrower(self, node: Node) -> bool:

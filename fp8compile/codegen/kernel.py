@@ -32,7 +32,7 @@ from ..ir.fx_utils import arg
 from .block_scales import Tiles, magnitude
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
-from .indexing import VIEWS, Index, sizes, varies_with
+from .indexing import VIEWS, Index, in_memory, sizes, varies_with
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale, loaded_scale
 from .stores import Stores
 from .text import Masks, bracketed, dtype_name, guarded, indented, integer, kept
@@ -228,6 +228,8 @@ class Writer:
 
     def value(self, node: Node, index: Index) -> str:
         """The name of a value; writes what computes it where it is computed first."""
+        if (node, in_memory(index)) in self.group.loads:
+            index = in_memory(index)
         key = (node, index)
         if known := self.loop.get(key) or self.outer.get(key):
             return known
@@ -261,11 +263,11 @@ class Writer:
 
     def beside(self, node: Node, index: Index, parts: list[str]) -> str:
         """The one of several values side by side that the column is in."""
-        term, part = index[-1], self.domain.part(node, index)
-        assert term is not None and part is not None and term.axis == "col"
-        column, made = f"{term.axis} % {self.text(term.size)}", parts[-1]  # type: ignore[arg-type]
-        for i in range(len(parts) - 2, -1, -1):
-            made = f"tl.where({column} < {self.text((i + 1) * part.size)}, {parts[i]}, {made})"  # type: ignore[operator]
+        terms, made = self.domain.parts(node, index), parts[-1]
+        assert terms is not None
+        for value, after in reversed([*zip(parts, terms[1:], strict=False)]):
+            first, whole = after.part  # type: ignore[misc]
+            made = f"tl.where(col % {whole} < {first}, {value}, {made})"
         return made
 
     def load(self, node: Node, index: Index) -> str:
@@ -291,6 +293,10 @@ class Writer:
             parts.append(text if stride == 1 else f"{bracketed(text)} * {self.text(stride)}")
         shift = self.domain.shift(node, index)
         parts += [self.text(shift)] if shift != 0 else []
+        width, stride = self.domain.turn(node, index)
+        if width:
+            turn = f"{width // 2} - col // {width // 2} % 2 * {width}"
+            parts.append(turn if stride == 1 else f"({turn}) * {self.text(stride)}")
         found = set(re.findall(r"\w+", " ".join(parts)))
         parts += [f"{axis} * 0" for axis in varying if axis not in found]
         return "".join(f" + {part}" for part in parts)
