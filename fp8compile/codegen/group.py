@@ -30,6 +30,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.fx_utils import arg
+from .composites import composite
 from .expressions import HEAVY, supported
 from .indexing import REDUCTIONS, Domain, Index, in_memory, lookups, sizes
 from .scales import SPAN, Scale, amax_of, made_in_place
@@ -189,6 +190,8 @@ class Walk(Group):
             if operands is not None and not any(_is_random(x[0]) for x in operands if isinstance(x, tuple)):
                 level = max((self(*x) for x in operands if isinstance(x, tuple)), default=0)
                 self.members[node] = None
+                if found := composite(node):
+                    self.members.update(dict.fromkeys(found.inner))
                 return level
         self.inputs[node] = None
         self.loads.add((node, in_memory(index)))

@@ -31,6 +31,7 @@ from torch.fx import Node
 from ..ir import ops
 from ..ir.fx_utils import PERMUTES, arg, order_of
 from ..ir.fx_utils import VIEWS as RESHAPES
+from .composites import composite
 from .expressions import FLOATS, supported
 from .scales import FROM_AMAX, of_amax
 
@@ -147,6 +148,8 @@ class Domain:
             return [(x, (*index[:-1], part)) for x, part in zip(arg(node, 0), parts, strict=True)]
         if not supported(node):
             return None
+        if whole := composite(node):
+            return [(x, _broadcast(index, sizes(node), sizes(x))) for x in whole.arguments]
         if node.target is ops.dequantize:
             return self._dequantized(node, index)
         return [

@@ -30,6 +30,7 @@ from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import arg
 from .block_scales import Tiles, magnitude
+from .composites import composite
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
 from .indexing import VIEWS, Index, in_memory, sizes, varies_with
@@ -250,6 +251,8 @@ class Writer:
             elif node.target in FROM_AMAX:
                 *before, text = computed_scale(node, texts[0], name)
                 text = text.removeprefix(f"{name} = ")
+            elif whole := composite(node):
+                before, text = whole.text(texts)
             else:
                 text, before = expression(node, texts, name), prelude(node, texts, name)
             if text in texts:
@@ -258,7 +261,7 @@ class Writer:
         inner = varies_with(index) in ("full", "col")
         (self.loop if inner else self.outer)[key] = name
         lines = self.lines if inner else self.outer_lines
-        lines += [*before, f"{name} = {text}"]
+        lines += [*(line for line in before if line not in lines), f"{name} = {text}"]
         return name
 
     def beside(self, node: Node, index: Index, parts: list[str]) -> str:
