@@ -222,6 +222,29 @@ def test_every_generated_kernel_gets_its_call():
     assert all(instructions.seconds(call, H200) for call in first.values())
 
 
+LIMITS = {  # generated kernel: its tile, and at most so many instructions and loads of an element on sm_90
+    "gelu": ((32, 64, 4), 31.5, 0.2),
+    "gelu_backward": ((128, 64, 16), 62.0, 0.4),
+    "rope_backward": ((64, 128, 8), 20.0, 0.6),  # the gradient and one table at one place, and at another
+}
+
+
+@pytest.mark.slow
+@compiles
+@pytest.mark.parametrize("name", LIMITS)
+def test_kernels_need_few_instructions(name):
+    from tests.support import machine_code, regenerate
+
+    (rows, columns, warps), most, most_loads = LIMITS[name]
+    source = regenerate.generate(getattr(regenerate, name))
+    target = machine_code.TARGETS["sm_90"]
+    made = machine_code.compile_source(source, (rows, columns, warps), target)
+    found = sass.executed(instructions.disassembled(made.asm["cubin"]))
+    assert found is not None
+    each = 32 * warps / (rows * columns)
+    assert most - 5 < found.total() * each <= most and found["LDG"] * each <= most_loads
+
+
 # -- times --
 
 

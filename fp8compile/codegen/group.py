@@ -30,8 +30,9 @@ import torch
 from torch.fx import Node
 
 from ..ir.fx_utils import arg
+from .composites import composite
 from .expressions import HEAVY, supported
-from .indexing import REDUCTIONS, Domain, Index, lookups, sizes
+from .indexing import REDUCTIONS, Domain, Index, in_memory, lookups, sizes
 from .scales import SPAN, Scale, amax_of, made_in_place
 
 aten = torch.ops.aten
@@ -189,9 +190,11 @@ class Walk(Group):
             if operands is not None and not any(_is_random(x[0]) for x in operands if isinstance(x, tuple)):
                 level = max((self(*x) for x in operands if isinstance(x, tuple)), default=0)
                 self.members[node] = None
+                if found := composite(node):
+                    self.members.update(dict.fromkeys(found.inner))
                 return level
         self.inputs[node] = None
-        self.loads.add((node, index))
+        self.loads.add((node, in_memory(index)))
         return 0
 
     def _narrower(self, node: Node) -> bool:

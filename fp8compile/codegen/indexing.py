@@ -13,8 +13,9 @@ determines the address.
 The rows of another matrix may be looked up: in x[i], x has the index (i, col), where i stands for i[row].
 
 A rotary embedding exchanges the halves of a head: cat([x[.., 64:], -x[.., :64]], -1). Both parts have the
-index (.., col // 128, col % 64), and so x has (.., col % 64 + 64) in one and (.., col % 64) in the other; the
-kernel takes the part that col % 128 says.
+index (.., col // 128, col % 64), and the kernel takes the part that col % 128 says. The slices of x, which is
+as wide as the whole, are x at (.., (col + 64) % 128) in both parts, so x is read once. (In memory that is
+col % 128 + 64 - col // 64 % 2 * 128: so addresses take fewer instructions than with another remainder.)
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.fx import Node
 from ..ir import ops
 from ..ir.fx_utils import PERMUTES, arg, order_of
 from ..ir.fx_utils import VIEWS as RESHAPES
+from .composites import composite
 from .expressions import FLOATS, supported
 from .scales import FROM_AMAX, of_amax
 
@@ -41,12 +43,15 @@ REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, ops
 
 @dataclass(frozen=True)
 class Term:
-    """`number // divisor % size + shift` of the row or column number (size None: no remainder is needed)."""
+    """`number // divisor % size + shift` of the row or column number (size None: no remainder is needed).
+    If it is `turned`, of the number in the other half of `size`."""
 
     axis: str | Node  # "row", "col", or a tensor with a number for each row: the row of another matrix
     divisor: sympy.Expr
     size: sympy.Expr | None
     shift: int = 0
+    turned: bool = False
+    part: tuple[int, int] | None = None  # of a whole: the first column, and the width of the whole
 
 
 Index = tuple[Term | None, ...]
@@ -137,10 +142,14 @@ class Domain:
             found = self._elsewhere(node, index)
             return None if found is None else [(arg(node, 0), found)]
         if node.target is aten.cat.default:
-            part = self.part(node, index)
-            return None if part is None else [(x, (*index[:-1], part)) for x in arg(node, 0)]
+            parts = self.parts(node, index)
+            if parts is None:
+                return None
+            return [(x, (*index[:-1], part)) for x, part in zip(arg(node, 0), parts, strict=True)]
         if not supported(node):
             return None
+        if whole := composite(node):
+            return [(x, _broadcast(index, sizes(node), sizes(x))) for x in whole.arguments]
         if node.target is ops.dequantize:
             return self._dequantized(node, index)
         return [
@@ -175,19 +184,24 @@ class Domain:
             return None
         if not all(isinstance(x, (int, type(None))) for x in (start, end)):
             return None
-        return (*index[:-1], replace(term, shift=term.shift + slice(start, end).indices(int(width))[0]))
+        first = slice(start, end).indices(int(width))[0]
+        begin, whole = term.part or (0, 0)
+        if whole == width and 2 * (first - begin) % whole == 0 and _of_one_part(node):
+            return (*index[:-1], replace(term, size=width, turned=first != begin, part=None))
+        return (*index[:-1], replace(term, shift=term.shift + first, part=None))
 
-    def part(self, node: Node, index: Index) -> Term | None:
-        """The last term of the index of the parts that a node puts side by side. None unless they are equally
-        wide and lie along the last dimension, as the halves of a rotation do."""
+    def parts(self, node: Node, index: Index) -> list[Term] | None:
+        """The last terms of the indices of the parts that a node puts side by side. None unless they are
+        equally wide and lie along the last dimension, as the halves of a rotation do."""
         parts, whole, term = arg(node, 0), sizes(node)[-1], index[-1]
         dim = arg(node, 1) if len(node.args) > 1 else 0
-        if term is None or term.shift or dim not in (-1, len(index) - 1) or not whole.is_Integer:
-            return None
         widths = {sizes(x)[-1] for x in parts}
-        if len(widths) > 1 or (term.axis, term.divisor, term.size) != ("col", 1, whole):
+        if dim not in (-1, len(index) - 1) or not whole.is_Integer or len(widths) > 1:
             return None
-        return replace(term, size=widths.pop())
+        if term is None or replace(term, part=None) != Term("col", sympy.Integer(1), whole):
+            return None
+        width = widths.pop()
+        return [replace(term, size=width, part=(i * int(width), int(whole))) for i in range(len(parts))]
 
     def _looked_up(self, node: Node, index: Index) -> Index | None:
         """The index of x in x[i], rows of x; None for any other lookup."""
@@ -254,11 +268,17 @@ class Domain:
         pairs = zip(index, map(size_of, node.meta["val"].stride()), strict=True)
         return sympy.Add(*(term.shift * stride for term, stride in pairs if term is not None))
 
+    def turn(self, node: Node, index: Index) -> tuple[int, sympy.Expr]:
+        """(width, stride): to the element in the other half of so many columns; (0, 0) for none."""
+        pairs = zip(index, map(size_of, node.meta["val"].stride()), strict=True)
+        found = [(term.size or 0, stride) for term, stride in pairs if term is not None and term.turned]
+        return (int(found[0][0]), found[0][1]) if found else (0, sympy.Integer(0))
+
     def address(
         self, node: Node, index: Index
     ) -> dict[tuple[str | Node, sympy.Expr, sympy.Expr | None], sympy.Expr]:
-        """The offset of an element from a tensor's first without its `shift`, as terms {(axis, divisor,
-        size): stride}. Neighbouring dimensions are merged into one term."""
+        """The offset of an element from a tensor's first without its `shift` and `turn`, as terms {(axis,
+        divisor, size): stride}. Neighbouring dimensions are merged into one term."""
         pairs = zip(index, map(size_of, node.meta["val"].stride()), strict=True)
         terms = [(term, stride) for term, stride in pairs if term is not None and stride != 0]
         merged: dict[tuple, sympy.Expr] = {}
@@ -286,6 +306,20 @@ _ONE_OPERAND = (torch.ops.prims.convert_element_type.default, aten._to_copy.defa
 def lookups(index: Index) -> list[Node]:
     """The tensors that look up rows."""
     return [term.axis for term in index if term is not None and isinstance(term.axis, Node)]
+
+
+def _of_one_part(node: Node) -> bool:
+    """Is a slice used for one of the parts alone that a node puts side by side?"""
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node.target is aten.cat.default:
+            return True
+    return False
+
+
+def in_memory(index: Index) -> Index:
+    """The index of a tensor that is read: parts have done their duty."""
+    return tuple(term and replace(term, part=None) for term in index)
 
 
 def varies_with(index: Index) -> str:

@@ -36,9 +36,10 @@ from ..ir import ops
 from ..ir.fx_utils import arg
 from . import blocks
 from .block_scales import Tiles, magnitude
+from .composites import composite
 from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
 from .group import Group, Output, statistics_of, title
-from .indexing import VIEWS, Index, sizes, varies_with
+from .indexing import VIEWS, Index, in_memory, sizes, varies_with
 from .scales import FROM_AMAX, SPAN, Scale, computed_scale, loaded_scale
 from .stores import Stores
 from .text import MOST_COLUMNS, Masks, bracketed, dtype_name, guarded, indented, integer, kept
@@ -80,7 +81,7 @@ class Writer:
         self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # as the kernel calls them: n0, n1, ..
         self.count = 0
         # what a value varies with if the loop over tiles, of columns or of rows, leaves it as it is
-        self.fixed = ("row" if self.looping or group.span else "col", "one")
+        self.fixed: tuple[str, ...] = ("row" if self.looping or group.span else "col", "one")
         if self.whole and self.domain.rows == 1:
             self.fixed = ()  # a row and its sums look like values that no row changes
         self.outer: dict[tuple[Node, Index], str] = {}  # such values
@@ -303,6 +304,8 @@ class Writer:
 
     def value(self, node: Node, index: Index) -> str:
         """The name of a value; writes what computes it where it is computed first."""
+        if (node, in_memory(index)) in self.group.loads:
+            index = in_memory(index)
         key = (node, index)
         if known := self.loop.get(key) or self.outer.get(key):
             return known
@@ -323,6 +326,8 @@ class Writer:
             elif node.target in FROM_AMAX:
                 *before, text = computed_scale(node, texts[0], name)
                 text = text.removeprefix(f"{name} = ")
+            elif whole := composite(node):
+                before, text = whole.text(texts)
             else:
                 text, before = expression(node, texts, name), prelude(node, texts, name)
             if text in texts:
@@ -331,16 +336,16 @@ class Writer:
         inner = varies_with(index) not in self.fixed
         (self.loop if inner else self.outer)[key] = name
         lines = self.lines if inner else self.outer_lines
-        lines += [*before, f"{name} = {text}"]
+        lines += [*(line for line in before if line not in lines), f"{name} = {text}"]
         return name
 
     def beside(self, node: Node, index: Index, parts: list[str]) -> str:
         """The one of several values side by side that the column is in."""
-        term, part = index[-1], self.domain.part(node, index)
-        assert term is not None and part is not None and term.axis == "col"
-        column, made = f"{term.axis} % {self.text(term.size)}", parts[-1]  # type: ignore[arg-type]
-        for i in range(len(parts) - 2, -1, -1):
-            made = f"tl.where({column} < {self.text((i + 1) * part.size)}, {parts[i]}, {made})"  # type: ignore[operator]
+        terms, made = self.domain.parts(node, index), parts[-1]
+        assert terms is not None
+        for value, after in reversed([*zip(parts, terms[1:], strict=False)]):
+            first, whole = after.part  # type: ignore[misc]
+            made = f"tl.where(col % {whole} < {first}, {value}, {made})"
         return made
 
     def load(self, node: Node, index: Index) -> str:
@@ -368,6 +373,10 @@ class Writer:
             parts.append(text if stride == 1 else f"{bracketed(text)} * {self.text(stride)}")
         shift = self.domain.shift(node, index)
         parts += [self.text(shift)] if shift != 0 else []
+        width, stride = self.domain.turn(node, index)
+        if width:
+            turn = f"{width // 2} - col // {width // 2} % 2 * {width}"
+            parts.append(turn if stride == 1 else f"({turn}) * {self.text(stride)}")
         found = set(re.findall(r"\w+", " ".join(parts)))
         parts += [f"{axis} * 0" for axis in varying if axis not in found]
         return "".join(f" + {part}" for part in parts)

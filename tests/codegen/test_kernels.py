@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,53 @@ def test_no_rows(name: str) -> None:
     """An expert without a token: nothing is read, the transposed copy is only padding, the amax is 0."""
     graph, inputs = made(CASES[name], Source(0, 40, torch.bfloat16), "e4m3")
     check(CASES[name], graph, inputs, "normal")
+
+
+def _halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The backward of a rotary embedding, as in Hugging Face's models."""
+    y = x * sin
+    return x * cos + torch.cat([y[..., 8:], -y[..., :8]], -1)
+
+
+def _tables_of_a_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    one, two = x[..., :8], x[..., 8:]
+    cos, sin = cos[..., :8].clone(), sin[..., :8].clone()
+    return torch.cat([one * cos + two * sin, two * cos - one * sin], -1)
+
+
+def _quarters(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b, c, d = (x[..., i : i + 4] for i in range(0, 16, 4))
+    return torch.cat([c, -d, b, a], -1) * sin
+
+
+def _of_a_wider_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.cat([-x[..., 6:10], x[..., 1:5]], -1)
+
+
+def _of_a_part(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    y = x[..., 3:13] * sin[..., 3:13]
+    return torch.cat([y[..., 5:], y[..., :5]], -1)
+
+
+@pytest.mark.parametrize(
+    ("function", "loads"),
+    [(_halves, 4), (_tables_of_a_half, 4), (_quarters, 4), (_of_a_wider_one, 2), (_of_a_part, 2)],
+)
+def test_exchanged_parts_are_read_once(function: Any, loads: int) -> None:
+    """Each input is read once for each place of a row at which an element needs it, which halves of the whole
+    share."""
+
+    def graph(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: torch.Tensor) -> tuple:
+        y = function(x, cos[:, None], sin[:, None])
+        return Cast().both(y.view(y.shape[0], y.shape[1] * y.shape[2]), scale)
+
+    s = Source(37, 48, torch.bfloat16, "extreme")
+    inputs = (s(37, 3, 16), s(37, 16), s(37, 16), s.scale())
+    made = fused(trace(graph, inputs), (16, 32, 4))
+    assert made.kinds == (("copy", "transposed"),)
+    assert made.sources[0].count("tl.load(x") == loads
+    for i, (a, b) in enumerate(zip(made.oracle(*inputs), made.fused(*inputs), strict=True)):
+        assert_bits(a, b, f"result {i}")
 
 
 def test_equal_sizes_as_arguments() -> None:

@@ -331,7 +331,12 @@ def read_by_dear_others(cast: Cast, x: Tensor, y: Tensor, z: Tensor, scale: Tens
 # backward
 
 
-@case(lambda s: (s.full(), s.full(), s.scale(), s.scale(0.75)), "copy transposed amax sum alone", exact=NEVER)
+@case(
+    lambda s: (s.full(), s.full(), s.scale(), s.scale(0.75)),
+    "copy transposed amax sum alone",
+    exact=NEVER,
+    data=("normal", "exact", "moderate"),  # 1e38 times a derivative near 0, which operators one by one miss
+)
 def gelu_backward(cast: Cast, dy: Tensor, x: Tensor, scale: Tensor, scale_y: Tensor) -> tuple:
     """The gradient of a linear's output, its bias gradient, and the recomputed input of the next linear."""
     dx = aten.gelu_backward(dy, x, approximate="tanh")

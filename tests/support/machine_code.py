@@ -218,7 +218,7 @@ def compile_source(source: str, block: Config, target: GPUTarget, **options: int
     types |= {
         key: "*fp32" if key.startswith("s") else "*i32"
         for key in function.arg_names
-        if re.match(r"s\d|amax", key)
+        if re.match(r"s\d|sums|amax", key)
     }
     constants = {"BLOCK_R": block[0], "BLOCK_C": block[1]}
     return compile_function(function, types, constants, target, num_warps=block[2], **options)

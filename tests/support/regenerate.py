@@ -47,6 +47,19 @@ def gelu(x: Tensor, scale: Tensor) -> Any:
     return both(aten.gelu(x), scale)
 
 
+def gelu_backward(dy: Tensor, x: Tensor, scale: Tensor, scale_y: Tensor) -> Any:
+    """The function and its derivative share a factor."""
+    dx, y = aten.gelu_backward(dy, x), aten.gelu(x)
+    return *both(dx, scale, E5M2), ops.quantize(y, scale_y, *E4M3, True), dx.sum([0])
+
+
+def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Any:
+    """The halves of a head are exchanged: dy and sin are read at their place, and at that of the other half."""
+    y = dy * sin[:, None]
+    y = dy * cos[:, None] + aten.cat([y[..., 64:], -y[..., :64]], -1)
+    return both(y.view(8192, 4096), scale, E5M2)
+
+
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, scale_gate: Tensor, scale_up: Tensor) -> Any:
     wide = gate.to(F32)
     sigmoid = aten.sigmoid(wide)  # spelled out: torch 2.11 decomposes silu_backward in another way
@@ -98,6 +111,8 @@ ONE = ((1,), F32)
 GROUPS: dict[Callable[..., Any], list[tuple[tuple[int, ...], torch.dtype]]] = {
     weight_both_layouts: [((14336, 4096), BF16), ONE],
     gelu: [((16384, 3072), BF16), ONE],
+    gelu_backward: [((16384, 16384), BF16), ((16384, 16384), BF16), ONE, ONE],
+    rope_backward: [((8192, 32, 128), BF16), ((8192, 128), BF16), ((8192, 128), BF16), ONE],
     swiglu_backward: [((8192, 14336), BF16), ((8192, 14336), BF16), ((8192, 14336), BF16), ONE, ONE],
     layer_norm_backward: [
         ((16384, 768), BF16),

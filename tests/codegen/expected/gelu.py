@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_gelu_cast_transpose_amax_d948fa9d(x0, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_gelu_cast_transpose_amax_8355d3cc(x0, s0, y0, y1, amax0, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [16384, 3072]
     # y0: copy float8_e4m3fn
     # y1: transposed float8_e4m3fn
@@ -15,21 +15,16 @@ def fp8_gelu_cast_transpose_amax_d948fa9d(x0, s0, y0, y1, amax0, BLOCK_R: tl.con
     col = start + tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     v1 = tl.load(x0 + row * 3072 + col).to(tl.float32)
-    v2 = v1 * 0.5
-    v3 = v1 * 0.7071067811865476
-    v4_abs = tl.abs(v3)
-    v4_2 = v3 * v3
-    v4_small = tl.fma(v3, tl.fma(v4_2, tl.fma(v4_2, tl.fma(v4_2, tl.fma(v4_2, tl.fma(v4_2, -0.00056601542, 0.00492478925), -0.0267177072), 0.112804116), -0.376123557), 0.128379129), v3)
-    v4_large = 1 - tl.exp2(tl.fma(v4_abs, tl.fma(v4_abs, tl.fma(v4_abs, tl.fma(v4_abs, tl.fma(v4_abs, -0.00165970404, 0.0213202889), -0.127871992), -0.944228089), -1.61212287), -0.00385447704))
-    v4 = tl.where(v4_abs < 1, v4_small, tl.where(v3 < 0, -v4_large, v4_large))
-    v5 = v4 + 1
-    v6 = v2 * v5
-    v7 = v6.to(tl.bfloat16).to(tl.float32)
+    v1_abs = tl.abs(v1)
+    v1_tail = tl.exp2(tl.fma(v1_abs, tl.fma(v1_abs, tl.fma(v1_abs, tl.fma(v1_abs, tl.fma(v1_abs, tl.fma(v1_abs, tl.fma(v1_abs, tl.fma(v1_abs, -2.40628975e-06, 3.45851003e-05), -0.000165080645), -0.000183793539), 0.00711929903), -0.0525313782), -0.45919748), -1.15110648), -0.999999966))
+    v1_phi = tl.where(v1 < 0, v1_tail, 1 - v1_tail)
+    v2 = v1 * v1_phi
+    v3 = v2.to(tl.bfloat16).to(tl.float32)
     row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)
-    q8 = tl.fma(v7, 0.0, v7 * s0_value)
-    q8 = q8.to(tl.float8e4nv)
-    tl.store(y0 + row * 3072 + col, q8)
-    tl.store(y1 + col_t * 16384 + row_t, tl.trans(q8))
-    largest0 = tl.abs(v7).to(tl.int32, bitcast=True)
+    q4 = tl.fma(v3, 0.0, v3 * s0_value)
+    q4 = q4.to(tl.float8e4nv)
+    tl.store(y0 + row * 3072 + col, q4)
+    tl.store(y1 + col_t * 16384 + row_t, tl.trans(q4))
+    largest0 = tl.abs(v3).to(tl.int32, bitcast=True)
     tl.atomic_max(amax0, tl.max(largest0), sem="relaxed")
