@@ -147,6 +147,20 @@ def test_an_unknown_device_is_derived_and_said_once(caplog):
     assert "calibrate" in message
 
 
+def test_an_unknown_size_of_l2(monkeypatch, caplog, own_files):
+    """Nothing counts as kept in it, which the log says, and it is neither stored nor guessed."""
+    given = properties("NVIDIA L40", L2_cache_size=0)
+    with caplog.at_level(logging.INFO, logger="fp8compile"):
+        made = catalog.of_properties(given)
+    assert made.l2 is None and not made.gpu.keeps(1) and "keep nothing in L2" in caplog.text
+    catalog.store(made)
+    assert catalog.stored()["NVIDIA L40"].l2 is None and "l2" not in own_files.read_text()
+    del given.L2_cache_size
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: given)
+    assert gpu_of(torch.device("cuda", 0)).L2_cache_size is None
+    assert H200.keeps(30 << 20) and not H200.keeps((30 << 20) + 1)
+
+
 def test_derived_extremes():
     assert not catalog.derived(properties("NVIDIA GeForce RTX 3090", major=8, minor=6)).has_fp8
     assert catalog.derived(properties("NVIDIA of the future", major=13, minor=0)).has_fp8
