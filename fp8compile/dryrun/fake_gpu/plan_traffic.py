@@ -12,6 +12,10 @@ buffer:
     x[i, index[i]]    as many as the loop runs, because the addresses are data
     extern            all of the buffer
     user's            all of each argument, which may be a view of a part of a buffer
+
+A kernel of ours that walks over an input twice reads it twice where L2 is too small (`codegen.walks`).
+Inductor's
+loops over a row count once: a program takes one row, or few, so that what is resident stays in L2.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from ...ir.metadata import READ_AGAIN
 
 Number = Callable[[Any], int]  # the hint of a size
 
@@ -29,7 +35,8 @@ def moved(node: Any, number: Number) -> int:
 
     kernel = getattr(node, "node", None)
     if isinstance(kernel, ir.UserDefinedTritonKernel):
-        return sum(_size(x, number) for x in kernel.inputs)
+        again = sum(origin.meta.get(READ_AGAIN, 0) for origin in kernel.get_origins())
+        return again + sum(_size(x, number) for x in kernel.inputs)
     touched: dict[str, int] = {}
     for name, elements in _touched(node, number):
         touched[name] = touched.get(name, 0) + elements
