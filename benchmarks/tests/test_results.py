@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import arms, matmuls, plot, results, static, tables, train
+from benchmarks import arms, matmul_fit, matmuls, plot, results, static, tables, train
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Fit, parse_case
 from fp8compile.dryrun import kernel_classes
@@ -244,6 +244,16 @@ def test_the_ceiling_of_free_casts():
     made = tables.ceilings([{"name": "ffn", "goal": 1.55, "rows": rows}])
     assert made.splitlines()[-1].split("|")[1].strip() == "ffn" and " 1.25 " in made
     assert made.rstrip().endswith("1.50 |")
+
+
+def test_matmuls_of_measured_steps_take_what_the_cost_model_says(capsys):
+    """In all runs on an H200; those that were measured alone and not hot are at most a sixth apart."""
+    groups = list(matmul_fit.in_steps())
+    assert len(groups) == 19 and {len(group.sizes) for group in groups} == {8, 14, 16, 28}
+    for group in groups:
+        assert matmul_fit.model(group.way, group.sizes) == pytest.approx(group.seconds, rel=0.05), group
+    assert all(ratio == pytest.approx(1, rel=0.17) for _, hot, _, ratio in matmul_fit.alone() if not hot)
+    assert matmul_fit.main([]) == 0 and "| fp8-delayed " in capsys.readouterr().out
 
 
 def test_the_matmuls_that_the_cost_model_knows(tmp_path, capsys):
