@@ -231,19 +231,18 @@ def test_bytes_of_the_optimizer():
         assert static.optimizer_bytes(model) == each * (48 * 32 + 32)
 
 
-def test_the_ceiling_of_free_casts():
-    def row(arm, total, outside):
-        static = {"roofline_ms": total, "roofline_ms_outside_matmuls": outside}
-        static |= {"roofline_ms_without_waves": total, "kept_mb": 1}
+def test_the_ceiling_and_fast_accumulation_have_columns():
+    def row(arm, total, once):
+        static = {"roofline_ms": total, "roofline_ms_without_waves": total, "kept_mb": 1}
+        static |= {"operands_once_ms": once}
         return {"arm": arm, "kind": arm.split("-")[0], "point": "", "error": None, "static": static}
 
-    rows = [row("bf16", 30.0, 10.0), row("fp8-delayed", 24.0, 14.0), row("fp8-tensorwise", 19.0, 9.0)]
+    rows = [row("bf16", 30.0, 28.0), row("fp8-delayed", 24.0, 20.0), row("fp8-delayed-fast-accum", 19.0, 9.0)]
     results.add_ratios(rows)
-    # 10 ms of matmuls, and the other kernels of bf16 or its own, whichever are faster
-    assert [r["ratio"]["free_casts"] for r in rows] == [1.0, 30 / 20, 30 / 19]
+    assert [r["ratio"]["ceiling"] for r in rows] == [30 / 28, 30 / 20, 30 / 9]
     made = tables.ceilings([{"name": "ffn", "goal": 1.55, "rows": rows}])
     assert made.splitlines()[-1].split("|")[1].strip() == "ffn" and " 1.25 " in made
-    assert made.rstrip().endswith("1.50 |")
+    assert [cell.strip() for cell in made.splitlines()[-1].split("|")[-3:-1]] == ["1.50", "1.58"]
 
 
 def test_matmuls_of_measured_steps_take_what_the_cost_model_says(capsys):
