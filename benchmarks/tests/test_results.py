@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import arms, matmul_fit, matmuls, plot, results, static, tables, train
+from benchmarks import arms, estimates, matmul_fit, matmuls, plot, results, static, tables, train
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Fit, parse_case
 from fp8compile.dryrun import kernel_classes
@@ -60,7 +60,7 @@ def kernel_result() -> dict:
 
 def page_in(folder: Path) -> Path:
     """A page with a place for each table, the measured one of before."""
-    path, names = folder / "page.md", ("static", "ceilings", "measured", "kernels", "instructions")
+    path, names = folder / "page.md", (*"static ceilings measured experts kernels instructions".split(),)
     places = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in names)
     path.write_text(f"a\n{places}z\n".replace("measured -->\n", "measured -->\nold\n"))
     return path
@@ -277,3 +277,37 @@ def test_the_matmuls_that_the_cost_model_knows(tmp_path, capsys):
     assert any("scaled_dot_product" in name for name in found["attention"]["kernels"])
     printed = capsys.readouterr().out
     assert "q+k+v" in printed and "attention: cuDNN" in printed
+
+
+def test_only_the_last_estimates_stay(tmp_path):
+    """Of each case, and apart of those that counted instructions."""
+    made = kernel_result()
+    for date, counted in (("2026-01-02", False), ("2026-01-01", False), ("2026-01-01", True)):
+        settings = {**made["settings"], "instructions": counted}
+        results.write({**made, "date": date, "settings": settings}, tmp_path / f"{date}{counted}.json")
+    assert [path.name for path in estimates.remove_older(tmp_path)] == ["2026-01-01False.json"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_commands_of_all_estimates(capsys):
+    """Each is a module of the benchmarks, and takes its flags."""
+    assert estimates.main(["--list", "--torchao", "wheel", "--old", "python2.11"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(estimates.COMMANDS)
+    assert [line for line in lines if line.startswith("experts")][0].endswith("mixtral --torchao wheel")
+    for command in estimates.COMMANDS:
+        if command.arguments.startswith("train "):
+            given = command.arguments.split()
+            assert arms.parse_arms(given[given.index("--arms") + 1])
+            assert all(parse_case(given[i + 1], CASES) for i, word in enumerate(given) if word == "--case")
+
+
+def test_gains_are_written_into_pages(tmp_path):
+    row = {"arm": "fp8-delayed", "error": None, "ratio": {"compiled_bf16": 1.444, "memory": 0.7}}
+    peer = {"arm": "torchao-rowwise", "error": None, "ratio": {"compiled_bf16": 1.3}}
+    page = tmp_path / "README.md"
+    page.write_text("| GPT-2 124M | 1.00x | 1.00x | 1.00 |\n| Llama-3.2-1B | 1.00x | 1.00x | 1.00 |\n")
+    tables.gains([page], [{"name": "gpt2-124m", "rows": [row, peer]}])
+    assert page.read_text() == (
+        "| GPT-2 124M | 1.44x | 1.30x | 0.70 |\n| Llama-3.2-1B | 1.00x | 1.00x | 1.00 |\n"
+    )
