@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import arms, estimates, matmul_fit, matmuls, plot, results, static, tables, train
+from benchmarks import arms, estimates, machine, matmul_fit, matmuls, plot, results, static, tables, train
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Fit, parse_case
 from fp8compile.dryrun import kernel_classes
@@ -311,3 +312,22 @@ def test_gains_are_written_into_pages(tmp_path):
     assert page.read_text() == (
         "| GPT-2 124M | 1.44x | 1.30x | 0.70 |\n| Llama-3.2-1B | 1.00x | 1.00x | 1.00 |\n"
     )
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_gains_are_those_of_the_benchmarks(page: str) -> None:
+    """`python -m benchmarks.tables --update` writes the tables that are read here."""
+    ceilings, everything = (
+        (machine.ROOT / "docs/benchmarks.md").read_text(),
+        (machine.ROOT / "notes/benchmarks.md").read_text(),
+    )
+    for title, case in tables.GAINS.items():
+        shown = (machine.ROOT / page).read_text()
+        row = re.search(rf"^\| {re.escape(title)} \| (.*?)x \| (.*?)x \| (.*?) \|$", shown, re.M)
+        assert row is not None, title
+        theirs, ours = re.search(
+            rf"^\| {case} +\| +[\d.]* *\| +([\d.]+) \| +([\d.]+) ", ceilings, re.M
+        ).groups()
+        table = everything[everything.index(f"**{case} |") :]
+        kept = re.search(r"^\| fp8-delayed +(?:\| +[\d.,]+ ){3}\| +([\d.]+) ", table, re.M)[1]
+        assert row.groups() == (ours, theirs, kept), title
