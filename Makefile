@@ -9,6 +9,7 @@
 # make features delete each feature in turn from a copy, and run the core's tests there (some 3 minutes each)
 # make mutants plant known faults one by one, and say which tests find them: make mutants ARGS="S1 S2"
 # make axolotl the tests with `axolotl train` itself and the versions that it pins, in an environment of 4 GB
+# make estimates  all that is estimated without a GPU anew, and the tables, pictures and pages with it (two hours of one core)
 # make docs    the documentation site, into out/site; a link that leads nowhere is an error
 # make dist    the wheel and the sdist, into out/dist
 # make lint    ruff, mypy and import-linter alone
@@ -40,7 +41,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 # By file: the tests of a file share what they have compiled or started. Budgets are what a run takes on two cores, in seconds.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -q --durations=10
 
-.PHONY: demo check test slow weekly compat lean hosts hosts-venv features mutants axolotl docs docs-venv dist lint venv clean
+.PHONY: demo check test slow weekly compat estimates lean hosts hosts-venv features mutants axolotl docs docs-venv dist lint venv clean
 
 demo: $(STAMP)
 	$(PY) examples/train_gpt.py $(ARGS)
@@ -68,6 +69,12 @@ $(LEAN)/installed:
 	test -x $(LEAN)/bin/python || $(PYTHON) -m venv $(LEAN)
 	$(LEAN)/bin/python -m pip --disable-pip-version-check install -q --no-compile torch==2.11.0 $(IMAGE)
 	touch $(LEAN)/installed
+
+estimates: $(STAMP)  # torchao's experts need Triton 3.6, and so torch 2.11
+	test -x .venv-2.11.0/bin/python || $(MAKE) venv TORCH=2.11.0
+	test -n "$$(ls .whl/torchao-0.18.0-*.whl 2>/dev/null)" || \
+	    $(PIP) download -q --no-deps -d .whl --only-binary=:all: torchao==0.18.0
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.estimates --torchao .whl --old .venv-2.11.0/bin/python $(ARGS)
 
 features: $(STAMP)
 	$(PY) -m tests.without_features $(ARGS)

@@ -136,7 +136,7 @@ def measure(
     todo.plan(names)
     known = catalog.of(device) if cuda else None
     timer: calibrate.Timer = (
-        calibrate.Timer(device, known.l2 if known is not None else 1 << 26) if cuda else Clock()
+        calibrate.Timer(device, known.l2 if known is not None else None) if cuda else Clock()
     )
     found: dict[str, Any] = {
         "device": machine.describe_device(device.type),

@@ -56,8 +56,8 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
 
     `compiled_bf16` is the speed over the fastest compiled bf16 arm, `eager_bf16` the speed over eager. `busy`
     is the device's busy time in compiled bf16 (in eager, if there is no compiled arm) over that of the row.
-    `memory` is the peak memory over that of compiled bf16. An estimate also has `free_casts`, the speed over
-    compiled bf16 if casts were free.
+    `memory` is the peak memory over that of compiled bf16. An estimate also has `ceiling`, the speed over
+    compiled bf16 if its generated kernels moved each operand once.
     """
     for point in dict.fromkeys(row["point"] for row in rows):
         here = [row for row in rows if row["point"] == point and not row["error"]]
@@ -74,16 +74,8 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
                 "over": compiled["arm"] if compiled else None,
             }
             if compiled and "static" in row:
-                bf16 = compiled["static"]
-                row["ratio"]["free_casts"] = bf16["roofline_ms"] / free_casts_ms(row["static"], bf16)
-
-
-def free_casts_ms(row: Mapping[str, float], bf16: Mapping[str, float]) -> float:
-    """The estimated time of a row if its casts were free: its matmuls, the optimizer, and the other kernels
-    of bf16 or its own, whichever take less time. (Kernels that write FP8 for matmuls may move less than
-    bf16's do.)"""
-    other = "roofline_ms_outside_matmuls"
-    return row["roofline_ms"] - row[other] + min(row[other], bf16[other])
+                once = row["static"].get("operands_once_ms")
+                row["ratio"]["ceiling"] = _over(compiled["static"]["roofline_ms"], once)
 
 
 def speed(row: Mapping[str, Any]) -> float:

@@ -28,7 +28,7 @@ from torch import nn
 import fp8compile
 from fp8compile.dryrun import roofline
 
-from . import machine
+from . import machine, tables
 from .models import LLAMA_8B, Llama
 from .results import RESULTS
 
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--length", action="append", type=int, choices=LENGTHS, help="default: all")
     parser.add_argument("--device", default="h100", help="a description's key (default: h100)")
     parser.add_argument("--show", action="store_true", help="print the table, estimate nothing")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table into this page, too")
     given = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU can only be described in a process without a GPU
     points = read()
@@ -140,6 +141,8 @@ def main() -> None:
             write(points)
             print(f"{model} {length}: {line['speedup']:.2f}", flush=True)
     print(table(points))
+    if given.update:
+        tables.update(given.update, "sequence lengths", table(points) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Results as tables: `python -m benchmarks.tables benchmarks/results`, `--markdown` for the docs.
 
-`--update docs/benchmarks.md notes/benchmarks.md` replaces the text between the lines `<!-- table: NAME -->`
-and `<!-- end -->`, in the page that has them; NAME is `static`, `ceilings`, `instructions`, `measured` or
-`kernels`.
+`--update PAGE ..` (`benchmarks.estimates` has the pages) replaces the text between the lines
+`<!-- table: NAME -->` and `<!-- end -->`, in the page that has them; NAME is `static`, `ceilings`, `experts`,
+`instructions`, `measured` or `kernels`. In pages with the rows of `GAINS` it writes these anew.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ STATIC: list[Column] = [
     ("of it optimizer", lambda r: number(get(r, "static", "optimizer_ms") or None)),
     ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
     (
-        "if casts were free",
-        lambda r: number(get(r, "ratio", "free_casts")) if get(r, "kind") != "bf16" else "",
+        "if operands moved once",
+        lambda r: number(get(r, "ratio", "ceiling")) if get(r, "kind") != "bf16" else "",
     ),
 ]
 LONGER = ("longer_ms", "longer_ms_sustained")
@@ -87,17 +87,40 @@ CEILING: list[Column] = [
     ("goal", lambda r: number(r[""]["goal"])),
     (
         "torchao's best",
-        lambda r: number(
-            max((x for a in r if a.startswith("torchao") and (x := _ratio(r, a))), default=None)
-        ),
+        lambda r: number(torchaos_best(r)),
     ),
     ("fp8-delayed", lambda r: number(_ratio(r, "fp8-delayed"))),
     (
         "without waves",
         lambda r: number(over(*(get(r, arm, "static", "roofline_ms_without_waves") for arm in COMPARED))),
     ),
-    ("its ceiling: free casts", lambda r: number(get(r, "fp8-delayed", "ratio", "free_casts"))),
+    ("its ceiling: each operand once", lambda r: number(get(r, "fp8-delayed", "ratio", "ceiling"))),
+    # torchao's experts are multiplied so, all three matmuls
+    ("with fast accumulation", lambda r: number(_ratio(r, "fp8-delayed-fast-accum"))),
 ]
+
+
+# rows of README's table, and the cases that they show
+GAINS = {
+    "Llama-3-8B layers, 8192 tokens": "llama-8b-layers",
+    "Llama-3.2-3B": "llama-3b",
+    "Llama-3.2-1B": "llama-1b",
+    "GPT-2 124M": "gpt2-124m",
+    "DiT-XL/2 blocks": "dit",
+    "Qwen3-30B-A3B layer, 8192 tokens": "moe",
+}
+EXPERTS = {
+    "Qwen3-30B-A3B, 128 experts, 8,192 tokens": "moe",
+    "the same, 32,768 tokens": "moe:tokens=32768",
+    "Mixtral 8x7B, 8,192 tokens": "moe:experts=mixtral",
+}
+EXPERT_ARMS = {
+    "torchao": "torchao-experts",
+    "`delayed` everywhere": "fp8-delayed-all",
+    "`rowwise` everywhere": "fp8-rowwise-all",
+    "`delayed`, as the cost model decides": "fp8-delayed",
+    "the same, fast accumulation": "fp8-delayed-fast-accum",
+}
 
 
 # The table has a line per family and shape. It maps each plan's name to its row, and "" to common values.
@@ -129,14 +152,44 @@ def _ratio(rows: Row, arm: str) -> float | None:
     return get(rows, arm, "ratio", "compiled_bf16")
 
 
+def torchaos_best(rows: Row) -> float | None:
+    return max((x for arm in rows if arm.startswith("torchao") and (x := _ratio(rows, arm))), default=None)
+
+
+def by_arm(found: list[dict[str, Any]]) -> dict[str, Row]:
+    """The rows of each result, by its name and by their arms."""
+    return {r["name"]: {row["arm"]: row for row in r["rows"] if not row["error"]} for r in found}
+
+
+def experts(found: list[dict[str, Any]]) -> str:
+    rows = by_arm(found)
+    made = []
+    for title, case in EXPERTS.items():
+        over = [_ratio(rows.get(case, {}), arm) for arm in EXPERT_ARMS.values()]
+        made.append([title, *("" if x is None else f"{x:.2f}x" for x in over)])
+    return table(made, ["layer", *EXPERT_ARMS], True) + "\n"
+
+
+def gains(pages: Sequence[Path], found: list[dict[str, Any]]) -> None:
+    """Write the rows of `GAINS` anew in the pages that have them."""
+    rows = by_arm(found)
+    for page in pages:
+        text = page.read_text()
+        for title, case in GAINS.items():
+            of = rows.get(case, {})
+            if ours := _ratio(of, "fp8-delayed"):
+                theirs, kept = torchaos_best(of), get(of, "fp8-delayed", "ratio", "memory")
+                cells = f"| {title} | {ours:.2f}x | {number(theirs)}x | {number(kept)} |"
+                text = re.sub(rf"^\| {re.escape(title)} \| \d.*$", cells, text, flags=re.M)
+        page.write_text(text)
+
+
 def ceilings(found: list[dict[str, Any]]) -> str:
     """A table of goals, estimates and ceilings of the cases with one point."""
     made = []
     for result in found:
         rows = {row["arm"]: row for row in result["rows"] if not row["error"]}
-        if len({row["point"] for row in result["rows"]}) == 1 and get(
-            rows, "fp8-delayed", "ratio", "free_casts"
-        ):
+        if len({row["point"] for row in result["rows"]}) == 1 and _ratio(rows, "fp8-delayed"):
             made.append([result["name"], *(value({"": result, **rows}) for _, value in CEILING)])
     return table(made, ["", *(name for name, _ in CEILING)], True) + "\n" if made else "No results.\n"
 
@@ -384,6 +437,8 @@ def main(argv: list[str] | None = None) -> int:
             for name, chosen in kinds.items():
                 update(args.update, name, markdown(chosen))
             update(args.update, "ceilings", ceilings(kinds["static"]))
+            update(args.update, "experts", experts(kinds["static"]))
+            gains(args.update, kinds["static"])
             update(args.update, "instructions", instructions([r for r in found if results.counted(r)]))
             return 0
     except (ValueError, OSError) as error:

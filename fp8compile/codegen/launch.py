@@ -24,9 +24,10 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..ir.fx_utils import STACKS, Emitter, arg, aten, value
-from ..ir.metadata import AMAX_BITS, AMAX_VECTOR
-from . import blocks
+from ..devices.gpu import gpu_of
+from ..ir.fx_utils import STACKS, Emitter, arg, aten, hint, value
+from ..ir.metadata import AMAX_BITS, AMAX_VECTOR, READ_AGAIN
+from . import blocks, walks
 from .group import Group, Output
 from .indexing import Domain, product, quotient, size_of, sizes
 from .kernel import Kernel
@@ -133,7 +134,8 @@ class Launcher:
         spaced = [i for i, output in enumerate(group.stored) if output.spaced and made[i] is None]
         widths = {f"width{i}": value(outputs[i]).stride(0) for i in spaced}
         loaded = compat.triton.load_kernel(kernel.name, kernel.source)
-        compat.triton.launch(emit, tuned(loaded, configs), grids, tensors, widths)
+        launched = compat.triton.launch(emit, tuned(loaded, configs), grids, tensors, widths)
+        launched.meta[READ_AGAIN] = self._read_again(kernel, grids[0][0], configs[0][2])
         for i, copy in made.items():
             if copy is not None:
                 self._transpose(emit, outputs[group.stored.index(copy)], outputs[i], group.domain)
@@ -142,6 +144,16 @@ class Launcher:
             amaxes = emit(aten.view.dtype, x, torch.float32)
             wide.append(emit(aten.view.default, amaxes, [-1, output.replaces.meta["val"].shape[1]]))
         return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
+
+    def _read_again(self, kernel: Kernel, programs: Any, warps: int) -> int:
+        """Bytes of a launch's second reads (`walks`) in its default configuration."""
+        gpu = gpu_of(self.like.meta["val"].device)
+        if gpu is None:
+            return 0
+        full = {f"x{i}": x for i, x in enumerate(kernel.group.inputs) if kernel.group.domain.is_full(x)}
+        moved = {name: hint(value(x).numel()) * value(x).itemsize for name, x in full.items()}
+        count = hint(programs.meta["val"] if isinstance(programs, Node) else programs)
+        return walks.read_again(kernel.source, moved, count, warps, gpu)
 
     def _transpose(self, emit: Emitter, copy: Node, to: Node, domain: Domain) -> None:
         """Write a transposed copy from a row-major one."""

@@ -54,6 +54,9 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     Inductor reads the inputs once for all outputs along rows, and once more for column sums and column
     amaxes. It reads them once more for amaxes of blocks of several rows, if the blocks are one column wide or
     come after sums over rows.
+
+    Second reads of a group's own loops (`walks`) are left out: with them, norms with a cast would go to
+    Inductor, which was not measured to be faster.
     """
     scales = [node for node, scale in group.scales.items() if scale.granularity == "tile"]
     reads = sum(map(sizes_of.bytes_of, (*group.inputs, *scales)))

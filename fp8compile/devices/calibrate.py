@@ -54,9 +54,9 @@ class NoDevice(Fp8CompileError, RuntimeError):
 class Timer:
     """Times calls on a CUDA or ROCm device by events, each after writing a buffer larger than its cache."""
 
-    def __init__(self, device: torch.device, cache_bytes: int):
+    def __init__(self, device: torch.device, cache_bytes: int | None):
         self.device = device
-        self.flushed = torch.empty(max(cache_bytes, 1 << 26) * 2, dtype=torch.int8, device=device)
+        self.flushed = torch.empty(max(cache_bytes or 0, 1 << 26) * 2, dtype=torch.int8, device=device)
 
     def seconds(self, function: Callable[[], Any], ahead: int = 1) -> float:
         """The median time of a call, in seconds. `ahead`: how often the buffer is written before it."""

@@ -74,8 +74,8 @@ class Device:
     """One GPU. Decisions use the `sustained` rates; `peak` rates are the published ones (None if unknown).
 
     `launch` is the least time of a kernel in seconds, `sms` the number of SMs or CUs; `l2` and `memory` are
-    bytes. `clock_mhz` is the highest clock, 0 if unknown. `gfx` is AMD's architecture, "" for NVIDIA.
-    `origin` says where the rates come from: "shipped", "calibrated" or "derived".
+    bytes, `l2` None if unknown. `clock_mhz` is the highest clock, 0 if unknown. `gfx` is AMD's architecture,
+    "" for NVIDIA. `origin` says where the rates come from: "shipped", "calibrated" or "derived".
     """
 
     key: str
@@ -83,8 +83,8 @@ class Device:
     sustained: Rates
     sms: int
     capability: tuple[int, int]
-    l2: int
     memory: int
+    l2: int | None = None
     gfx: str = ""
     peak: Rates | None = None
     launch: float = LAUNCH_S
@@ -179,8 +179,9 @@ def of_properties(properties: Any) -> Device:
         logger,
         logging.INFO,
         f"fp8: {properties.name} is not described; from its properties it is taken to sustain "
-        f"{made.flops.bf16 / 1e12:.0f} TFLOP/s in bf16, {fp8}, {made.bandwidth / 1e12:.2f} TB/s. `python -m "
-        "fp8compile calibrate` measures it.",
+        f"{made.flops.bf16 / 1e12:.0f} TFLOP/s in bf16, {fp8}, {made.bandwidth / 1e12:.2f} TB/s"
+        + ("" if made.l2 else ", and to keep nothing in L2, whose size is unknown")
+        + ". `python -m fp8compile calibrate` measures it.",
     )
     return made
 
@@ -216,8 +217,8 @@ def derived(properties: Any) -> Device:
         sustained=sustained,
         sms=units,
         capability=capability,
-        l2=int(getattr(properties, "L2_cache_size", 0) or 32 << 20),
         memory=int(properties.total_memory),
+        l2=int(getattr(properties, "L2_cache_size", 0)) or None,
         gfx=gfx,
         peak=peak,
         clock_mhz=clock / 1e6,
@@ -282,7 +283,7 @@ def to_toml(device: Device) -> str:
     if device.gfx:
         lines.append(f"gfx = {text(device.gfx)}")
     sizes = ("sms", "clock_mhz", "memory", "memory_bus", "memory_clock_mhz", "l2")
-    lines += [f"{name} = {getattr(device, name)}" for name in sizes]
+    lines += [f"{name} = {getattr(device, name)}" for name in sizes if getattr(device, name) is not None]
     lines.append(f"launch = {device.launch:g}")
     for name in ("peak", "sustained"):
         rates = getattr(device, name)

@@ -141,7 +141,7 @@ def compute(device: Device, m: int, n: int, k: int, dtype: str, groups: int = 1)
         tiles = groups * _ceil_div(m, rows) * _ceil_div(n, columns)
         for split in SPLITS if groups == 1 else (1,):  # no kernel of groups splits the contraction
             waves = _ceil_div(tiles * split, device.sms)
-            seconds = waves * (2 * rows * columns * (k / split + ramp)) / (part * unit_rate)
+            seconds = 2 * rows * columns * (waves * k / split + ramp) / (part * unit_rate)
             # partial sums in float32 are written and read again
             ways.append(seconds + (8 * split * m * n / device.bandwidth + device.launch if split > 1 else 0))
     return min(ways)

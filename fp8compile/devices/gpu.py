@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Properties of a GPU, by the names of `torch.cuda.get_device_properties`. The defaults are an H200's."""
+    """Properties of a GPU, by the names of `torch.cuda.get_device_properties`. The defaults are an H200's.
+    `L2_cache_size` is None if it is unknown."""
 
     name: str = "NVIDIA H200"
     major: int = 9
     minor: int = 0
     multi_processor_count: int = 132
     total_memory: int = 141 << 30
-    L2_cache_size: int = 60 << 20
+    L2_cache_size: int | None = 60 << 20
     warp_size: int = 32
     regs_per_multiprocessor: int = 65536
     max_threads_per_multi_processor: int = 2048
@@ -49,6 +50,11 @@ class Gpu:
         """The architecture as compilers name it: "sm_90", "gfx942"."""
         return self.gfx or "sm_{}{}".format(*self.capability)
 
+    def keeps(self, size: int) -> bool:
+        """Are `size` bytes, read a moment ago, still in L2? Half of it is counted: what else moves takes
+        the rest, and in large ones each half keeps a copy of what its units read. If unknown: no."""
+        return self.L2_cache_size is not None and 2 * size <= self.L2_cache_size
+
     @property
     def architecture(self) -> Architecture:
         return architectures.of(self.capability, self.gfx)
@@ -65,11 +71,12 @@ def gfx_of(properties: Any) -> str:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU of this process that `device` names; None for a CPU. What torch does not give is an H200's."""
+    """The GPU of this process that `device` names; None for a CPU. What torch does not give is an H200's, but
+    for the size of L2, which is unknown then."""
     if device.type != "cuda":
         return None
     import torch
 
     properties = torch.cuda.get_device_properties(device)
     names = [field.name for field in dataclasses.fields(Gpu) if hasattr(properties, field.name)]
-    return Gpu(**{name: getattr(properties, name) for name in names})
+    return Gpu(**{"L2_cache_size": None, **{name: getattr(properties, name) for name in names}})

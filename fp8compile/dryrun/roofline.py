@@ -9,8 +9,10 @@ blocks have a rate of their own. The waves have constants that were fitted to si
 sequences. Its FLOPs, forward and backward, count at a share of the bf16 matmul rate. The share is that of the
 kernel that `scaled_dot_product_attention` takes:
 
-    Hopper  cuDNN, 0.75. Since 2.10, torch prefers cuDNN on compute capabilities 9 and 10 if cuDNN is newer
-            than 9.15 (`check_prefer_cudnn_attention`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    Hopper  cuDNN, 0.71: forward 605 and backward 539 TFLOP/s in a training step on an H200, causal, 128 wide,
+            8192 tokens (benchmarks/results/nvidia-h200), of 786 for matmuls. Since 2.10, torch prefers cuDNN
+            on compute capabilities 9 and 10 if cuDNN is newer than 9.15
+            (`check_prefer_cudnn_attention`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
             The wheels of torch 2.11 and later bring such a cuDNN (transformers#48163, closed for this reason,
             August 2026). FlashAttention-3 and cuDNN are 1.5 to 2 times as fast as FlashAttention-2
             (arXiv:2407.08608), which reaches 35% of the peak of 989 TFLOP/s, 0.44 of the sustained 790.
@@ -51,7 +53,7 @@ class AttentionRate:
         return f"{self.kernel}, {self.share:g} of the bf16 matmul rate"
 
 
-CUDNN = AttentionRate("cuDNN", 0.75)
+CUDNN = AttentionRate("cuDNN", 0.71)
 FLASH_ATTENTION_2 = AttentionRate("FlashAttention-2", 0.44)
 FLASH_ATTENTION_2_ON_AMPERE = AttentionRate("FlashAttention-2", 0.83)
 

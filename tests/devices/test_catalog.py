@@ -46,9 +46,9 @@ def test_shipped_figures_are_possible(device):
         assert peak["fp8"] == pytest.approx(2 * peak["bf16"], rel=0.01)
         # published matmuls: 1.83 on an H200, 1.9 on an H200 NVL
         assert 1.4 < device.flops.fp8 / device.flops.bf16 < 2
-        # without fast accumulation, published for Hopper: 1.1 to 1.2
+        # without fast accumulation, published for Hopper: 1.1 to 1.2; measured on an H200: 1.05
         slower = device.flops.fp8 / device.flops.fp8_precise
-        assert 1.09 < slower < 1.2 if device.capability[0] == 9 and not device.gfx else slower == 1
+        assert 1.05 < slower < 1.2 if device.capability[0] == 9 and not device.gfx else slower == 1
     # the width and the clock of the memory bus give the published bandwidth
     assert device.memory_bus / 8 * 2e6 * device.memory_clock_mhz == pytest.approx(peak["bandwidth"], rel=0.05)
     assert catalog.find(device.key) == catalog.find(device.name) == device
@@ -145,6 +145,20 @@ def test_an_unknown_device_is_derived_and_said_once(caplog):
         record.message for record in caplog.records if "NVIDIA L40S is not described" in record.message
     ]
     assert "calibrate" in message
+
+
+def test_an_unknown_size_of_l2(monkeypatch, caplog, own_files):
+    """Nothing counts as kept in it, which the log says, and it is neither stored nor guessed."""
+    given = properties("NVIDIA L40", L2_cache_size=0)
+    with caplog.at_level(logging.INFO, logger="fp8compile"):
+        made = catalog.of_properties(given)
+    assert made.l2 is None and not made.gpu.keeps(1) and "keep nothing in L2" in caplog.text
+    catalog.store(made)
+    assert catalog.stored()["NVIDIA L40"].l2 is None and "l2" not in own_files.read_text()
+    del given.L2_cache_size
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: given)
+    assert gpu_of(torch.device("cuda", 0)).L2_cache_size is None
+    assert H200.keeps(30 << 20) and not H200.keeps((30 << 20) + 1)
 
 
 def test_derived_extremes():

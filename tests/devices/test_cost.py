@@ -118,12 +118,13 @@ TOKENS = 15872
     ],
 )
 def test_transformer_engines_twelve_gemms(device, recipe, published):
-    """The casts read tensors from memory. TransformerEngine's current scaling needs more than two walks."""
+    """The casts read tensors from memory. TransformerEngine's current scaling needs more than two walks: the
+    share of casts is largest on a B300."""
     layers = [linear(device, TOKENS, n, k, recipe, fused=(False, False)) for k, n in SUITE.values()]
     speedup = sum(x.bf16 for x in layers) / sum(x.fp8 + x.casts for x in layers)
-    assert speedup == pytest.approx(published, rel=0.10)
-    if device is NVL:
-        assert 1e3 * sum(x.bf16 for x in layers) == pytest.approx(32.0, rel=0.10)
+    assert speedup == pytest.approx(published, rel=0.12 if (device, recipe) == (B300, "tensorwise") else 0.05)
+    # their rates are those at which the model takes as long as was measured
+    assert 1e3 * sum(x.bf16 for x in layers) == pytest.approx(32.0 if device is NVL else 12.76, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +143,19 @@ def test_square_gemms(size, bf16_us, fp8_us):
 
 
 def test_what_is_bound_by_the_tensor_cores_and_by_memory():
-    for dtype, rate in (("bf16", 790e12), ("fp8", 1500e12), ("fp8_precise", 1360e12)):
-        size = 132 * 256  # whole waves
+    for dtype in ("bf16", "fp8", "fp8_precise"):
+        size, rate = 132 * 256, H200.flops.of(dtype)  # whole waves
         assert 2 * size**3 / cost.gemm(H200, size, size, size, dtype) == pytest.approx(rate, rel=0.02)
     m, n, k = 16, 8192, 8192
-    assert cost.gemm(H200, m, n, k) == pytest.approx(2 * (m * k + n * k + m * n) / 4.2e12 + 2e-6)
+    moved = 2 * (m * k + n * k + m * n)
+    assert cost.gemm(H200, m, n, k) == pytest.approx(moved / H200.bandwidth + H200.launch)
     assert cost.gemm(H200, m, n, k, out_bytes=4) > cost.gemm(H200, m, n, k)
+
+
+def test_a_pipeline_is_filled_once():
+    """Kernels take the next tile while they store the last one: three more waves of k cost three times k."""
+    one, four = (cost.compute(H200, 128 * waves, 256 * 132, 8192, "fp8") for waves in (1, 4))
+    assert four / one == pytest.approx((4 * 8192 + 512) / (8192 + 512))
 
 
 def test_fp8_needs_a_device_that_has_it():
@@ -163,11 +171,11 @@ sizes = st.integers(1, 20000)
 def test_fp8_is_not_credited_with_more_than_it_can_save(m, n, k):
     bf16, fp8 = cost.gemm(H200, m, n, k), cost.gemm(H200, m, n, k, "fp8")
     flops, read, written = 2 * m * n * k, m * k + k * n, 2 * m * n
-    full = max(flops / 790e12, (2 * read + written) / 4.2e12) - max(
-        flops / 1500e12, (read + written) / 4.2e12
-    )
+    rates = H200.flops
+    bf16_floor = max(flops / rates.bf16, (2 * read + written) / rates.bandwidth)
+    full = bf16_floor - max(flops / rates.fp8, (read + written) / rates.bandwidth)
     assert bf16 - fp8 <= full + 1e-12
-    assert bf16 > 0 and fp8 >= flops / 1500e12
+    assert bf16 > 0 and fp8 >= flops / rates.fp8
     # twice the rows never take less time
     assert cost.gemm(H200, 2 * m, n, k) >= bf16 * 0.999
 

@@ -42,6 +42,21 @@ def test_an_mlp_counted_by_hand():
     assert mlp.kept_for_backward == 2 * h
 
 
+def test_operands_once():
+    """A buffer that two kernels read counts once, and one between generated kernels not at all."""
+    size = 256 * 256 * 2
+
+    def f(a, w):
+        x = (a + 1) @ w
+        return (x.relu() @ w) + x, x.float().sum(0)
+
+    compiled = torch.compile(f)
+    step = trace(lambda: compiled(*(torch.randn(256, 256, dtype=BF16) for _ in range(2))))
+    # read: a, and x for relu and the sum; written: a + 1, relu(x), the sum. The last sum is the matmul's
+    assert step.graphs[0].operands_once() == 4 * size + 256 * 4
+    assert step.bytes_outside_matmuls == 5 * size + 256 * 4 + 2 * 2 * 256 * 4
+
+
 def test_fused_pointwise_is_one_kernel():
     f = torch.compile(lambda a, b: (F.silu(a.float()) * b).to(BF16))
     step = trace(lambda: f(torch.randn(128, 256, dtype=BF16), torch.randn(128, 256, dtype=BF16)))

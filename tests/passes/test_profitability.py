@@ -177,7 +177,7 @@ def test_a_large_layer_becomes_fp8() -> None:
     assert all(record.decision == FP8 and record.reason == "" for record in found.values())
     bf16 = sum(record.bf16_us for record in found.values())
     fp8 = sum(record.fp8_us + record.cast_us for record in found.values())
-    assert 1.4 < bf16 / fp8 < 1.75
+    assert 1.4 < bf16 / fp8 < 1.85
     assert all(record.break_even_m < 16384 for record in found.values())
     # us for 2 * 16384 * 16384 * 4096 FLOP at the sustained rates, and a little for waves and launches
     assert found["up", "fprop"].bf16_us == pytest.approx(2783, rel=0.1)
@@ -210,22 +210,22 @@ def test_a_graph_that_saves_less_than_its_scales_cost() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.stack([part(y) for part, y in zip(self.parts, x, strict=True)])
 
-    found, both = (step(functools.partial(Beside, n), n, 1152, 2048).records for n in (1, 2))
+    found, both = (step(functools.partial(Beside, n), n, 1024, 2048).records for n in (1, 2))
     assert len(both) == 6 and all(record.decision == FP8 for record in both.values())
     assert len(found) == 3 and all(record.decision != FP8 for record in found.values())
     said = {record.reason for record in found.values()}
     stated = re.fullmatch(
-        r"slower in FP8: all of the graph would save ([\d.]+) us, and scaling costs it 8\.0 us", said.pop()
+        r"slower in FP8: all of the graph would save ([\d.]+) us, and scaling costs it 6\.9 us", said.pop()
     )
-    assert stated and not said and 0 < float(stated[1]) <= 8
+    assert stated and not said and 0 < float(stated[1]) <= 6.9
 
 
 def test_projections_that_share_their_input_are_decided_together() -> None:
     """k and v alone are too narrow to pay for the cast of h; with q, the cast is already paid for."""
-    together = records("attention", 2048, 4096, recipe="tensorwise")
+    together = records("attention", 1024, 4096, recipe="tensorwise")
     assert all(together[name, "fprop"].decision == FP8 for name in "qkv")
     off = {"rules": [{"module": ["q", "o"], "fp8": "off"}]}
-    alone = step(lambda: Attention(4096), 1, 2048, 4096, recipe="tensorwise", policy=off).records
+    alone = step(lambda: Attention(4096), 1, 1024, 4096, recipe="tensorwise", policy=off).records
     assert all(alone[name, "fprop"].decision != FP8 for name in "kv")
     assert alone["k", "fprop"].break_even_m >= together["k", "fprop"].break_even_m
 
@@ -356,4 +356,6 @@ def test_a_float32_residual_is_written_beside_the_copy_for_bf16() -> None:
     )
     high, fp8 = (1e6 * cost.seconds(H200, chosen) for chosen in (set(), {gemm}))
     byte = 1e6 * base.elements / H200.bandwidth
-    assert high == pytest.approx((4 + 2) * byte) and fp8 == pytest.approx(4 * byte + (4 + 2) * byte + 2)
+    assert high == pytest.approx((4 + 2) * byte) and fp8 == pytest.approx(
+        4 * byte + (4 + 2) * byte + 1e6 * H200.launch
+    )

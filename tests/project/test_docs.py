@@ -75,36 +75,6 @@ def test_a_page_is_short(page: Path) -> None:
     assert not long, long[0]
 
 
-CASES = {  # of README's table, by the names of the benchmarks
-    "Llama-3-8B layers, 8192 tokens": "llama-8b-layers",
-    "Llama-3.2-3B": "llama-3b",
-    "Llama-3.2-1B": "llama-1b",
-    "GPT-2 124M": "gpt2-124m",
-    "DiT-XL/2 blocks": "dit",
-    "Qwen3-30B-A3B layer, 8192 tokens": "moe",
-}
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_gains_are_those_of_the_benchmarks(page: str) -> None:
-    """`python -m benchmarks.tables --update` writes the tables that are read here."""
-    ceilings, everything = (
-        (ROOT / "docs/benchmarks.md").read_text(),
-        (ROOT / "notes/benchmarks.md").read_text(),
-    )
-    for title, case in CASES.items():
-        row = re.search(
-            rf"^\| {re.escape(title)} \| (.*?)x \| (.*?)x \| (.*?) \|$", (ROOT / page).read_text(), re.M
-        )
-        assert row is not None, title
-        theirs, ours = re.search(
-            rf"^\| {case} +\| +[\d.]* *\| +([\d.]+) \| +([\d.]+) ", ceilings, re.M
-        ).groups()
-        table = everything[everything.index(f"**{case} |") :]
-        kept = re.search(r"^\| fp8-delayed +(?:\| +[\d.,]+ ){3}\| +([\d.]+) ", table, re.M)[1]
-        assert row.groups() == (ours, theirs, kept), title
-
-
 def test_precision_is_that_of_the_study() -> None:
     """`python -m benchmarks.sqnr --update notes/accuracy.md` writes the tables that are read here."""
     tables = (

@@ -12,6 +12,10 @@ buffer:
     x[i, index[i]]    as many as the loop runs, because the addresses are data
     extern            all of the buffer
     user's            all of each argument, which may be a view of a part of a buffer
+
+A kernel of ours that walks over an input twice reads it twice where L2 is too small (`codegen.walks`).
+Inductor's
+loops over a row count once: a program takes one row, or few, so that what is resident stays in L2.
 """
 
 from __future__ import annotations
@@ -20,20 +24,39 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...ir.metadata import READ_AGAIN
+from .step import Touch
+
 Number = Callable[[Any], int]  # the hint of a size
 
 
-def moved(node: Any, number: Number) -> int:
-    """The bytes that a scheduler's node reads and writes. `number` gives the hint of a size."""
+def touched(node: Any, number: Number) -> list[Touch]:
+    """The buffers that a scheduler's node reads and writes. `number` gives the hint of a size."""
     from torch._inductor import ir
 
     kernel = getattr(node, "node", None)
     if isinstance(kernel, ir.UserDefinedTritonKernel):
-        return sum(_size(x, number) for x in kernel.inputs)
-    touched: dict[str, int] = {}
+        written = {x.get_name() for x in kernel.mutable_args}
+        moved = [(x.get_name(), _size(x, number)) for x in kernel.inputs]
+        return [_touch(node, name, size, name in written, number) for name, size in moved]
+    counts: dict[str, int] = {}
     for name, elements in _touched(node, number):
-        touched[name] = touched.get(name, 0) + elements
-    return sum(_bytes(node, name, elements, number) for name, elements in touched.items())
+        counts[name] = counts.get(name, 0) + elements
+    writes = {dep.name for part in node.get_nodes() for dep in part.read_writes.writes}
+    moved = [(name, _bytes(node, name, elements, number)) for name, elements in counts.items()]
+    return [_touch(node, name, size, name in writes, number) for name, size in moved]
+
+
+def _touch(node: Any, name: str, size: int, written: bool, number: Number) -> Touch:
+    """A buffer that is changed in place has its first name."""
+    first = node.scheduler.mutation_real_name.get(name, name)
+    return Touch(first, max(size, _whole(name, number)), size, written)
+
+
+def read_again(node: Any) -> int:
+    """The bytes of second reads that come from memory, of a kernel of ours (`codegen.walks`)."""
+    kernel = getattr(node, "node", None)
+    return sum(x.meta.get(READ_AGAIN, 0) for x in kernel.get_origins()) if kernel is not None else 0
 
 
 def _touched(node: Any, number: Number) -> Iterator[tuple[str, int]]:
@@ -71,15 +94,32 @@ def _elements(dep: Any, runs: int | None, number: Number) -> int:
     return min(runs, math.prod(number(size) for name, size in sizes if name in used))
 
 
-def _bytes(node: Any, name: str, elements: int, number: Number) -> int:
-    """The bytes of at most so many elements of a buffer."""
+def _buffer(name: str) -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     buffer: Any = V.graph.name_to_buffer.get(name)
     if buffer is None:
         buffer = V.graph.graph_inputs.get(name)
-    if buffer is None or isinstance(buffer, ir.TorchBindObject):
+    return None if isinstance(buffer, ir.TorchBindObject) else buffer
+
+
+def _whole(name: str, number: Number) -> int:
+    """The bytes of a buffer; 0 if it is no tensor."""
+    from torch._inductor import ir
+
+    buffer = _buffer(name)
+    other = isinstance(getattr(buffer, "layout", None), (ir.MultiOutputLayout, ir.NoneLayout))
+    return 0 if buffer is None or other else _size(buffer, number)
+
+
+def _bytes(node: Any, name: str, elements: int, number: Number) -> int:
+    """The bytes of at most so many elements of a buffer."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    buffer = _buffer(name)
+    if buffer is None:
         return 0
     layout = getattr(buffer, "layout", None)
     if isinstance(layout, ir.MultiOutputLayout):  # the outputs are buffers of their own

@@ -162,8 +162,9 @@ class _Reader:
 
         if type(node).__name__ == "NopKernelSchedulerNode" or isinstance(node.node, ir.MultiOutput):
             return None
-        moved = plan_traffic.moved(node, self.number)
-        what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward}
+        touched = tuple(plan_traffic.touched(node, self.number))
+        moved = sum(x.bytes for x in touched) + plan_traffic.read_again(node)
+        what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward, "touched": touched}
         if isinstance(node.node, ir.UserDefinedTritonKernel):
             written = {t.get_name(): t for t in node.node.mutable_args}
             matmul = self.launched(node.node, list(written.values()))
@@ -238,7 +239,8 @@ def record(graphs: list[Graph]) -> Iterator[None]:
         given = zip(placeholders, lowering.example_inputs, strict=True)
         inputs = {n.name: reader.placeholder(n.name, t) for n, t in given if isinstance(t, torch.Tensor)}
         makers = {n.name: module_of(n) for n in placeholders}  # saved tensors keep the forward's metadata
-        graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers))
+        outputs = frozenset(lowering.get_output_names())
+        graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers, outputs))
         return placeholder_callable(graph, torch.device("cpu"))
 
     with instead_of_loading(load):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -85,9 +86,20 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Touch:
+    """A buffer of `size` bytes, and how many of them a launch reads or writes."""
+
+    buffer: str
+    size: int
+    bytes: int
+    written: bool
+
+
+@dataclass(frozen=True)
 class Launch:
     """One launch. `origin`: "triton" for a kernel that Inductor wrote, "user" for another Triton kernel,
-    "extern" for cuBLAS or an ATen op. `bytes` are those that it reads and writes (`plan_traffic`).
+    "extern" for cuBLAS or an ATen op. `bytes` are those that it reads and writes (`plan_traffic`), also those
+    that it reads twice; `touched` says of which buffers.
 
     `fqn` is the module that the kernel belongs to ("" for none); of several, that with most of its operators.
     """
@@ -99,6 +111,12 @@ class Launch:
     attention: Attention | None = None
     fqn: str = ""
     backward: bool = False
+    touched: tuple[Touch, ...] = ()
+
+    @property
+    def generated(self) -> bool:
+        """Is it a kernel that Inductor or we wrote, and no matmul?"""
+        return self.origin != "extern" and self.matmul is None
 
 
 @dataclass(frozen=True)
@@ -111,6 +129,7 @@ class Graph:
     targets: Counter[str]  # ATen (and other) targets of the FX graph that was lowered
     inputs: dict[str, TensorLayout]  # tensors only, by placeholder name
     makers: dict[str, str]  # the module that made an input, by placeholder name; "" for none
+    outputs: frozenset[str] = frozenset()  # buffers that it returns
 
     @property
     def kept(self) -> dict[str, int]:
@@ -125,6 +144,28 @@ class Graph:
     @property
     def kept_for_backward(self) -> int:
         return sum(self.kept.values())
+
+    def operands_once(self, weights: Collection[tuple[int, ...]] = ()) -> int:
+        """The bytes that generated kernels must move, however they are fused: each buffer that matmuls,
+        attention or the graph's inputs give them, read once, and each that these or the graph's outputs take,
+        written once. A buffer between generated kernels counts if a kernel of another kind runs in between.
+        Parameters of these shapes (`weights`) are not read: what updates them has them at hand."""
+        given = {name for name, x in self.inputs.items() if name[:7] == "primals" and x.shape in weights}
+        written: Counter[str] = Counter()
+        read: Counter[str] = Counter()
+        when: dict[str, int] = {}  # how many other kernels had run when a generated one wrote a buffer
+        kept, others = set(self.outputs), 0
+        for kernel in self.kernels:
+            others += not kernel.generated
+            for x in kernel.touched:
+                if not kernel.generated:
+                    kept.add(x.buffer)
+                elif x.written:
+                    written[x.buffer], when[x.buffer] = written[x.buffer] + x.bytes, others
+                elif x.buffer not in given and when.get(x.buffer) != others:
+                    read[x.buffer] = min(read[x.buffer] + x.bytes, x.size)
+                    kept.add(x.buffer)
+        return sum(read.values()) + sum(written[name] for name in kept)
 
 
 @dataclass(frozen=True)
