@@ -148,7 +148,7 @@ def step_wrote(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amax
 
 
 @dataclass
-class _KeptCopies:
+class CopiesOf:
     """What was cast for a set of weights. Without a `stamp` there are no copies that could serve again."""
 
     references: list[weakref.ref] = field(default_factory=list)  # to the weights
@@ -183,7 +183,7 @@ class WeightCache:
         self.own = _Casts(hoisted.graph)
         given = with_amaxes(hoisted)
         self.given = _Casts(*given) if given is not None else None
-        self.kept: dict[tuple[int, ...], _KeptCopies] = {}
+        self.kept: dict[tuple[int, ...], CopiesOf] = {}
         self.called = False
         self.lock = threading.Lock()
         _STEPS.add(self)
@@ -209,7 +209,7 @@ class WeightCache:
             return kept.copies
         if kept is None:
             entries = self.kept
-            kept = _KeptCopies([weakref.ref(weight, lambda _: entries.pop(key, None)) for weight in weights])
+            kept = CopiesOf([weakref.ref(weight, lambda _: entries.pop(key, None)) for weight in weights])
         elif not kept.used:
             kept.wasted += 1
         kept.old(self.static)
@@ -224,7 +224,7 @@ class WeightCache:
         kept.stamp, kept.copies = (stamp, made) if trusted else (None, made if self.static else ())
         return made
 
-    def due(self, ids: Collection[int]) -> list[tuple[_KeptCopies, list[Tensor]]]:
+    def due(self, ids: Collection[int]) -> list[tuple[CopiesOf, list[Tensor]]]:
         """What is to be cast at the end of a step of the optimizer with these parameters: what a forward has
         read since it was cast. The optimizer must have all weights that are trained, and one at least."""
         found = []
@@ -262,7 +262,7 @@ class WeightCache:
     def _cast(
         self,
         weights: Sequence[Tensor],
-        kept: _KeptCopies,
+        kept: CopiesOf,
         stamp: tuple | None,
         amaxes: Sequence[Tensor] = (),
     ) -> Sequence[Tensor]:

@@ -411,11 +411,13 @@ def test_a_product_of_two_weights() -> None:
 @pytest.mark.compiled
 @needs_description
 def test_a_micro_batch_casts_no_weight() -> None:
-    """Graphs of forward and backward read no weight, and casts are a graph of their own without a matmul."""
+    """Graphs of forward and backward read no weight, and casts are a graph of their own without a matmul,
+    which writes where CUDA graphs will read."""
     model = unallocated(lambda: Mlp(1024, 2048, bias=False), BF16)
     found = {}
     for cache in (False, True):
-        call = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "cache_weights": cache})
+        options = {"policy": ALL_FP8, "cache_weights": cache, "triton.cudagraphs": cache}
+        call = torch.compile(model, backend="fp8", options=options)
         x = torch.empty((2048, 1024), dtype=BF16, requires_grad=True)
         found[cache] = fake_gpu.trace(lambda call=call, x=x: call(x).sum().backward())
     (casts,) = [graph for graph in found[True].graphs if not any(x.matmul is not None for x in graph.kernels)]
