@@ -9,9 +9,8 @@ from torch import Tensor
 
 import fp8compile
 from tests.support import hooks
-from tests.support.cached import compiled as with_copies
 from tests.support.harness import ALL_FP8, compiled, noise
-from tests.support.models import Mlp, linear, make
+from tests.support.models import linear
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs, pytest.mark.compat]
 NO_TREES = {"triton.cudagraphs": True, "triton.cudagraph_trees": False}
@@ -40,14 +39,6 @@ def test_a_capture_by_hand_of_a_graph_without_scales() -> None:
         run(x()).sum().backward()
     with hooks.capturing():
         run(x()).sum().backward()
-
-
-def test_a_capture_by_hand_keeps_no_copies(caplog: pytest.LogCaptureFixture) -> None:
-    run = with_copies(make(lambda: Mlp(128, 256)))
-    for begun in (False, True):
-        with hooks.capturing() if begun else hooks.weight_casts():
-            run(x())
-        assert ("cache_weights has no effect in a CUDA graph" in caplog.text) is begun
 
 
 @pytest.mark.parametrize(("recipe", "said"), [("delayed", True), ("tensorwise", False)])

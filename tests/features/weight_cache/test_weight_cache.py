@@ -357,6 +357,16 @@ def test_forwards_before_backwards_at_one_address() -> None:
         late.sum().backward()
 
 
+def test_a_capture_by_hand_keeps_no_copies(caplog: pytest.LogCaptureFixture) -> None:
+    """Each replay of such a graph casts, and the first call that is captured says so."""
+    call = compiled(mlp())
+    call(noise(1, 48, 128))
+    assert "cache_weights has no effect" not in caplog.text
+    with hooks.capturing():
+        call(noise(1, 48, 128))
+    assert "cache_weights has no effect in a CUDA graph" in caplog.text
+
+
 def test_weights_that_are_computed_are_cast_in_the_graph() -> None:
     results = []
     for cache in (False, True):
