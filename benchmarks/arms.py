@@ -43,7 +43,8 @@ _PROCESS = contextlib.ExitStack()  # its contexts stay open until the process en
 class Arm:
     """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager).
     `around` makes a context for each forward. `env`: variables of its process. `kind` is "bf16", "eager",
-    "torchao", "te" (TransformerEngine) or "fp8"."""
+    "torchao", "te" (TransformerEngine) or "fp8". `packed`: arguments of `fp8compile.optim.AdamW`, instead of
+    torch's fused AdamW."""
 
     name: str
     kind: str
@@ -51,6 +52,7 @@ class Arm:
     prepare: Callable[[nn.Module], None] = lambda model: None
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     env: Mapping[str, str] = field(default_factory=dict)
+    packed: Mapping[str, Any] | None = None
 
     @property
     def mode(self) -> str:
@@ -97,12 +99,15 @@ def fp8(recipe: str, **options: Any) -> dict[str, Any]:
 
 
 GRAPHS = "reduce-overhead"
+CACHED_GRAPHS = {"cache_weights": True, "triton.cudagraphs": True}
+BY_STEP = {"fp8_weights": True}
 ARMS = {
     arm.name: arm
     for arm in (
         Arm("bf16", "bf16"),
         Arm("bf16-max-autotune", "bf16", {"mode": "max-autotune"}),
         Arm("bf16-graphs", "bf16", {"mode": GRAPHS}),
+        Arm("bf16-packed", "bf16", packed={}),
         Arm("eager-bf16", "eager", None),
         Arm("torchao-tensorwise", "torchao", prepare=torchao("tensorwise")),
         Arm("torchao-rowwise", "torchao", prepare=torchao("rowwise")),
@@ -123,6 +128,8 @@ ARMS = {
         # torch takes no options beside a mode; "delayed" is the default
         Arm("fp8-delayed-graphs", "fp8", {"backend": "fp8", "mode": GRAPHS}),
         Arm("fp8-delayed-cached", "fp8", fp8("delayed", cache_weights=True)),
+        Arm("fp8-delayed-by-step", "fp8", fp8("delayed", cache_weights=True), packed=BY_STEP),
+        Arm("fp8-delayed-by-step-graphs", "fp8", fp8("delayed", **CACHED_GRAPHS), packed=BY_STEP),
         Arm("fp8-tensorwise-cached", "fp8", fp8("tensorwise", cache_weights=True)),
         Arm("fp8-rowwise-cached", "fp8", fp8("rowwise", cache_weights=True)),
         Arm("fp8-fast", "fp8", {"backend": "fp8", "options": {"policy": "fast"}}),
@@ -167,7 +174,8 @@ def settings(arm: Arm, accumulate: int, interpreted: bool) -> dict[str, Any] | N
     how = dict(arm.how)
     if how.get("mode") == "max-autotune" and accumulate > 1:
         how["mode"] = "max-autotune-no-cudagraphs"
-    if how.get("mode") == GRAPHS and accumulate > 1:
+    recorded = how.get("mode") == GRAPHS or "triton.cudagraphs" in how.get("options", ())
+    if recorded and accumulate > 1:
         raise ValueError(f"{arm.name}: a replay overwrites the gradients of the micro-batch before")
     if interpreted and arm.kind != "fp8":
         return {"backend": "aot_eager"}

@@ -171,6 +171,8 @@ def estimate(static: Static, arm: arms.Arm, counted: bool = False) -> dict[str, 
         raise ValueError("no estimate: eager kernels are not compiled")
     if arm.kind == "te":
         raise ValueError("no estimate: TransformerEngine brings kernels of its own")
+    if arm.packed is not None:
+        raise ValueError("no estimate: benchmarks.whole_steps has this optimizer")
     if arm.mode:
         raise ValueError(f"no estimate: {arm.mode} needs the device")
     if static.extrapolate:

@@ -61,6 +61,25 @@ refused by a library, or be slow. Generated kernels also run in Triton's interpr
 and Inductor's plans for GPUs are executed
 on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
 
+## CUDA graphs
+
+`mode="reduce-overhead"`, or with other options `{{"triton.cudagraphs": True}}`. \
+Two GPU tests use them; no step with them
+was timed. What a graph reads (scaling state, copies of weights) keeps its address. \
+Cold calls (the first ones, and those after
+an [overflow](state.md#overflows)) run without a graph, and [warm starts](options.md#warm-starts) are off.
+
+| with CUDA graphs | |
+|---|---|
+| `cache_weights`, `AdamW(.., fp8_weights=True)` | new copies are written over the old ones. \
+A forward, a step, then the backward of that forward: not possible |
+| `triton.cudagraph_trees=False` | a warning: Inductor records no graph that keeps a scaling state. \
+Take `"recipe": "tensorwise"` |
+| your own capture (`torch.cuda.graph`, `make_graphed_callables`) | an error while scales are not known: \
+train some steps before. `cache_weights` has no effect, with a warning |
+| gradient accumulation | as in torch: a replay overwrites what the one before returned, gradients too |
+| FSDP, CPU offload | were not tried |
+
 ## What compiled rests on
 
 | recipe | tests | for |

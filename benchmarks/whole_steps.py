@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from fp8compile.dryrun import fake_gpu
-from fp8compile.features.weight_cache.weight_cache import WeightCache
+from fp8compile.features.weight_cache.weight_cache import CopiesOf, WeightCache
 from fp8compile.optim import AdamW
 from fp8compile.optim.states import is_small
 from fp8compile.optim.update import compiled
@@ -63,9 +63,9 @@ def traced(arm: str, recipe: str, layers: int, seq: int) -> tuple[list[Any], lis
     caches: list[tuple[WeightCache, Any]] = []
     cast = WeightCache._cast
 
-    def noted(self: WeightCache, weights: Any, amaxes: Any = ()) -> Any:
+    def noted(self: WeightCache, weights: Any, *others: Any) -> Any:
         caches.append((self, weights))
-        return cast(self, weights, amaxes)
+        return cast(self, weights, *others)
 
     with mock.patch.object(WeightCache, "_cast", noted):
         graphs = fake_gpu.trace(lambda: model(*batch), H200.gpu).graphs
@@ -74,7 +74,7 @@ def traced(arm: str, recipe: str, layers: int, seq: int) -> tuple[list[Any], lis
         ((cache, weights),) = caches
         assert cache.given is not None
         amaxes = [torch.ones((), dtype=torch.bfloat16) for _ in cache.given.places]
-        casts = list(fake_gpu.trace(lambda: cast(cache, weights, amaxes), H200.gpu).kernels)
+        casts = list(fake_gpu.trace(lambda: cast(cache, weights, CopiesOf(), None, amaxes), H200.gpu).kernels)
     return [kernel for graph in graphs if _multiplies(graph) for kernel in graph.kernels], casts, model
 
 

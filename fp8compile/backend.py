@@ -97,6 +97,7 @@ def fp8(
             return compat.inductor.compile_fx(gm, example_inputs, inner.compile, lowering(chosen))
         _check_encoding(inputs.devices, chosen)
         _check_features(chosen)
+        _check_graphs(chosen)
         compat.callbacks.when_given_up(inputs.root, functools.partial(_given_up, chosen))
         if inputs.training and inputs.grad:
             compat.regions.inline_regions(gm)
@@ -196,6 +197,16 @@ def _check_encoding(devices: frozenset[torch.device], chosen: Options) -> None:
         if recipe.fp8_encoding not in ("auto", *allowed):
             theirs = f"'auto' or {allowed[0]!r} on this GPU; a CPU emulates both"
             raise OptionError.of("fp8_encoding", recipe.fp8_encoding, theirs)
+
+
+def _check_graphs(options: Options) -> None:
+    """Without trees, Inductor records no CUDA graph that writes to an input, as to the scaling state (torch
+    2.11 to 2.15, `check_for_mutation_ignore_cuda_graph_managed_tensor`), and says so in a debug log only."""
+    trees, theirs = "triton.cudagraph_trees", options.inductor
+    delayed = any(recipe.delayed for recipe in options.policy.possible)
+    if delayed and compat.inductor.cuda_graphs(theirs) and not compat.triton.is_on(trees, theirs):
+        fix = f"leave out {trees!r}, or write 'recipe': 'tensorwise'"
+        options.warn(f"fp8: {trees}=False: no graph that keeps a scaling state is recorded: {fix}")
 
 
 def _check_features(options: Options) -> None:

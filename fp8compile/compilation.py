@@ -128,7 +128,7 @@ class Compilation:
             part.place(len(examples))
             for i in range(part.inputs):
                 name, value = f"fp8_{type(part).__name__.lower()}_{i}", torch.empty(1, device=device)
-                examples.append(compat.dynamo.add_input(gm, name, value, stable=False))
+                examples.append(compat.dynamo.add_input(gm, name, value, part.stable))
         return gm, examples
 
     def _rewrite(self, graph: Graph) -> Rewritten:

@@ -55,6 +55,7 @@ class GraphFeature:
     partitions: bool = False  # its passes after the partitioner are to run
     warm: bool = True  # AOTAutograd's cache may keep the graph for later processes
     inputs: int = 0  # how many tensors the graph gets from `arguments`; a pass gives each its dtype and sizes
+    stable: bool = False  # they keep their addresses, so that CUDA graphs need not copy them
 
     def place(self, first: int) -> None:
         """The position of the first of its inputs among those of the graph."""

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8compile.optim import AdamW
+
 from ..models import materialise
 
 Batch = tuple[Tensor, ...]
@@ -201,9 +203,10 @@ class Task:
         self.grad = point.grad(device, compute) if point.grad else None
         self.optimizer: torch.optim.Optimizer | None = None
 
-    def start(self) -> None:
-        """Make the optimizer. Call it after the arm, which may replace modules."""
+    def start(self, packed: Mapping[str, Any] | None = None) -> None:
+        """Make the optimizer: torch's fused AdamW, or ours with these arguments. Call it after the arm, which
+        may replace modules."""
         if self.point.optimizer:
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=self.point.lr, betas=(0.9, 0.95), fused=True
-            )
+            made = torch.optim.AdamW if packed is None else AdamW
+            how = {"fused": True} if packed is None else packed
+            self.optimizer = made(self.model.parameters(), lr=self.point.lr, betas=(0.9, 0.95), **how)

@@ -11,12 +11,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import arms, kernels, lines, results, train
 from benchmarks.cases import CASES, loss
-from benchmarks.cases.base import Fit
+from benchmarks.cases.base import Fit, Task
 from fp8compile.config import options
 from fp8compile.config.policy import load
+from fp8compile.optim import AdamW
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = Path(__file__).parent / "transformer_engine_stub"
@@ -251,8 +253,20 @@ def test_arms_that_change_one_thing():
     assert {rule.name for rule in load(None).rules} - {rule.name for rule in changed.rules} == {
         "down projection"
     }
-    with pytest.raises(ValueError, match="fp8-delayed-graphs: a replay overwrites the gradients"):
-        arms.settings(arms.ARMS["fp8-delayed-graphs"], 2, interpreted=False)
+    for name in ("fp8-delayed-graphs", "fp8-delayed-by-step-graphs"):
+        with pytest.raises(ValueError, match=f"{name}: a replay overwrites the gradients"):
+            arms.settings(arms.ARMS[name], 2, interpreted=False)
+
+
+def test_the_optimizer_of_an_arm():
+    """torch's, or ours, which casts weights: with the same learning rate and betas."""
+    dit = CASES["dit"]
+    for name, kind in (("fp8-delayed", torch.optim.AdamW), ("fp8-delayed-by-step", AdamW)):
+        task = Task(dit.points("tiny", dit.variants, Fit(0, 1))[0], "cpu")
+        task.start(arms.ARMS[name].packed)
+        (group,) = task.optimizer.param_groups
+        assert type(task.optimizer) is kind and group["betas"] == (0.9, 0.95)
+        assert group["lr"] == task.point.lr and getattr(task.optimizer, "fp8_weights", None) is not False
 
 
 def test_no_arm_is_begun_when_it_is_late(monkeypatch, tmp_path):

@@ -9,6 +9,9 @@ backward casts again, which reads the weight once more. bf16 keeps no copy of a 
 * as long as all kept copies are no larger than what FP8 saves on the inputs of matmuls, which it keeps in one
   byte an element instead of two. So FP8 keeps no more than bf16;
 * or where casting again takes more than `DEAR`, most of what FP8 gains: of experts with few tokens each.
+
+Below `CHEAP` it is time for memory. Two Llama-3-8B layers at 8192 tokens keep 0.72 of what bf16 keeps; with
+all copies 0.91, for 0.8% of the step (estimated for an H200). The measured peak of 0.93 could become 1.00.
 """
 
 from __future__ import annotations

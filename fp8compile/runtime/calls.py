@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import compat
+from ..errors import Fp8CompileError
 from ..passes.joint import Rewritten
 from . import leftovers, probe
 from .agreement import agree
@@ -40,6 +41,10 @@ from .overflow import Overflow, say, say_not_finite
 from .parameters import find
 from .repeats import Ran
 
+CAPTURED = (
+    "a CUDA graph is being captured, and scales of this graph are not known yet: finding them waits for the "
+    "device. Train some steps before, or leave the capture to Inductor: options={'triton.cudagraphs': True}"
+)
 DRY: ContextVar[bool] = ContextVar("fp8compile_dry_run", default=False)
 
 
@@ -134,7 +139,10 @@ class Calls:
         forward, backward = pages.forward.tensor, pages.backward.tensor
         if DRY.get() or compat.process_groups.inferring_shapes():
             with compat.autograd.unseen():
-                return Call(pages, look, dry=True), forward.clone(), backward.clone()
+                forward, backward = pages.aside()
+                return Call(pages, look, dry=True), forward, backward
+        if pages.runs_cold() and compat.autograd.capturing():
+            raise Fp8CompileError(CAPTURED)
         self.agree()
         if compat.autograd.hooked() and self._again(pages):
             ran, forward = pages.recompute()

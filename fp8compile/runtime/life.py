@@ -60,6 +60,7 @@ class PageSet:
     pending: int = 0  # training forwards whose backward has not run
     watch: Watch | None = None  # of its last call
     copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, to recompute them
+    spare: tuple[torch.Tensor, ...] = ()  # pages for calls that leave the state as it is
 
     def __post_init__(self) -> None:
         self.cold = self.forward.cold() or self.backward.cold()
@@ -115,6 +116,13 @@ class PageSet:
         if not self.backward.homes:
             self.pending = max(0, self.pending - 1)
         return ran, self.copies.setdefault(number, page)
+
+    def aside(self) -> tuple[torch.Tensor, ...]:
+        """Copies of both pages as they are, for a dry call; at one address, as above."""
+        self.spare = self.spare or tuple(page.tensor.clone() for page in self.pages)
+        for spare, page in zip(self.spare, self.pages, strict=True):
+            spare.data.copy_(page.tensor)
+        return self.spare
 
     def runs_cold(self) -> bool:
         """Is the forward that begins cold? `together`: only the first one is, for then it is on all ranks."""

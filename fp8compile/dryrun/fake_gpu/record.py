@@ -61,6 +61,8 @@ def retarget_graphs() -> Iterator[None]:
 
     def moved_lower(gm: torch.fx.GraphModule, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
         _move_graph(gm)
+        if (graphs := kwargs.get("cudagraphs")) is not None:
+            graphs.value = False  # a plan is not recorded, and a build of torch for CPUs could not
         return lower(gm, _moved(list(example_inputs)), *args, **kwargs)
 
     with (

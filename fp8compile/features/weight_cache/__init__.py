@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ... import compat
 from ...compilation import lowering
 from ...extension import Feature, GraphFeature, Pass
-from ...logs import get_logger, say_once
 from ...passes.joint import Joint, Rewritten
 from .hoist import ROOM, Cache, Hoisted
 from .hoist import hoist as run_hoist
+from .in_place import write_in_place
 from .weight_cache import WeightCache, casts_of_step, step_wrote
 
 if TYPE_CHECKING:
@@ -22,16 +21,14 @@ if TYPE_CHECKING:
     from ...runtime.compiled_graph import CompiledGraph
     from ...runtime.probe import Look
 
-logger = get_logger(__name__)
-
 
 class KeptCopies(GraphFeature):
     """The copies of one graph. `weights`: the parameters whose copies may be kept, by input."""
 
     warm = False
 
-    def __init__(self, weights: frozenset[int], inputs: int):
-        self.weights, self.inputs = weights, inputs
+    def __init__(self, weights: frozenset[int], inputs: int, stable: bool):
+        self.weights, self.inputs, self.stable = weights, inputs, stable
         self.first = 0
         self.hoisted: Hoisted | None = None
         self.cache: WeightCache | None = None
@@ -48,7 +45,7 @@ class KeptCopies(GraphFeature):
 
     def compiled(self, job: Job, graph: CompiledGraph) -> None:
         if self.hoisted is not None:
-            self.cache = WeightCache(self.hoisted, job.inner, lowering(job.options))
+            self.cache = WeightCache(self.hoisted, job.inner, lowering(job.options), self.stable)
             graph.owners.know(self.cache.casts)
 
     def stand_ins(self, device: torch.device) -> Sequence[torch.Tensor]:
@@ -60,14 +57,18 @@ class KeptCopies(GraphFeature):
 
 class CachedWeights(Feature):
     name = "weight_cache"
-    passes = {"reduce_current": (Pass("hoist", run_hoist),)}  # casts of weights leave the graph
+    passes = {
+        "reduce_current": (Pass("hoist", run_hoist),),  # casts of weights leave the graph
+        "lower": (Pass("write_in_place", write_in_place, optional=True),),  # and write to given memory
+    }
 
     def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
         weights = _cacheable(job) if job.learns and job.only is None else frozenset()
         if not weights:
             return None
         nodes = job.gm.graph.find_nodes(op="placeholder")
-        return KeptCopies(weights, ROOM * sum(max(1, len(nodes[i].users)) for i in weights))
+        room = ROOM * sum(max(1, len(nodes[i].users)) for i in weights)
+        return KeptCopies(weights, room, compat.inductor.cuda_graphs(job.options.inductor))
 
     def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
         return casts_of_step(optimizer)
@@ -83,13 +84,9 @@ class CachedWeights(Feature):
 
 def _cacheable(job: Job) -> frozenset[int]:
     """The parameters whose FP8 copies may be kept between calls. Not those that FSDP frees. And none where
-    CUDA graphs would copy the copies in each call, or where compiled autograd makes the calls."""
+    compiled autograd makes the calls."""
     inputs, options = job.inputs, job.options
     if not any(recipe.cache_weights for recipe in options.policy.possible) or inputs.inlined:
-        return frozenset()
-    if compat.inductor.cuda_graphs(options.inductor):
-        text = "fp8: cache_weights has no effect with CUDA graphs, which copy what they read"
-        say_once(logger, logging.WARNING, text)
         return frozenset()
     freed = {id(read) for _, read in compat.fsdp.sharded_pairs()}
     return frozenset(i for i in inputs.parameters if id(job.given[i]) not in freed and i not in inputs.packed)

@@ -18,6 +18,10 @@ So a write to `weight.data` between two micro-batches of one step is the only on
 While a CUDA graph is captured, each call casts, because a replay runs no code of ours. New copies are new
 tensors: a backward that has not run yet keeps those of its forward.
 
+Where Inductor records CUDA graphs (`static`), a set of weights has one set of copies, and new casts write
+over it: a recorded graph reads its inputs where they were. So a forward, a step, and then the backward of
+that forward is an error there, as it is with a weight that was saved for backward.
+
 `fp8compile.optim.AdamW(.., fp8_weights=True)` has the casts made at the end of its step (`step_wrote`), so
 that no forward casts. It hands over the amaxes of the weights that it wrote, so that the casts read each
 weight once. The copies are those that the next forward would make, bitwise. The forward casts, as ever, where
@@ -42,16 +46,20 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from ... import compat
-from ...errors import Fp8CompileError
 from ...logs import get_logger, say_once
 from ...runtime import probe
 from ...runtime.inner import Inner
 from ...runtime.interpreter import Eager, How, boxed
 from ...runtime.optimizer_steps import listen
-from .hoist import Hoisted, Layout, with_amaxes
+from .hoist import Hoisted, with_amaxes
+from .in_place import into_memory
 
 logger = get_logger(__name__)
 
+CAPTURED = (
+    "fp8: cache_weights has no effect in a CUDA graph that is captured by hand: each replay casts weights. "
+    "options={'triton.cudagraphs': True, 'cache_weights': True} leaves the capture to Inductor"
+)
 PACKAGE = __name__.split(".")[0] + "."
 WASTED = 2  # casts in a row after which a forward casts again
 Mark = tuple[int, int]  # of a weight: its memory and its version
@@ -140,38 +148,42 @@ def step_wrote(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amax
 
 
 @dataclass
-class _KeptCopies:
+class CopiesOf:
     """What was cast for a set of weights. Without a `stamp` there are no copies that could serve again."""
 
     references: list[weakref.ref] = field(default_factory=list)  # to the weights
     stamp: tuple | None = None
     copies: Sequence[Tensor] = ()
+    cast: tuple | None = None  # what the stamp was when they were made
     used: bool = True  # by a forward, since the last cast
     wasted: int = 0  # casts at the end of steps, the latest ones in a row, whose copies no forward could use
 
-    def drop(self) -> None:
-        """So that the memory serves again, before new copies are made."""
-        self.stamp, self.copies = None, ()
+    def old(self, static: bool) -> None:
+        """A cast follows. The memory serves again: for new copies, or, if `static`, for the same ones."""
+        self.stamp, self.copies = None, self.copies if static else ()
 
 
 class _Casts:
-    """A graph from weights to copies. With `places`, one more input: a vector of those weights' amaxes."""
+    """A graph from weights to copies. With `places`, one more input: a vector of those weights' amaxes.
+    `written` has the memory of the copies as its last inputs, and writes there."""
 
     def __init__(self, graph: Graph, places: tuple[int, ...] = ()):
         self.graph, self.places = GraphModule({}, graph), places
+        self.written = GraphModule({}, into_memory(graph))
         self.function: Callable[..., Any] | None = None
 
 
 class WeightCache:
-    """The copies that one graph reads, for each set of weights that it is called with (of many layers)."""
+    """The copies that one graph reads, for each set of weights that it is called with (of many layers).
+    `static`: they keep their addresses."""
 
-    def __init__(self, hoisted: Hoisted, inner: Inner, patches: Mapping[str, Any]):
-        self.inputs, self.layouts = hoisted.inputs, hoisted.copies
-        self.inner, self.patches = inner, dict(patches)
+    def __init__(self, hoisted: Hoisted, inner: Inner, patches: Mapping[str, Any], static: bool):
+        self.inputs, self.layouts, self.static = hoisted.inputs, hoisted.copies, static
+        self.inner, self.patches = inner, {**patches, "triton.cudagraphs": False}
         self.own = _Casts(hoisted.graph)
         given = with_amaxes(hoisted)
         self.given = _Casts(*given) if given is not None else None
-        self.kept: dict[tuple[int, ...], _KeptCopies] = {}
+        self.kept: dict[tuple[int, ...], CopiesOf] = {}
         self.called = False
         self.lock = threading.Lock()
         _STEPS.add(self)
@@ -197,20 +209,22 @@ class WeightCache:
             return kept.copies
         if kept is None:
             entries = self.kept
-            kept = _KeptCopies([weakref.ref(weight, lambda _: entries.pop(key, None)) for weight in weights])
+            kept = CopiesOf([weakref.ref(weight, lambda _: entries.pop(key, None)) for weight in weights])
         elif not kept.used:
             kept.wasted += 1
-        kept.drop()
-        made, kept.used = self._cast(weights), True
+        kept.old(self.static)
+        made, kept.used = self._cast(weights, kept, stamp), True
         if stamp is None:
+            if compat.autograd.capturing():
+                say_once(logger, logging.WARNING, CAPTURED)
             self.kept.pop(key, None)
             return made
         self.kept[key] = kept
-        if _STEPS.tell_of(weights):  # else only the weights are known, for the end of the next step
-            kept.stamp, kept.copies = stamp, made
+        trusted = _STEPS.tell_of(weights)  # else only the weights are known, for the end of the next step
+        kept.stamp, kept.copies = (stamp, made) if trusted else (None, made if self.static else ())
         return made
 
-    def due(self, ids: Collection[int]) -> list[tuple[_KeptCopies, list[Tensor]]]:
+    def due(self, ids: Collection[int]) -> list[tuple[CopiesOf, list[Tensor]]]:
         """What is to be cast at the end of a step of the optimizer with these parameters: what a forward has
         read since it was cast. The optimizer must have all weights that are trained, and one at least."""
         found = []
@@ -225,11 +239,11 @@ class WeightCache:
     def cast_now(self, ids: Collection[int], written: Mapping[int, tuple[Mark, Tensor]]) -> None:
         """Cast what is `due`. `written`: marks and amaxes of weights that the step wrote."""
         for kept in list(self.kept.values()):  # a step makes all copies old
-            kept.drop()
+            kept.old(self.static)
         for kept, weights in self.due(ids):
             stamp = _stamp(weights)
             if stamp is not None and _STEPS.tell_of(weights):
-                kept.copies = self._cast(weights, self._amaxes(weights, written))
+                kept.copies = self._cast(weights, kept, stamp, self._amaxes(weights, written))
                 kept.stamp, kept.used = stamp, False
 
     def _amaxes(
@@ -245,22 +259,29 @@ class WeightCache:
         say_once(logger, logging.INFO, f"fp8_weights: a graph computes its amaxes again: {missing}")
         return ()
 
-    def _cast(self, weights: Sequence[Tensor], amaxes: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+    def _cast(
+        self,
+        weights: Sequence[Tensor],
+        kept: CopiesOf,
+        stamp: tuple | None,
+        amaxes: Sequence[Tensor] = (),
+    ) -> Sequence[Tensor]:
         casts = self.given if amaxes and self.given is not None else self.own
+        before, kept.cast = kept.cast, stamp
+        copies = kept.copies or self.empty(weights[0].device)
         with torch.no_grad():
-            inputs = [*weights, torch.stack(list(amaxes)).float()] if amaxes else weights
+            given = [torch.stack(list(amaxes)).float()] if amaxes else []
+            inputs = [*weights, *given, *(x.data for x in copies)]  # whose versions stay
             if casts.function is None:
                 with self.lock:
                     compile_fx = compat.inductor.compile_fx
                     casts.function = casts.function or compile_fx(
-                        casts.graph, inputs, self.inner.compile, self.patches
+                        casts.written, inputs, self.inner.compile, self.patches
                     )
-            made = casts.function(*inputs)
-        for copy, layout in zip(made, self.layouts, strict=True):
-            if Layout(copy.dtype, tuple(copy.shape), tuple(copy.stride())) != layout:
-                what = f"{copy.dtype} {list(copy.shape)}"
-                raise Fp8CompileError(f"cache_weights: a cast made {what}; please report this")
-        return made
+            casts.function(*inputs)
+        if kept.copies and before != stamp:  # else the values are the same, and a backward may yet read them
+            torch.autograd.graph.increment_version(copies)
+        return copies
 
 
 def _stamp(weights: Sequence[Tensor]) -> tuple | None:

@@ -314,17 +314,57 @@ def test_measured_calls_see_the_casts_of_weights() -> None:
     )
 
 
-def test_where_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    """Evaluation, and CUDA graphs."""
-    model = mlp().eval()
+def test_evaluation_keeps_no_copies() -> None:
     with counted() as casts:
-        compiled(model)(noise(1, 48, 128))
-        compiled(model, **{"triton.cudagraphs": True})
-        model.train()
-        call = compiled(model, **{"triton.cudagraphs": True})
-        call(noise(1, 48, 128)).sum().backward()
+        compiled(mlp().eval())(noise(1, 48, 128))
     assert not casts
-    assert "cache_weights has no effect with CUDA graphs" in caplog.text
+
+
+# -- with CUDA graphs, which record addresses --
+
+GRAPHS = {"triton.cudagraphs": True}
+
+
+def test_cuda_graphs_find_new_copies_at_the_old_addresses() -> None:
+    """Inductor hears that these inputs are static, so that a replay does not copy them; and they are, over
+    steps, whether a forward casts or the step of an optimizer."""
+    results: list[Any] = []
+    with hooks.static_inputs() as static:
+        for cache, early in ((False, False), (True, False), (True, True)):
+            model = mlp()
+            optimizer = AdamW(model.parameters(), lr=1e-2, compiled=False, fp8_weights=early)
+            with hooks.copies_given() as given, counted() as casts:
+                results.append(trained(model, compiled(model, cache, **GRAPHS), optimizer, 3, 2))
+            assert len(casts) == (2 + (3 if early else 2) if cache else 0)
+            assert len(given) == 6 * cache and len({*given}) == cache
+    assert same(results[0], results[1]) and same(results[0], results[2])
+    forward, backward = static[-2:]
+    assert (len(forward), len(backward)) == (3, 2) and {*forward.values(), *backward.values()} == {True}
+
+
+def test_forwards_before_backwards_at_one_address() -> None:
+    """Before the first step each forward casts, and writes the values that are there. After a step they are
+    others, and autograd refuses, as it does for a weight that was saved."""
+    model = mlp()
+    optimizer, x = fused(model), noise(1, 48, 128).requires_grad_()
+    call = compiled(model, **GRAPHS)
+    one, other = call(x), call(2 * x)
+    (one.sum() + other.sum()).backward()
+    late = call(x)
+    optimizer.step()
+    call(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.sum().backward()
+
+
+def test_a_capture_by_hand_keeps_no_copies(caplog: pytest.LogCaptureFixture) -> None:
+    """Each replay of such a graph casts, and the first call that is captured says so."""
+    call = compiled(mlp())
+    call(noise(1, 48, 128))
+    assert "cache_weights has no effect" not in caplog.text
+    with hooks.capturing():
+        call(noise(1, 48, 128))
+    assert "cache_weights has no effect in a CUDA graph" in caplog.text
 
 
 def test_weights_that_are_computed_are_cast_in_the_graph() -> None:
@@ -381,11 +421,13 @@ def test_a_product_of_two_weights() -> None:
 @pytest.mark.compiled
 @needs_description
 def test_a_micro_batch_casts_no_weight() -> None:
-    """Graphs of forward and backward read no weight, and casts are a graph of their own without a matmul."""
+    """Graphs of forward and backward read no weight, and casts are a graph of their own without a matmul,
+    which writes where CUDA graphs will read."""
     model = unallocated(lambda: Mlp(1024, 2048, bias=False), BF16)
     found = {}
     for cache in (False, True):
-        call = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "cache_weights": cache})
+        options = {"policy": ALL_FP8, "cache_weights": cache, "triton.cudagraphs": cache}
+        call = torch.compile(model, backend="fp8", options=options)
         x = torch.empty((2048, 1024), dtype=BF16, requires_grad=True)
         found[cache] = fake_gpu.trace(lambda call=call, x=x: call(x).sum().backward())
     (casts,) = [graph for graph in found[True].graphs if not any(x.matmul is not None for x in graph.kernels)]

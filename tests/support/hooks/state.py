@@ -73,10 +73,10 @@ def casts_by_place() -> Iterator[list[tuple[str, int]]]:
     cast, now = WeightCache._cast, WeightCache.cast_now
     where = ["forward"]
 
-    def noted(self: WeightCache, weights: Any, amaxes: Any = ()) -> Any:
+    def noted(self: WeightCache, weights: Any, kept: Any, stamp: Any, amaxes: Any = ()) -> Any:
         held = sum(len(kept.copies) for kept in self.kept.values())
         found.append((where[-1] + ("+" if len(amaxes) else ""), held))
-        return cast(self, weights, amaxes)
+        return cast(self, weights, kept, stamp, amaxes)
 
     def inside(self: WeightCache, *args: Any) -> None:
         where.append("step")
@@ -85,6 +85,25 @@ def casts_by_place() -> Iterator[list[tuple[str, int]]]:
 
     with mock.patch.object(WeightCache, "_cast", noted), mock.patch.object(WeightCache, "cast_now", inside):
         yield found
+
+
+def copies_given() -> Patched:
+    """The addresses of the copies that `cache_weights` gives each call."""
+    from fp8compile.features.weight_cache.weight_cache import WeightCache
+
+    return noting(WeightCache, "copies", lambda made, *_, **__: tuple(x.data_ptr() for x in made))
+
+
+def static_inputs() -> Patched:
+    """For each half that is compiled, whether Inductor hears that an FP8 input keeps its address, by name."""
+    from fp8compile.runtime.halves import Halves
+
+    def noted(_: Any, __: Halves, gm: Any, *___: Any, **kwargs: Any) -> dict[str, bool]:
+        inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
+        static = kwargs["static_input_idxs"]
+        return {node.name: i in static for i, node in inputs if node.meta["val"].dtype.itemsize == 1}
+
+    return noting(Halves, "compile", noted)
 
 
 @contextlib.contextmanager
@@ -275,6 +294,13 @@ def remembered(parameter: torch.Tensor) -> tuple[int, int]:
     graphs = [x for x in gc.get_objects() if type(x) is CompiledGraph and x.owners.casts]
     (graph,) = [graph for graph in graphs if any(id(parameter) in key for key in graph.owners.met)]
     return len(graph.owners.met), len(process.of(Ledger).graphs()[graph.record][1])
+
+
+def capturing() -> Patched:
+    """Inside, a CUDA graph seems to be captured."""
+    from fp8compile import compat
+
+    return mock.patch.object(compat.autograd, "capturing", lambda: True)
 
 
 @contextlib.contextmanager
