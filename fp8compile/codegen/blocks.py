@@ -12,6 +12,7 @@ import sympy
 
 from .. import compat
 from ..devices.gpu import gpu_of
+from . import walks
 from .group import Group, Output
 from .indexing import Domain, quotient
 
@@ -53,7 +54,6 @@ WALKING_WARPS, MOST_PROGRAMS = 4096, 512  # over whole rows: 16 or 32 warps for 
 ENOUGH_PROGRAMS = 2048  # that walk over tiles, a few waves
 LONGEST_WALK = 8  # tiles
 SHORTEST_WALK, WALK_OF_UNKNOWN = 16, 32  # rows; the latter where only a run knows how many there are
-RESIDENT_WARPS = 24  # of an SM, in kernels that loop over columns: they take 80 to 127 registers a thread
 
 
 def apart(group: Group) -> bool:
@@ -142,22 +142,16 @@ def whole_rows(group: Group) -> bool:
 
 
 def evicted(group: Group) -> bool:
-    """Does this kernel, if it loops over columns, read its inputs from memory again? Programs that run at the
-    same time walk in step, so all that they read lies between two reads of an element. It stays in the L2
-    cache if it takes no more than half of it: NVIDIA's has two parts. False where the size is unknown.
-    """
-    block = _choices(group)[0]
-    gpu = gpu_of(group.outputs[0].node.meta["val"].device)
-    if gpu is None or not gpu.L2_cache_size or not group.passes:
+    """Does this kernel, if it loops over columns, read its inputs from memory again (`walks`)? False where
+    the size of the cache, or that of a row, is unknown."""
+    gpu, columns = gpu_of(group.outputs[0].node.meta["val"].device), group.domain.columns
+    if gpu is None or gpu.L2_cache_size is None or not columns.is_Integer:
         return False
-    most = gpu.multi_processor_count * max(1, RESIDENT_WARPS // block[2])
-    programs = _blocks(group.domain.walked, block[0])
-    running = min(int(programs), most) if programs.is_Integer else most
+    block = _choices(group)[0]
+    running, programs = walks.resident(gpu, block[2]), _blocks(group.domain.walked, block[0])
+    running = min(int(programs), running) if programs.is_Integer else running
     widths = [node.meta["val"].itemsize for node in group.inputs if group.domain.is_full(node)]
-    columns = group.domain.columns
-    return (
-        bool(columns.is_Integer) and 2 * running * block[0] * int(columns) * sum(widths) > gpu.L2_cache_size
-    )
+    return not gpu.keeps(running * block[0] * int(columns) * sum(widths))
 
 
 # -- programs --

@@ -53,7 +53,8 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
 
     Inductor reads the inputs once for all outputs along rows, and once more for column sums and column
     amaxes. It reads them once more for amaxes of blocks of several rows, if the blocks are one column wide or
-    come after sums over rows.
+    come after sums over rows; and for a transposed copy after sums over rows, which its reductions, a row at
+    a time, do not write.
 
     Second reads of a group's own loops (`walks`) are left out: with them, norms with a cast would go to
     Inductor, which was not measured to be faster.
@@ -63,8 +64,6 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
     ours = theirs = reads
     if blocks.apart(group):
         ours += reads
-    elif blocks.whole_rows(group):  # Inductor's loops read them twice, as ours would
-        theirs += reads if blocks.evicted(group) else 0
     # Inductor would compute an input in place if nobody else reads it: then writing it is our cost
     for x in group.inputs:
         made = behind(x, (*VIEWS, *_PARTS))
@@ -88,6 +87,8 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
         else:
             ours += elements * 8 // blocks.height(group)  # partial sums, written and read
     if group.with_content("sum", "column_amax"):
+        theirs += reads
+    if group.passes and group.with_content("transposed"):
         theirs += reads
     if any(x.rows > 1 and (x.columns == 1 or group.passes) for x in map(of_amax, group.tiles)):
         theirs += reads
