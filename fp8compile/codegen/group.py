@@ -13,11 +13,11 @@ read outside:
                                   of that vector
     number      [1]               a scale for the whole matrix that each program computes from an amax, or its
                                   inverse
-    sum         [C]               column sums, from a partial sum of each block of rows: a bias gradient, say
+    sum         [C]               column sums, from a partial sum of each program: a bias gradient, say
 
-Sums over a row (a norm's mean and variance) and the amax of a row take an earlier pass over the block of
-rows; the last pass reads the block again, from the cache, not from memory. The amax of a block that a tile
-holds whole (1 x 128 elements), and the scale computed from it, take no earlier pass.
+Sums over a row (a norm's mean and variance) and the amax of a row must be known before what is made of them:
+either a block holds whole rows, or passes over it come first, and each reads the block again (`blocks`). The
+amax of a block that a tile holds whole (1 x 128 elements), and the scale computed from it, take no pass.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Group:
 
     @property
     def passes(self) -> int:
-        """Passes over a row block before the last one."""
+        """Passes over a row block before the last one, if it does not hold whole rows."""
         return 1 + max(self.levels.values(), default=-1)
 
     @property

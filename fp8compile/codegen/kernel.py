@@ -13,21 +13,14 @@ A program that collects sums or amaxes of columns takes several blocks of rows, 
 
 A program of one pass may also take a *span* of columns, strip by strip, where a tile of 128 x 128 elements is
 too much for the registers. It walks over the strips twice: for the amaxes of the span's rows, then the rest.
-
-Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. A tile has one scale for
-each of its blocks, [BLOCK_R / rows, BLOCK_C / columns]; these are spread over the tile where values are
-multiplied with them. Offsets are 64-bit. Row numbers are [BLOCK_R, 1], column numbers [1, BLOCK_C], so a
-value that varies with one of them only is computed once a row or column.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 
 import sympy
-import torch
 from torch.fx import Node
 
 from .. import compat
@@ -36,13 +29,13 @@ from ..ir import ops
 from ..ir.fx_utils import arg
 from . import blocks
 from .block_scales import Tiles, magnitude
-from .composites import composite
-from .expressions import FLOATS, TRITON_DTYPE, expression, number_text, prelude, rounded
+from .expressions import TRITON_DTYPE, number_text, rounded
 from .group import Group, Output, statistics_of, title
-from .indexing import VIEWS, Index, in_memory, sizes, varies_with
-from .scales import FROM_AMAX, SPAN, Scale, computed_scale, loaded_scale
+from .indexing import sizes
+from .scales import SPAN, Scale, loaded_scale
 from .stores import Stores
-from .text import MOST_COLUMNS, Masks, bracketed, dtype_name, guarded, indented, integer, kept
+from .text import MOST_COLUMNS, Masks, dtype_name, guarded, indented, kept
+from .values import Values
 
 
 @dataclass(frozen=True)
@@ -61,16 +54,17 @@ def write(group: Group) -> Kernel:
     return Writer(group).write()
 
 
-class Writer:
+class Writer(Values):
     def __init__(self, group: Group):
-        self.group, self.domain = group, group.domain
-        gpu = gpu_of(group.outputs[0].node.meta["val"].device)
-        self.by_ptx = gpu is not None and not gpu.gfx and compat.triton.converts_wrongly(gpu.capability)
         self.whole, self.walk = blocks.whole_rows(group), blocks.walk(group)
         self.looping = bool(group.passes) and not self.whole
+        fixed: tuple[str, ...] = ("row" if self.looping or group.span else "col", "one")
+        if self.whole and group.domain.rows == 1:
+            fixed = ()  # a row and its sums look like values that no row changes
         width = blocks.configurations(group)[0][1] if self.whole else MOST_COLUMNS
-        self.masks = Masks.of(group.domain, width)
-        self.inputs = {node: f"x{i}" for i, node in enumerate(group.inputs)}
+        super().__init__(group, Masks.of(group.domain, width), fixed)
+        gpu = gpu_of(group.outputs[0].node.meta["val"].device)
+        self.by_ptx = gpu is not None and not gpu.gfx and compat.triton.converts_wrongly(gpu.capability)
         self.scales: dict[Node, str] = {}
         self.read: list[Node] = []  # what the kernel reads of them, in the order of its parameters
         for node, scale in group.scales.items():
@@ -78,18 +72,6 @@ class Writer:
             self.read += scale.read
         made = [output for output in group.stored if blocks.made_of(output, group) is not None]
         self.pointers = {id(output): f"y{i}" for i, output in enumerate(group.stored) if output not in made}
-        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # as the kernel calls them: n0, n1, ..
-        self.count = 0
-        # what a value varies with if the loop over tiles, of columns or of rows, leaves it as it is
-        self.fixed: tuple[str, ...] = ("row" if self.looping or group.span else "col", "one")
-        if self.whole and self.domain.rows == 1:
-            self.fixed = ()  # a row and its sums look like values that no row changes
-        self.outer: dict[tuple[Node, Index], str] = {}  # such values
-        self.outer_lines: list[str] = []
-        self.eviction = ""  # what happens in the cache to what is read
-        self.loop: dict[tuple[Node, Index], str] = {}  # values of the tile at hand
-        self.lines: list[str] = []
-        self.reduced: dict[Node, str] = {}  # sums over rows that are known by now
         self.means: dict[Node, str] = {}
         self.spans: dict[Scale, str] = {}  # scales of the rows of a span
 
@@ -300,87 +282,6 @@ class Writer:
     def strips(lines: list[str]) -> list[str]:
         return [f"for strip in range(0, {SPAN}, BLOCK_C):", *indented(["start = span + strip", *lines])]
 
-    # -- values --
-
-    def value(self, node: Node, index: Index) -> str:
-        """The name of a value; writes what computes it where it is computed first."""
-        if (node, in_memory(index)) in self.group.loads:
-            index = in_memory(index)
-        key = (node, index)
-        if known := self.loop.get(key) or self.outer.get(key):
-            return known
-        if node in self.reduced and key not in self.group.loads:
-            return self.reduced[node]
-        if key in self.group.loads:
-            before: list[str] = []
-            text, name = self.load(node, index), self.name("v")
-        else:
-            operands = self.domain.operands(node, index)
-            assert operands is not None, node
-            texts = [self.value(*x) if isinstance(x, tuple) else number_text(x) for x in operands]
-            if node.target in (*VIEWS, torch.ops.aten.index.Tensor, torch.ops.aten.slice.Tensor):
-                return texts[0]
-            name = f"v{self.count + 1}"
-            if node.target is torch.ops.aten.cat.default:
-                text, before = self.beside(node, index, texts), []
-            elif node.target in FROM_AMAX:
-                *before, text = computed_scale(node, texts[0], name)
-                text = text.removeprefix(f"{name} = ")
-            elif whole := composite(node):
-                before, text = whole.text(texts)
-            else:
-                text, before = expression(node, texts, name), prelude(node, texts, name)
-            if text in texts:
-                return text
-            self.count += 1
-        inner = varies_with(index) not in self.fixed
-        (self.loop if inner else self.outer)[key] = name
-        lines = self.lines if inner else self.outer_lines
-        lines += [*(line for line in before if line not in lines), f"{name} = {text}"]
-        return name
-
-    def beside(self, node: Node, index: Index, parts: list[str]) -> str:
-        """The one of several values side by side that the column is in."""
-        terms, made = self.domain.parts(node, index), parts[-1]
-        assert terms is not None
-        for value, after in reversed([*zip(parts, terms[1:], strict=False)]):
-            first, whole = after.part  # type: ignore[misc]
-            made = f"tl.where(col % {whole} < {first}, {value}, {made})"
-        return made
-
-    def load(self, node: Node, index: Index) -> str:
-        dtype = node.meta["val"].dtype
-        masks = {"full": self.masks.inside, "row": self.masks.row, "col": self.masks.col, "one": ""}
-        axes = {"full": ("row", "col"), "row": ("row",), "col": ("col",), "one": ()}[varies_with(index)]
-        other = "0.0" if dtype.is_floating_point else "0"
-        mask = guarded(masks[varies_with(index)], other)
-        if self.eviction and self.domain.is_full(node):
-            mask += f', eviction_policy="{self.eviction}"'
-        text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{mask})"
-        if dtype in FLOATS:
-            return f"{text}.to(tl.float32)"
-        return f"{text} != 0" if dtype == torch.bool else text
-
-    def offset(self, node: Node, index: Index, *varying: str) -> str:
-        """` + ...`: the offset from a tensor's first element to those at `index`. It has an element for each
-        row or column (`varying`), even if a matrix of one row or column has no term for them."""
-        parts = []
-        for (axis, divisor, size), stride in self.domain.address(node, index).items():
-            if isinstance(axis, Node):
-                axis = self.value(axis, self.domain.row_index(axis))  # type: ignore[arg-type]
-            text = axis if divisor == 1 else f"{axis} // {self.text(divisor)}"
-            text = text if size is None else f"{text} % {self.text(size)}"
-            parts.append(text if stride == 1 else f"{bracketed(text)} * {self.text(stride)}")
-        shift = self.domain.shift(node, index)
-        parts += [self.text(shift)] if shift != 0 else []
-        width, stride = self.domain.turn(node, index)
-        if width:
-            turn = f"{width // 2} - col // {width // 2} % 2 * {width}"
-            parts.append(turn if stride == 1 else f"({turn}) * {self.text(stride)}")
-        found = set(re.findall(r"\w+", " ".join(parts)))
-        parts += [f"{axis} * 0" for axis in varying if axis not in found]
-        return "".join(f" + {part}" for part in parts)
-
     # -- outputs of one value, or one a row; the others are `Stores` --
 
     def store_number(self, output: Output) -> str:
@@ -396,16 +297,3 @@ class Writer:
         value = self.value(output.node, index)
         where, dtype = self.offset(output.node, index, "row"), TRITON_DTYPE[output.node.meta["val"].dtype]
         return f"tl.store({self.pointers[id(output)]}{where}, {value}.to({dtype}){guarded(self.masks.row)})"
-
-    # -- text --
-
-    def name(self, letter: str) -> str:
-        self.count += 1
-        return f"{letter}{self.count}"
-
-    def text(self, expr: sympy.Expr) -> str:
-        """An integer expression. Symbols become parameters."""
-        for symbol in sorted(expr.free_symbols, key=str):
-            ours = sympy.Symbol(f"n{len(self.symbols)}", integer=True, positive=True)
-            self.symbols.setdefault(symbol, ours)
-        return bracketed(integer(expr.subs(self.symbols, simultaneous=True)))
