@@ -5,6 +5,9 @@ blocks (BLOCK_R, BLOCK_C, warps). `codegen.launch` has those that are chosen fro
 one at a time measures. A line for each: microseconds, GB/s of the bytes that must move, and each kernel's
 microseconds.
 
+`--persistent 0 2` also measures kernels of one tile a program as so many programs an SM that walk over tiles
+(0: as they are written).
+
 `--stages 0 2 3 4` also measures kernels that loop over columns with so many loads of a loop under way (0: as
 they are written, one after the other): do norms, at half the rate of a copy, wait for memory? `--blocks 2`
 takes the first two of each family.
@@ -23,10 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
+import sympy
 import torch
 
 from fp8compile import compat
@@ -48,6 +53,8 @@ PLAIN: list[Block] = [(64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (12
 PLAIN += [(64, 128, 4), (128, 64, 4)]
 POINTS = {
     "swiglu-backward": ((8192, 14336), HEAVY),
+    "swiglu-backward-merged": ((8192, 14336), HEAVY),
+    "swiglu-backward-merged-four": ((8192, 14336), HEAVY),
     "swiglu": ((8192, 14336), HEAVY),
     "layer-norm-backward": ((8192, 4096), ROWS),
     "gelu-backward": ((16384, 16384), TALL),
@@ -60,18 +67,24 @@ TINY = (40, 48)
 RUNS = 11
 
 
-def points(names: list[str], stages: list[int], most: int | None = None) -> list[tuple[str, Block, int]]:
-    """(family, block, stages), the first block of each family before the second of any; at most `most`
-    blocks."""
+Point = tuple[str, Block, int, int]
+
+
+def points(
+    names: list[str], stages: list[int], persistent: list[int], most: int | None = None
+) -> list[Point]:
+    """(family, block, stages, programs an SM), the first block of each family before the second of any; at
+    most `most` blocks."""
     most = min(filter(None, (most, max(len(POINTS[name][1]) for name in names))))
     every = [
-        (name, POINTS[name][1][i], s)
+        (name, POINTS[name][1][i], s, programs)
         for i in range(most)
         for s in stages
+        for programs in persistent
         for name in names
         if i < len(POINTS[name][1])
     ]
-    return [point for point in every if not point[2] or point[0] in LOOPS]
+    return [x for x in every if not (x[3] if x[0] in LOOPS else x[2])]
 
 
 def pipelined(stages: int) -> contextlib.AbstractContextManager[Any]:
@@ -87,14 +100,45 @@ def pipelined(stages: int) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(compat.triton, "load_kernel", loaded) if stages else contextlib.nullcontext()
 
 
-def measured(name: str, block: Block, stages: int, timer: Device | None, turn: TextIO) -> dict[str, Any]:
+@contextlib.contextmanager
+def walking(programs: int) -> Iterator[None]:
+    """Inside, so many programs of a kernel walk over its tiles, and raise each amax once."""
+    load = compat.triton.load_kernel
+
+    def loaded(name: str, source: str) -> Any:
+        head, _, code = source.partition(f"def {name}(")
+        parameters, *body = code.replace(name, f"{name}_walking").splitlines()
+        rows = re.findall(r"# x0: \w+ \[(\d+)", source)[0]
+        first = [line for line in body if re.match(r" +(tiles|s\d+_value) = |.*#", line)]
+        last = [line for line in body if "tl.atomic_max(amax" in line]
+        inner = [line for line in body if line not in (*first, *last) and " pid = " not in line]
+        inner = [re.sub(r"^ +(largest\d+) = (.*)", r"    \1 = tl.maximum(\1, \2)", line) for line in inner]
+        names = re.findall(r"largest\d+", " ".join(last))
+        zeros = [f"    {name} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for name in names]
+        tiles = f"tiles * (({rows} + BLOCK_R - 1) // BLOCK_R)"
+        loop = f"    for pid in tl.range(tl.program_id(0).to(tl.int64), {tiles}, {programs}, num_stages=1):"
+        lines = [f"{head}def {name}_walking({parameters}", *first, *zeros, loop]
+        return load(f"{name}_walking", "\n".join([*lines, *(f"    {line}" for line in inner), *last, ""]))
+
+    with (
+        mock.patch.object(compat.triton, "load_kernel", loaded),
+        mock.patch.object(launch, "grid", lambda group, block: sympy.Integer(programs)),
+    ):
+        yield
+
+
+def measured(
+    name: str, block: Block, stages: int, persistent: int, timer: Device | None, turn: TextIO
+) -> dict[str, Any]:
     """One line. `turn`: a file whose lock allows to measure."""
     family, device = FAMILIES[name], "cpu" if timer is None else "cuda"
-    row: dict[str, Any] = {"family": name, "config": block, "stages": stages}
+    row: dict[str, Any] = {"family": name, "config": block, "stages": stages, "persistent": persistent}
+    processors = torch.cuda.get_device_properties(0).multi_processor_count if timer else 1
+    form = walking(persistent * processors) if persistent else pipelined(stages)
     try:
         torch.manual_seed(0)
         inputs = family.inputs(Source(*(TINY if timer is None else POINTS[name][0]), device))
-        with mock.patch.object(launch, "configurations", lambda group: (block,)), pipelined(stages):
+        with mock.patch.object(launch, "configurations", lambda group: (block,)), form:
             plan = Plan(family.function, fused=True, interpreted=timer is None)
             outputs = plan.first(*inputs)
         if timer is None:
@@ -125,6 +169,9 @@ def main(argv: list[str] | None = None) -> int:
         "--stages", nargs="+", type=count(0), default=[0], metavar="N", help="of loops; default: 0"
     )
     parser.add_argument(
+        "--persistent", nargs="+", type=count(0), default=[0], metavar="N", help="programs an SM; default: 0"
+    )
+    parser.add_argument(
         "--blocks", type=count(1), metavar="N", help="the first N of each family; default: all"
     )
     parser.add_argument(
@@ -139,8 +186,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
-    chosen = points(args.family or [*POINTS], args.stages, args.blocks)
-    names = [f"{name} {block}{f', {stages} stages' if stages else ''}" for name, block, stages in chosen]
+    chosen = points(args.family or [*POINTS], args.stages, args.persistent, args.blocks)
+    names = [
+        f"{name} {block}{f', {s} stages' if s else ''}{f', {programs} programs' if programs else ''}"
+        for name, block, s, programs in chosen
+    ]
     if args.part is None:
         todo.plan(names)
         with tempfile.NamedTemporaryFile() as turn:

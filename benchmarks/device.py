@@ -81,6 +81,11 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "blocks": (
         Step(50, f"{BLOCKS} --family rms-norm layer-norm-backward --stages 0 3", f"--family rms-norm {TWO}"),
         Step(40, f"{BLOCKS} --family swiglu-backward gelu-backward", f"--family gelu-backward {TWO}"),
+        Step(
+            40,
+            f"{BLOCKS} --family swiglu swiglu-backward-merged swiglu-backward-merged-four --persistent 0 2",
+            f"--family swiglu-backward-merged {TWO}",
+        ),
     ),
     "short": (
         Step(85, f"{LAYERS},seq=2048 --arms bf16,torchao-tensorwise,fp8-delayed,fp8-delayed-kept", FEW),

@@ -226,6 +226,15 @@ def test_out_of_time():
     assert result["rows"] == [] and "out of time: 4 points were not begun" in tables.text(result)
 
 
+@pytest.mark.parametrize("family", ["swiglu-backward-merged", "swiglu-backward-merged-four"])
+def test_programs_that_walk_over_tiles(family, monkeypatch, tmp_path) -> None:
+    """Two programs take six tiles: copies and amaxes are those of the eager operators, by one kernel."""
+    monkeypatch.setattr(blocks, "TINY", (96, 96))
+    with kernels.interpreter(), (tmp_path / "turn").open("w") as turn:
+        row = blocks.measured(family, (32, 64, 4), 0, 2, None, turn)
+    assert row["persistent"] == 2 and [name.endswith("_walking") for name in row["kernels"]] == [True]
+
+
 @pytest.mark.weekly
 def test_blocks(tmp_path) -> None:
     """Each block of two families, in two processes: the kernels give what the eager operators give."""
