@@ -1,15 +1,19 @@
-"""Which blocks are fastest? `python -m benchmarks.blocks --json benchmarks/results/nvidia-h200/blocks.jsonl`.
+"""Which blocks and forms are fastest? `python -m benchmarks.blocks --json PATH.jsonl`.
 
 Each family of [benchmarks.kernels](families.py), at a size of a Llama-3-8B or GPT layer, with each of several
-blocks (BLOCK_R, BLOCK_C, warps). `codegen.launch` has those that are chosen from. Several processes compile;
-one at a time measures. A line for each: microseconds, GB/s of the bytes that must move, and each kernel's
-microseconds.
+blocks (BLOCK_R, BLOCK_C, warps). `codegen.blocks` has those that are chosen from: of a norm, a block of 4096
+columns holds whole rows, and with others its kernel loops over columns. Several processes compile; one at a
+time measures. A line for each: microseconds, GB/s of the bytes that must move, each kernel's microseconds.
 
-`--stages 0 2 3 4` also measures kernels that loop over columns with so many loads of a loop under way (0: as
-they are written, one after the other): do norms, at half the rate of a copy, wait for memory? `--blocks 2`
-takes the first two of each family.
+`--form` also measures kernels in other forms than the one that is written (`now`), where they have them:
 
-On a CPU (`--device cpu`), kernels of tiny sizes run in Triton's interpreter, and nothing is timed.
+    forward        loops over columns: each from the first column on, without hints to the cache
+    stages-3       loops over columns: three loads of the loop are under way
+    still          a program takes one block of rows, and reduces its column sums there
+    persistent-2   two programs an SM walk over the tiles
+
+`--blocks 2` takes the first two of each family, what is chosen and what was chosen before. On a CPU
+(`--device cpu`), kernels of tiny sizes run in Triton's interpreter, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 from unittest import mock
 
+import sympy
 import torch
 
 from fp8compile import compat
@@ -41,60 +47,129 @@ from .worker import one_line
 Block = tuple[int, int, int]
 HEAVY: list[Block] = [(64, 64, 8), (32, 128, 8), (64, 64, 4), (64, 128, 16), (32, 64, 4), (128, 32, 8)]
 HEAVY += [(64, 32, 4), (32, 64, 8), (64, 128, 8), (32, 128, 4), (64, 32, 8), (128, 64, 16)]
-TALL: list[Block] = [(128, 64, 16), (128, 32, 8), (64, 64, 8), (64, 32, 4), (128, 64, 8), (64, 64, 4)]
-ROWS: list[Block] = [(32, 64, 8), (32, 128, 8), (16, 128, 8), (16, 128, 4), (16, 256, 8), (32, 64, 4)]
-ROWS += [(32, 128, 16), (16, 64, 4)]
+TALL: list[Block] = [(64, 32, 8), (128, 64, 16), (64, 64, 16), (128, 32, 8), (64, 64, 8), (64, 32, 4)]
+TALL += [(128, 64, 8), (64, 64, 4)]
+NORMS: list[Block] = [(1, 4096, 4), (32, 128, 8), (1, 4096, 8), (32, 128, 16), (16, 128, 8), (16, 128, 4)]
+NORMS += [(16, 256, 8), (32, 64, 8), (32, 64, 4), (16, 64, 4)]
+BACKWARDS: list[Block] = [(1, 4096, 16), (32, 64, 8), (1, 4096, 32), (32, 128, 8), (16, 256, 8), (32, 64, 4)]
 PLAIN: list[Block] = [(64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 128, 16), (64, 64, 8)]
 PLAIN += [(64, 128, 4), (128, 64, 4)]
 POINTS = {
     "swiglu-backward": ((8192, 14336), HEAVY),
+    "swiglu-backward-merged": ((8192, 14336), HEAVY),
+    "swiglu-backward-merged-four": ((8192, 14336), HEAVY),
     "swiglu": ((8192, 14336), HEAVY),
-    "layer-norm-backward": ((8192, 4096), ROWS),
+    "rms-norm-backward": ((8192, 4096), BACKWARDS),
+    "layer-norm-backward": ((8192, 4096), BACKWARDS),
     "gelu-backward": ((16384, 16384), TALL),
-    "rms-norm": ((8192, 4096), ROWS),
+    "rms-norm": ((8192, 4096), NORMS),
     "weight": ((14336, 4096), PLAIN),
     "attention": ((8192, 4096), PLAIN),
 }
-LOOPS = ("layer-norm-backward", "rms-norm")  # families whose kernels loop over columns
-TINY = (40, 48)
+LOOPS = (
+    "rms-norm",
+    "rms-norm-backward",
+    "layer-norm-backward",
+)  # families whose kernels may loop over columns
+ONE_TILE = ("swiglu", "swiglu-backward", "swiglu-backward-merged", "swiglu-backward-merged-four")
+TINY = (40, 140)
 RUNS = 11
 
+Point = tuple[str, Block, str]
+Form = contextlib.AbstractContextManager[Any]
 
-def points(names: list[str], stages: list[int], most: int | None = None) -> list[tuple[str, Block, int]]:
-    """(family, block, stages), the first block of each family before the second of any; at most `most`
-    blocks."""
+
+def points(names: list[str], forms: list[str], most: int | None = None) -> list[Point]:
+    """(family, block, form), the first block of each family before the second; at most `most` blocks."""
     most = min(filter(None, (most, max(len(POINTS[name][1]) for name in names))))
     every = [
-        (name, POINTS[name][1][i], s)
+        (name, POINTS[name][1][i], form)
         for i in range(most)
-        for s in stages
+        for form in forms
         for name in names
         if i < len(POINTS[name][1])
     ]
-    return [point for point in every if not point[2] or point[0] in LOOPS]
+    return [x for x in every if x[2] == "now" or FORMS[x[2]].of(x[0], x[1])]
 
 
-def pipelined(stages: int) -> contextlib.AbstractContextManager[Any]:
-    """Inside, loops over columns of generated kernels have so many loads under way."""
+def rewritten(suffix: str, change: Callable[[str, str], str]) -> Form:
+    """Inside, generated kernels are of a changed source and have a longer name. `change(source, name)`."""
     load = compat.triton.load_kernel
 
     def loaded(name: str, source: str) -> Any:
-        written = re.sub(
-            r"in range\((.*), BLOCK_C\):", rf"in tl.range(\1, BLOCK_C, num_stages={stages}):", source
-        )
-        return load(f"{name}_{stages}", written.replace(name, f"{name}_{stages}"))
+        return load(name + suffix, change(source, name).replace(name, name + suffix))
 
-    return mock.patch.object(compat.triton, "load_kernel", loaded) if stages else contextlib.nullcontext()
+    return mock.patch.object(compat.triton, "load_kernel", loaded)
 
 
-def measured(name: str, block: Block, stages: int, timer: Device | None, turn: TextIO) -> dict[str, Any]:
+def forward(source: str, _name: str) -> str:
+    return re.sub(r', eviction_policy="\w+"', "", re.sub(r"start = .* - done\b", "start = done", source))
+
+
+def pipelined(source: str, _name: str) -> str:
+    return re.sub(r"in range\((.*), BLOCK_C\):", r"in tl.range(\1, BLOCK_C, num_stages=3):", source)
+
+
+def persistent(source: str, name: str) -> str:
+    """The source of programs that walk over tiles, and raise each amax once."""
+    head, _, code = source.partition(f"def {name}(")
+    parameters, *body = code.splitlines()
+    rows = re.findall(r"# x0: \w+ \[(\d+)", source)[0]
+    first = [line for line in body if re.match(r" +(tiles|s\d+_value) = |.*#", line)]
+    last = [line for line in body if "tl.atomic_max(amax" in line]
+    inner = [line for line in body if line not in (*first, *last) and " pid = " not in line]
+    inner = [re.sub(r"^ +(largest\d+) = (.*)", r"    \1 = tl.maximum(\1, \2)", line) for line in inner]
+    names = re.findall(r"largest\d+", " ".join(last))
+    zeros = [f"    {name} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for name in names]
+    tiles = f"tiles * (({rows} + BLOCK_R - 1) // BLOCK_R)"
+    loop = (
+        f"    for pid in tl.range(tl.program_id(0).to(tl.int64), {tiles}, tl.num_programs(0), num_stages=1):"
+    )
+    lines = [f"{head}def {name}({parameters}", *first, *zeros, loop]
+    return "\n".join([*lines, *(f"    {line}" for line in inner), *last, ""])
+
+
+@contextlib.contextmanager
+def walking() -> Iterator[None]:
+    """Inside, two programs an SM walk over the tiles of a kernel."""
+    found = torch.cuda.is_available()
+    programs = 2 * (torch.cuda.get_device_properties(0).multi_processor_count if found else 1)
+    grid = mock.patch.object(launch.blocks, "grid", lambda group, block: sympy.Integer(programs))
+    with rewritten("_persistent", persistent), grid:
+        yield
+
+
+class Other(NamedTuple):
+    """A form: a context in which kernels have it, and whether a family's kernel with a block may have it."""
+
+    made: Callable[[], Form]
+    of: Callable[[str, Block], bool]
+
+
+def _loops(name: str, block: Block) -> bool:
+    return name in LOOPS and block[1] < POINTS[name][0][1]
+
+
+FORMS = {
+    "forward": Other(lambda: rewritten("_forward", forward), _loops),
+    "stages-3": Other(lambda: rewritten("_stages", pipelined), _loops),
+    "still": Other(
+        lambda: mock.patch.object(launch.blocks, "walk", lambda group: 1),
+        lambda name, _: name == "gelu-backward",
+    ),
+    "persistent-2": Other(walking, lambda name, _: name in ONE_TILE),
+}
+
+
+def measured(name: str, block: Block, form: str, timer: Device | None, turn: TextIO) -> dict[str, Any]:
     """One line. `turn`: a file whose lock allows to measure."""
     family, device = FAMILIES[name], "cpu" if timer is None else "cuda"
-    row: dict[str, Any] = {"family": name, "config": block, "stages": stages}
+    row: dict[str, Any] = {"family": name, "config": block, "form": form}
+    made = contextlib.nullcontext() if form == "now" else FORMS[form].made()
     try:
         torch.manual_seed(0)
         inputs = family.inputs(Source(*(TINY if timer is None else POINTS[name][0]), device))
-        with mock.patch.object(launch, "configurations", lambda group: (block,)), pipelined(stages):
+        with mock.patch.object(launch.blocks, "configurations", lambda group: (block,)), made:
             plan = Plan(family.function, fused=True, interpreted=timer is None)
             outputs = plan.first(*inputs)
         if timer is None:
@@ -121,8 +196,9 @@ def main(argv: list[str] | None = None) -> int:
         metavar="NAME",
         help=f"default: all: {', '.join(POINTS)}",
     )
+    forms = ("now", *FORMS)
     parser.add_argument(
-        "--stages", nargs="+", type=count(0), default=[0], metavar="N", help="of loops; default: 0"
+        "--form", nargs="+", choices=forms, default=["now"], metavar="NAME", help=f"of {', '.join(forms)}"
     )
     parser.add_argument(
         "--blocks", type=count(1), metavar="N", help="the first N of each family; default: all"
@@ -139,8 +215,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
-    chosen = points(args.family or [*POINTS], args.stages, args.blocks)
-    names = [f"{name} {block}{f', {stages} stages' if stages else ''}" for name, block, stages in chosen]
+    chosen = points(args.family or [*POINTS], args.form, args.blocks)
+    names = [f"{name} {block}{f', {form}' if form != 'now' else ''}" for name, block, form in chosen]
     if args.part is None:
         todo.plan(names)
         with tempfile.NamedTemporaryFile() as turn:

@@ -79,8 +79,17 @@ PARTS: dict[str, tuple[Step, ...]] = {
         ),
     ),
     "blocks": (
-        Step(50, f"{BLOCKS} --family rms-norm layer-norm-backward --stages 0 3", f"--family rms-norm {TWO}"),
-        Step(40, f"{BLOCKS} --family swiglu-backward gelu-backward", f"--family gelu-backward {TWO}"),
+        Step(
+            60,
+            f"{BLOCKS} --family rms-norm rms-norm-backward layer-norm-backward --form now forward stages-3",
+            f"--family rms-norm {TWO}",
+        ),
+        Step(30, f"{BLOCKS} --family gelu-backward --form now still", TWO),
+        Step(
+            40,
+            f"{BLOCKS} --form now persistent-2 --family swiglu swiglu-backward-merged swiglu-backward-merged-four",
+            f"--family swiglu-backward-merged {TWO}",
+        ),
     ),
     "short": (
         Step(85, f"{LAYERS},seq=2048 --arms bf16,torchao-tensorwise,fp8-delayed,fp8-delayed-kept", FEW),

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8compile.ir import ops
+from fp8compile.ir import merged, ops
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 HEAD = 128  # width of an attention head
@@ -114,6 +114,29 @@ def swiglu_backward(
 ) -> tuple[Tensor, ...]:
     dgate = torch.ops.aten.silu_backward(dy * up, gate)
     return *both(dgate, scale_gate, E5M2), *both(dy * F.silu(gate), scale_up, E5M2)
+
+
+def _merged(s: Source) -> tuple[Tensor, ...]:
+    return s.full(), s(s.rows, 2 * s.columns), s.scale(E5M2), s.scale()
+
+
+@family("SwiGLU backward, gate and up in one matrix, five casts", _merged)
+def swiglu_backward_merged(
+    dy: Tensor, gate_up: Tensor, scale: Tensor, *scale_y: Tensor
+) -> tuple[Tensor, ...]:
+    """As a Llama layer has it: the copies of both gradients are parts of larger ones, which one matmul reads,
+    and the product is cast once more, transposed."""
+    gate, up = gate_up[:, : dy.shape[1]], gate_up[:, dy.shape[1] :]
+    silu = F.silu(gate)
+    gradients = torch.ops.aten.silu_backward(dy * up, gate), dy * silu
+    plain, transposed = zip(*(ops.quantize_both(x, scale, *E5M2) for x in gradients), strict=True)
+    wholes = merged.side_by_side([*plain], 1), merged.side_by_side([*transposed], 0)
+    return *wholes, *map(ops.amax, gradients), *(ops.quantize(silu * up, x, *E4M3, True) for x in scale_y)
+
+
+@family("the same, four casts: forward has written the product's", lambda s: _merged(s)[:3])
+def swiglu_backward_merged_four(dy: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return swiglu_backward_merged(dy, gate_up, scale)
 
 
 @family("RMSNorm and cast", lambda s: (s.full(), s.column(), s.scale()))

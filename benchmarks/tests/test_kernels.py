@@ -226,18 +226,24 @@ def test_out_of_time():
     assert result["rows"] == [] and "out of time: 4 points were not begun" in tables.text(result)
 
 
+@pytest.mark.parametrize("family", ["swiglu-backward-merged", "swiglu-backward-merged-four"])
+def test_programs_that_walk_over_tiles(family, monkeypatch, tmp_path) -> None:
+    """Two programs take six tiles: copies and amaxes are those of the eager operators, by one kernel."""
+    monkeypatch.setattr(blocks, "TINY", (96, 96))
+    with kernels.interpreter(), (tmp_path / "turn").open("w") as turn:
+        row = blocks.measured(family, (32, 64, 4), "persistent-2", None, turn)
+    assert [name.endswith("_persistent") for name in row["kernels"]] == [True]
+
+
 @pytest.mark.weekly
 def test_blocks(tmp_path) -> None:
-    """Each block of two families, in two processes: the kernels give what the eager operators give."""
-    file = tmp_path / "blocks.jsonl"
-    given = "--device cpu --processes 2 --family weight rms-norm --stages 0 3 --json".split() + [str(file)]
-    assert blocks.main(given) == 0
+    """Each block and form of some families, in two processes: kernels give what the eager operators give."""
+    file, families = tmp_path / "blocks.jsonl", ["weight", "rms-norm", "gelu-backward"]
+    given = ["--device", "cpu", "--processes", "2", "--family", *families, "--form", "now", *blocks.FORMS]
+    assert blocks.main([*given, "--json", str(file)]) == 0
     found = lines.read(file)
-    of = (("weight", 0), ("rms-norm", 0), ("rms-norm", 3))
-    wanted = {(name, block, stages) for name, stages in of for block in blocks.POINTS[name][1]}
-    assert {(row["family"], tuple(row["config"]), row["stages"]) for row in found} == wanted and len(
-        found
-    ) == len(wanted)
-    assert all(row["kernels"] for row in found)
+    wanted = blocks.points(families, ["now", *blocks.FORMS])
+    assert sorted((row["family"], tuple(row["config"]), row["form"]) for row in found) == sorted(wanted)
     for row in found:
-        assert any(name.endswith("_3") for name in row["kernels"]) == (row["stages"] == 3)
+        assert row["kernels"]
+        assert any(name.endswith("_forward") for name in row["kernels"]) == (row["form"] == "forward")

@@ -54,8 +54,7 @@ def gelu_backward(dy: Tensor, x: Tensor, scale: Tensor, scale_y: Tensor) -> Any:
 
 
 def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Any:
-    """The halves of a head are exchanged: dy and sin are read at their place and at that of the other
-    half."""
+    """The halves of a head are exchanged: what is read in one of them is read once."""
     y = dy * sin[:, None]
     y = dy * cos[:, None] + aten.cat([y[..., 64:], -y[..., :64]], -1)
     return both(y.view(8192, 4096), scale, E5M2)
