@@ -87,7 +87,8 @@ PARTS: dict[str, tuple[Step, ...]] = {
         Step(30, f"{BLOCKS} --family gelu-backward --form now still", TWO),
         Step(
             40,
-            f"{BLOCKS} --form now persistent-2 --family swiglu swiglu-backward-merged swiglu-backward-merged-four",
+            f"{BLOCKS} --form now persistent-2 "
+            "--family swiglu swiglu-backward-merged swiglu-backward-merged-four",
             f"--family swiglu-backward-merged {TWO}",
         ),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
@@ -224,7 +225,7 @@ def test_every_generated_kernel_gets_its_call():
 
 LIMITS = {  # generated kernel: its tile, and at most so many instructions and loads of an element on sm_90
     "gelu": ((32, 64, 4), 31.5, 0.2),
-    "gelu_backward": ((128, 64, 16), 62.0, 0.4),
+    "gelu_backward": ((64, 32, 8), 45.0, 0.4),
     "rope_backward": ((64, 128, 8), 20.0, 0.6),  # the gradient and one table at one place, and at another
 }
 
@@ -241,7 +242,8 @@ def test_kernels_need_few_instructions(name):
     made = machine_code.compile_source(source, (rows, columns, warps), target)
     found = sass.executed(instructions.disassembled(made.asm["cubin"]))
     assert found is not None
-    each = 32 * warps / (rows * columns)
+    walk = re.search(r"range\(strip \* (\d+)", source)  # blocks that a program takes
+    each = 32 * warps / (rows * columns * int(walk[1] if walk else 1))
     assert most - 5 < found.total() * each <= most and found["LDG"] * each <= most_loads
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8compile.codegen import launch, state_kernels, triton_kernels
-from fp8compile.ir import state_page
+from fp8compile.ir import ops, state_page
 from tests.support.interpreter import Interpreted
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
 
@@ -102,3 +102,22 @@ def test_they_compile_to_machine_code(target):
         jitted = getattr(triton_kernels, name)
         took = resources(compile_function(jitted, types, constants, TARGETS[target], num_warps=warps))
         assert not took.spills and took.shared <= SHARED[target], (name, took)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 1), (16, 64), (33, 70), (128, 512)])
+def test_a_copy_is_transposed(rows, columns):
+    """Also between rows that are further apart, as parts of larger matrices are. The padding is zero."""
+    padded = ops.padded_rows(rows)
+    x = torch.randn(rows, columns + 8).to(torch.float8_e4m3fn)[:, :columns]
+    y = torch.full((columns, padded + 16), 7.0).to(torch.float8_e4m3fn)
+    for known in (True, False):
+        sizes = {"rows": None, "padded": None, "ROWS": rows, "PADDED": padded, "TO": padded + 16}
+        if not known:
+            sizes |= {"rows": rows, "padded": padded, "ROWS": None, "PADDED": None}
+        y.fill_(7.0)
+        run = Interpreted(triton_kernels.fp8_transpose, (16, 64, 1))
+        grid = -(-padded // 16) * -(-columns // 64)
+        run[(grid,)](x=x, y=y, COLUMNS=columns, FROM=columns + 8, **sizes)
+        expected = torch.nn.functional.pad(x.float().t(), (0, padded - rows))
+        assert torch.equal(y[:, :padded].float(), expected)
+        assert y[:, padded:].float().eq(7).all()

@@ -12,23 +12,21 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks import sass
-from benchmarks.families import FAMILIES, Source
-from fp8compile.codegen import blocks, triton_kernels, walks
+from fp8compile.codegen import blocks, walks
 from fp8compile.codegen.kernel import Kernel
 from fp8compile.devices.gpu import H200
-from fp8compile.ir import ops
 from fp8compile.passes.fuse import fuse
 from fp8compile.passes.lower import split_casts
 from tests.support import hooks, machine_code
-from tests.support.interpreter import Interpreted, kernels_on_cpu
+from tests.support.interpreter import kernels_on_cpu
+
+from .. import sass
+from ..families import FAMILIES, Source
 
 UNKNOWN = dataclasses.replace(H200, L2_cache_size=None)
 
@@ -124,25 +122,3 @@ def test_machine_code(name, rows, columns, target):
     assert instructions * 0.5 < found.total() * each <= instructions
     assert found["SHFL"] * each <= shuffles
     assert found["BAR"] * 1000 / elements <= barriers
-
-
-# -- transposed copies --
-
-
-@pytest.mark.parametrize("rows, columns", [(1, 1), (16, 64), (33, 70), (128, 512)])
-def test_a_copy_is_transposed(rows, columns):
-    """Also between rows that are further apart, as parts of larger matrices are. The padding is zero."""
-    padded = ops.padded_rows(rows)
-    x = torch.randn(rows, columns + 8).to(torch.float8_e4m3fn)[:, :columns]
-    y = torch.full((columns, padded + 16), 7.0).to(torch.float8_e4m3fn)
-    for known in (True, False):
-        sizes = {"rows": None, "padded": None, "ROWS": rows, "PADDED": padded, "TO": padded + 16}
-        if not known:
-            sizes |= {"rows": rows, "padded": padded, "ROWS": None, "PADDED": None}
-        y.fill_(7.0)
-        run = Interpreted(triton_kernels.fp8_transpose, (16, 64, 1))
-        grid = -(-padded // 16) * -(-columns // 64)
-        run[(grid,)](x=x, y=y, COLUMNS=columns, FROM=columns + 8, **sizes)
-        expected: Tensor = torch.nn.functional.pad(x.float().t(), (0, padded - rows))
-        assert torch.equal(y[:, :padded].float(), expected)
-        assert y[:, padded:].float().eq(7).all()
