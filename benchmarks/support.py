@@ -67,7 +67,7 @@ on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
 Two GPU tests use them; no step with them
 was timed. What a graph reads (scaling state, copies of weights) keeps its address. \
 Cold calls (the first ones, and those after
-an [overflow](state.md#overflows)) run without a graph, and [warm starts](options.md#warm-starts) are off.
+an [overflow](state.md#overflows)) run without a graph, and [warm starts](options.md#warm-starts) are off. FSDP was not tried.
 
 | with CUDA graphs | |
 |---|---|
@@ -78,7 +78,6 @@ Take `"recipe": "tensorwise"` |
 | your own capture (`torch.cuda.graph`, `make_graphed_callables`) | an error while scales are not known: \
 train some steps before. `cache_weights` has no effect, with a warning |
 | gradient accumulation | as in torch: a replay overwrites what the one before returned, gradients too |
-| FSDP, CPU offload | were not tried |
 
 ## What compiled rests on
 

@@ -86,7 +86,7 @@ def _choices(group: Group) -> tuple[Block, ...]:
         return TALL_ROW_BLOCKS
     if group.passes:
         return TRANSPOSED_ROW_BLOCKS if group.with_content("transposed") else ROW_BLOCKS
-    if tall and group.block == (1, 1) and group.groups is None:
+    if tall and group.block == (1, 1) and not group.grouped:
         return WALKED_TILES
     if group.heavy:
         return HEAVY_TALL_TILES if tall else HEAVY_TILES
@@ -102,7 +102,8 @@ def whole_row_blocks(group: Group) -> tuple[Block, ...]:
     for rows that are too long or of unknown length, and where finer scales need blocks of several rows."""
     columns, collects = group.domain.columns, bool(group.sums or group.column_amaxes)
     fits = columns.is_Integer and 0 < columns <= (LONGEST_WALKED if collects else LONGEST)
-    if not (group.passes and fits) or group.block != (1, 1) or group.span or group.domain.order is not None:
+    plain = group.block == (1, 1) and group.domain.order is None and not group.grouped
+    if not (group.passes and fits and plain):
         return ()
     if any(copy_of(output, group) is None for output in group.with_content("transposed")):
         return ()
@@ -159,7 +160,7 @@ def evicted(group: Group) -> bool:
 
 def walk(group: Group) -> int:
     """Blocks of rows that a program takes one after the other, and collects sums and amaxes of columns."""
-    if not (group.sums or group.column_amaxes) or group.block != (1, 1) or group.groups is not None:
+    if not (group.sums or group.column_amaxes) or group.block != (1, 1) or group.grouped:
         return 1
     whole = whole_rows(group)
     if group.passes and not whole:

@@ -90,10 +90,15 @@ class Group:
         return SPAN if both and large and not self.passes else 0
 
     @property
-    def groups(self) -> Node | None:
-        """The group of each `grouped.ALIGN` rows, where a group's columns have their own amaxes or scales."""
+    def grouped(self) -> list[Node | int]:
+        """Where columns have an amax or a scale for each group of rows: `Scale.groups` of each."""
         found = [x.groups or (x.scale.groups if x.scale is not None else None) for x in self.outputs]
-        return next((x for x in found if isinstance(x, Node)), None)
+        return [x for x in found if x is not None]
+
+    @property
+    def groups(self) -> Node | None:
+        """The group of each `grouped.ALIGN` rows, if groups are of different sizes."""
+        return next((x for x in self.grouped if isinstance(x, Node)), None)
 
     @property
     def heavy(self) -> bool:
