@@ -26,8 +26,18 @@ def launching(
     def chosen(group: Any) -> Any:
         return (choose(group) if choose else configurations(group)[0],)
 
-    with mock.patch.multiple(launch, DEVICES=("cpu", "cuda"), tuned=tuned, configurations=chosen, **limits):
+    devices = mock.patch.multiple(
+        launch, DEVICES=("cpu", "cuda"), tuned=tuned, configurations=chosen, **limits
+    )
+    with lowered_as_for_a_gpu(), devices:
         yield
+
+
+def lowered_as_for_a_gpu() -> Patched:
+    """Inside, operators become ATen on a CPU, too, but for those of groups."""
+    from fp8compile.ir import grouped
+
+    return mock.patch("fp8compile.passes.lower.CALLED", grouped.ALL)
 
 
 @contextlib.contextmanager
