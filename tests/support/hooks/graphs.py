@@ -84,6 +84,15 @@ def lowered() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def lowered_for_a_cpu() -> Iterator[list[Any]]:
+    """Inside, `backend="fp8"` runs the graphs that Inductor would get for a CPU; the list has them."""
+    from fp8compile.runtime import inner
+
+    with _inner(inner.INTERPRETER), noting(inner, "run_post_grad", lambda _, graph: graph) as found:
+        yield found
+
+
+@contextlib.contextmanager
 def generating(compiling: Callable[[], Any]) -> Iterator[None]:
     """Inside, `compiling()` is called for each half, and the half interpreted, as if its code was slow to
     generate."""
