@@ -69,7 +69,7 @@ def split_casts(graph: Graph) -> int:
     """Split each `quantize_both` into two `quantize`. Up to the partitioner it is one operator, so that one
     read makes both copies in forward. From here on, a kernel may write only one of the copies."""
     found = graph.find_nodes(op="call_function", target=ops.quantize_both)
-    found = [node for node in found if not _stays(node)]
+    found = [node for node in found if node.target not in CALLED or not _stays(node)]
     for node in found:
         copies = copies_at(node)
         for item in node.users:
