@@ -8,6 +8,7 @@ needed. Then the partitioner makes a forward and a backward, and `runtime.halves
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,11 @@ from .config.options import Options
 from .devices import catalog, formats
 from .devices.catalog import Device
 from .extension import GraphFeature, features
-from .ir import ops, state_page
+from .ir import cpu, ops, state_page
 from .ir.inputs import Inputs
 from .ir.merged import both_sides, side_by_side
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
-from .logs import get_logger, said_if_slow
+from .logs import get_logger, say_once
 from .passes.joint import Joint, Partitioned, Rewritten
 from .passes.pipeline import run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
 from .process import Extras
@@ -97,10 +98,13 @@ class Compilation:
         # DDPOptimizer expects one lazy backward a graph, but with a schedule each graph is compiled twice
         at_once = self.options.policy.schedule is not None
         restore = halves.restore if self.facts is not None else None
-        with said_if_slow(logger, f"fp8: {self.job.inputs.root} is being compiled"):
-            function = compat.inductor.compile_fx(
-                gm, examples, halves.compile, self._patches(), at_once, restore
-            )
+        slow = self.job.inner.slow
+        if slow:
+            what = f"fp8: compiling {self.job.inputs.root}; the first calls take seconds to minutes"
+            say_once(logger, logging.INFO, what, "compiling")
+        function = compat.inductor.compile_fx(gm, examples, halves.compile, self._patches(), at_once, restore)
+        if slow and halves.converts and self._device().type == "cpu":
+            cpu.load()
         done = halves.rewritten
         if halves.restored:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
@@ -119,7 +123,7 @@ class Compilation:
         # compile_fx takes ownership, and Dynamo still reads the original's placeholders
         gm = compat.dynamo.copy_graph(self.job.gm)
         examples = list(self.job.given)
-        device = examples[self.interface.weights[0]].device if self.interface.weights else torch.device("cpu")
+        device = self._device()
         if self.interface.stateful:
             for direction in ("forward", "backward"):
                 page = state_page.new_page(1, self.interface.history, device)
@@ -130,6 +134,10 @@ class Compilation:
                 name, value = f"fp8_{type(part).__name__.lower()}_{i}", torch.empty(1, device=device)
                 examples.append(compat.dynamo.add_input(gm, name, value, part.stable))
         return gm, examples
+
+    def _device(self) -> torch.device:
+        weights = self.interface.weights
+        return self.job.given[weights[0]].device if weights else torch.device("cpu")
 
     def _rewrite(self, graph: Graph) -> Rewritten:
         inputs, policy = self.job.inputs, self.options.policy

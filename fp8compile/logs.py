@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,8 +37,6 @@ VARIABLES = {
         "names of optional passes to leave out, separated by commas, to find the one that breaks a model"
     ),
 }
-
-SLOW = 20.0  # seconds, after which a line says why nothing happens
 
 _numbers = itertools.count()
 
@@ -88,18 +85,6 @@ def say_once(logger: logging.Logger, level: int, message: str, key: str = "") ->
     process.of(Said).add(known)
     logger.log(level, "%s", message)
     return True
-
-
-@contextlib.contextmanager
-def said_if_slow(logger: logging.Logger, what: str) -> Iterator[None]:
-    """Log what the context does, at INFO, when it has taken SLOW seconds."""
-    timer = threading.Timer(SLOW, logger.info, ("%s, for %.0f seconds so far; it happens once", what, SLOW))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @contextlib.contextmanager

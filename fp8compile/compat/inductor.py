@@ -68,6 +68,13 @@ def compile_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
         return compile_fx_inner(gm, inputs, **kwargs)
 
 
+def cpp_library(source: str) -> Any:
+    """C++ compiled as Inductor compiles its own, from its cache if it is there: a `ctypes.CDLL`."""
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source)
+
+
 def _make_manager(is_backward: bool = False, boxed_forward_device_index: Any = None, **_: Any) -> None:
     """Make CUDA graphs' manager before the backward of a recorded forward. A backward that is not recorded
     asserts that the forward's first call made it (`maybe_handle_backward_generation`); a cold one did not."""

@@ -187,6 +187,20 @@ def contraction_chosen() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def default_contraction() -> Iterator[None]:
+    """Inside, Triton's default for contraction is set to what it is. Triton 3.9 warns where somebody asks for
+    it, and torch asks even where it compiles no kernel: which dtypes a GPU has, what a kernel accesses."""
+    from triton import knobs
+
+    if not hasattr(knobs.language, "default_fp_fusion"):
+        yield
+        return
+    with knobs.language.scope():
+        knobs.language.default_fp_fusion = knobs.language.default_fp_fusion
+        yield
+
+
+@contextlib.contextmanager
 def accesses_known() -> Iterator[None]:
     """Inside, Inductor finds out only once which arguments one of our kernels writes (once more where one is
     not given). By itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a

@@ -35,7 +35,6 @@ from torch.fx import Node
 from ..errors import Fp8CompileError
 from . import ops
 from .ops import define_op
-from .products import block_product
 
 ALIGN = 16  # rows; tensor cores contract over multiples of it
 
@@ -153,7 +152,7 @@ def grouped_mm(
             x, y = a[:, start:end], b[:, start:end]
             x_inv = _of_group(a_inv, a_block, group, start, end)
             y_inv = _of_group(b_inv, b_block, group, start, end)
-        result = block_product(x, y, x_inv, y_inv, None, out_dtype, fast_accum, a_block, b_block)
+        result = ops.block_mm(x, y, x_inv, y_inv, None, out_dtype, fast_accum, a_block, b_block)
         if rows_grouped:
             made[start:end] = result
         else:

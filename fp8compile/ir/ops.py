@@ -32,7 +32,8 @@ the other copy the rows of no group hold any value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ from .products import block_product, product, spread
 from .scale import inverse_of, scale_of
 
 NAMESPACE = "fp8compile"
-OPERATORS: list = []  # all of them, also those of `grouped` and `merged`
+# all of them, also those of `grouped` and `merged`, with their reference implementations
+OPERATORS: dict[Any, Callable] = {}
 
 
 def define_op(schema: str, fake=None):
@@ -58,7 +60,7 @@ def define_op(schema: str, fake=None):
         torch.library.define(f"{NAMESPACE}::{name}", f"({signature}")
         torch.library.impl(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")(function)
         operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-        OPERATORS.append(operator)
+        OPERATORS[operator] = function
         if fake is not None:
             torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
             fakes[operator] = fake

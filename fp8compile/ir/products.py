@@ -50,8 +50,7 @@ def product(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once. Also runs
-    compiled on CPUs."""
+    """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once."""
     return _finished(multiplied(a, b), [a_inv * b_inv], bias, out_dtype)
 
 

@@ -45,6 +45,9 @@ FUNCTIONS: dict[Any, Callable] = {
     merged.side_by_side: forms.joined,
     grouped.of_groups: grouped.scales_of_groups,
 }
+# those that stay calls on a CPU
+CALLED = {ops.amax, ops.amax_blocks, ops.quantize, ops.quantize_both, ops.transposed, ops.dequantize}
+CALLED |= {ops.scaled_mm, ops.block_mm, merged.side_by_side, merged.both_sides, *grouped.ALL}
 LOWERED = tuple(op for op in ops.OPERATORS if op not in (ops.quantize_both, merged.both_sides))
 
 
@@ -66,6 +69,7 @@ def split_casts(graph: Graph) -> int:
     """Split each `quantize_both` into two `quantize`. Up to the partitioner it is one operator, so that one
     read makes both copies in forward. From here on, a kernel may write only one of the copies."""
     found = graph.find_nodes(op="call_function", target=ops.quantize_both)
+    found = [node for node in found if node.target not in CALLED or not _stays(node)]
     for node in found:
         copies = copies_at(node)
         for item in node.users:
@@ -80,6 +84,8 @@ def split_casts(graph: Graph) -> int:
             graph.erase_node(item)
         graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=merged.both_sides):
+        if _stays(node):
+            continue
         for item in list(node.users):
             side = arg(item, 1)
             with graph.inserting_before(node):
@@ -93,7 +99,7 @@ def split_casts(graph: Graph) -> int:
 
 def lower_matmuls(graph: Graph) -> int:
     """Lower the matmuls with one scale an operand; returns how many."""
-    return _Lowering(graph).run((ops.scaled_mm,))
+    return _Lowering(graph).run((ops.scaled_mm,), lambda node: not _stays(node))
 
 
 def lower(graph: Graph) -> int:
@@ -101,24 +107,19 @@ def lower(graph: Graph) -> int:
     Fp8CompileError if any other operator of ours does."""
     lowering = _Lowering(graph)
     lowering.spread = scaled_grouped.spread_scales(graph, lowering.inline)
-    replaced = lowering.run(LOWERED, lambda node: not _emulated(node))
+    replaced = lowering.run(LOWERED, lambda node: not _stays(node))
     compat.triton.eliminate_dead_code(graph)
-    left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target) and not _emulated(node)]
+    left = [node.name for node in graph.nodes if ops.NAMESPACE in str(node.target) and not _stays(node)]
     if left:
         raise Fp8CompileError(f"operators of fp8compile survived the lowering: {', '.join(left)}")
     return replaced
 
 
-def _emulated(node: Node) -> bool:
-    """Does this operator stay, to run by its reference implementation? It does with block scales on a CPU:
-    there, Inductor's C++ kernels split a loop where an index is divided, and get sizes wrong if loops are
-    fused or do not divide evenly."""
-    if value(next(filter(is_tensor, node.all_input_nodes))).device.type != "cpu":
+def _stays(node: Node) -> bool:
+    """Does this operator stay in the graph, as a call? Those of tensors do on a CPU (`ir.cpu`)."""
+    if node.target not in CALLED and grouped.order_of(node) is None:
         return False
-    if node.target in grouped.ALL or grouped.order_of(node) is not None:
-        return True
-    sizes: list[Any] = [size for x in node.args if isinstance(x, (list, tuple)) for size in x]
-    return any(isinstance(size, int) and size > 1 for size in sizes)
+    return value(next(filter(is_tensor, node.all_input_nodes))).device.type == "cpu"
 
 
 class _Lowering:

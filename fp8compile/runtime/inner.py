@@ -17,11 +17,12 @@ from .interpreter import Boxed, Eager, boxed
 class Inner:
     """`compile` has the signature of Inductor's own `inner_compile`. `computes`: the callables that it makes
     compute something; if they do not, nothing is scaled, and a graph needs no state. `eager` makes the
-    interpreter of cold and measured calls."""
+    interpreter of cold and measured calls. `slow`: it generates code."""
 
     compile: Callable[..., Any]
     computes: bool = True
     eager: Callable[[GraphModule], Eager] = lambda gm: Eager(gm)  # looked up late, for tests
+    slow: bool = False
 
 
 def _interpret(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Boxed:
@@ -30,6 +31,6 @@ def _interpret(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) ->
     return boxed(Eager(gm))
 
 
-INDUCTOR = Inner(compat.inductor.compile_inner)
+INDUCTOR = Inner(compat.inductor.compile_inner, slow=True)
 # Our passes rewrite and lower a graph as usual; then it runs node by node. That saves 10 to 20 s a graph.
 INTERPRETER = Inner(_interpret)

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from fp8compile.devices import catalog
-from fp8compile.dryrun.fake_gpu import trace, unavailable
+from fp8compile.dryrun.fake_gpu import H200, trace, unavailable
+from fp8compile.dryrun.fake_gpu.device import described_gpu
 from tests.support.harness import ALL_FP8
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
 BF16 = torch.bfloat16
+
+
+def test_triton_warns_of_nothing() -> None:
+    """3.9 does where it is asked for its default of contraction, as torch does. The environment stays."""
+    from triton import knobs
+
+    if not hasattr(knobs.language, "fp_fusion_enabled"):
+        pytest.skip("this Triton does not warn")
+    from triton._utils import warn_once
+
+    warn_once.cache_clear()
+    before = dict(os.environ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with described_gpu(H200):
+            assert knobs.language.fp_fusion_enabled(None)
+        assert dict(os.environ) == before
+        with pytest.raises(UserWarning, match="TRITON_DEFAULT_FP_FUSION"):
+            knobs.language.fp_fusion_enabled(None)
 
 
 @pytest.mark.slow

@@ -456,7 +456,8 @@ def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
 def unfused(gm: GraphModule) -> GraphModule:
     """The graph lowered without generated kernels."""
     copy = compat.dynamo.copy_graph(gm)
-    run_post_grad(copy.graph)
+    with hooks.lowered_as_for_a_gpu():
+        run_post_grad(copy.graph)
     copy.recompile()
     return copy
 

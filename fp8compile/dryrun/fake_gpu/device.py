@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ... import compat
 from ...devices.gpu import Gpu
 
 CUDA = torch.device("cuda", 0)
@@ -94,6 +95,7 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
     triton_driver.get_current_target = lambda: GPUTarget("cuda", _capability(gpu), gpu.warp_size)
     true = lambda *a, **k: True  # noqa: E731
     with contextlib.ExitStack() as stack:
+        stack.enter_context(compat.triton.default_contraction())
 
         def patch(module: str, attribute: str, value: Any) -> None:
             """Patch a name that may be missing in some versions."""

@@ -8,7 +8,7 @@ Three ways to run a graph without Inductor's code generation, which takes second
 
 interpreted    as our joint passes leave it, on the reference implementations of our operators: decisions,
                state, numerics
-lowered        after our passes over each half, too: as Inductor would get it, eagerly
+lowered        after our passes over each half, too: as Inductor would get it for a GPU, eagerly
 traced         no half is run: what the passes decide and report
 """
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .base import Patched, noting
+from .kernels import lowered_as_for_a_gpu
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,11 +74,37 @@ def interpreted() -> Patched:
     return _inner(Inner(lambda gm, example_inputs, **kwargs: boxed(Eager(gm))))
 
 
-def lowered() -> Patched:
-    """Inside, `backend="fp8"` runs the lowered graph eagerly."""
+@contextlib.contextmanager
+def lowered() -> Iterator[None]:
+    """Inside, `backend="fp8"` runs the lowered graph eagerly, of the operators that a GPU would get."""
     from fp8compile.runtime.inner import INTERPRETER
 
-    return _inner(INTERPRETER)
+    with lowered_as_for_a_gpu(), _inner(INTERPRETER):
+        yield
+
+
+@contextlib.contextmanager
+def lowered_for_a_cpu() -> Iterator[list[Any]]:
+    """Inside, `backend="fp8"` runs the graphs that Inductor would get for a CPU; the list has them."""
+    from fp8compile.runtime import inner
+
+    with _inner(inner.INTERPRETER), noting(inner, "run_post_grad", lambda _, graph: graph) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def generating(compiling: Callable[[], Any]) -> Iterator[None]:
+    """Inside, `compiling()` is called for each half, and the half interpreted, as if its code was slow to
+    generate."""
+    from fp8compile.runtime.inner import Inner
+    from fp8compile.runtime.interpreter import Eager, boxed
+
+    def compile(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        compiling()
+        return boxed(Eager(gm))
+
+    with _inner(Inner(compile, slow=True)), mock.patch("fp8compile.ir.cpu.load"):
+        yield
 
 
 def backend_with(**options: Any) -> Callable[..., Any]:

@@ -27,10 +27,18 @@ def launching(
         return (choose(group) if choose else configurations(group)[0],)
 
     with (
+        lowered_as_for_a_gpu(),
         mock.patch.multiple(blocks, configurations=chosen, **limits),
         mock.patch.multiple(launch, DEVICES=("cpu", "cuda"), tuned=tuned),
     ):
         yield
+
+
+def lowered_as_for_a_gpu() -> Patched:
+    """Inside, operators become ATen on a CPU, too, but for those of groups."""
+    from fp8compile.ir import grouped
+
+    return mock.patch("fp8compile.passes.lower.CALLED", grouped.ALL)
 
 
 @contextlib.contextmanager
