@@ -67,7 +67,8 @@ on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
 Two GPU tests use them; no step with them
 was timed. What a graph reads (scaling state, copies of weights) keeps its address. \
 Cold calls (the first ones, and those after
-an [overflow](state.md#overflows)) run without a graph, and [warm starts](options.md#warm-starts) are off. FSDP was not tried.
+an [overflow](state.md#overflows)) run without a graph, and [warm starts](options.md#warm-starts) are off. \
+FSDP was not tried.
 
 | with CUDA graphs | |
 |---|---|
