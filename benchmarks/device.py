@@ -80,13 +80,13 @@ PARTS: dict[str, tuple[Step, ...]] = {
     ),
     "blocks": (
         Step(
-            60,
+            40,
             f"{BLOCKS} --family rms-norm rms-norm-backward layer-norm-backward --form now forward stages-3",
             f"--family rms-norm {TWO}",
         ),
-        Step(30, f"{BLOCKS} --family gelu-backward --form now still", TWO),
+        Step(20, f"{BLOCKS} --family gelu-backward --form now still", TWO),
         Step(
-            40,
+            30,
             f"{BLOCKS} --form now persistent-2 "
             "--family swiglu swiglu-backward-merged swiglu-backward-merged-four",
             f"--family swiglu-backward-merged {TWO}",

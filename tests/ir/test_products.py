@@ -89,6 +89,8 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Tensor, T
         return (a.double() @ b.double()).to(dtype)
 
     monkeypatch.setattr(products, "on_tensor_cores", lambda x: True)
+    for name in ("scaled_mm", "block_mm"):  # a CPU may have others, of C++
+        monkeypatch.setattr(ops, name, ops.OPERATORS[getattr(ops, name)])
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("mm.dtype", exact, "CPU")
         yield calls
