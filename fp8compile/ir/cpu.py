@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import compat
 from ..devices.formats import E4M3, E5M2
 from ..logs import get_logger, say_once
-from . import ops
+from . import ops, products
 
 logger = get_logger(__name__)
 
@@ -199,7 +199,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    return _finished(torch.mm(_values(a), _values(b).t()), a_inv * b_inv, None, bias, out_dtype)
+    return _finished(products.multiplied(_values(a), _values(b)), a_inv * b_inv, None, bias, out_dtype)
 
 
 def block_mm(
@@ -216,7 +216,7 @@ def block_mm(
     of_rows, of_columns = a_block[1] == 0, b_block[1] == 0
     x = _values(a) if of_rows else _values(a, a_inv, a_block)
     y = _values(b) if of_columns else _values(b, b_inv, b_block)
-    out = torch.mm(x, y.t())
+    out = products.multiplied(x, y)
     rows = a_inv.reshape(-1) if of_rows else out.new_ones(1)
     return _finished(out, rows, b_inv.reshape(-1) if of_columns else None, bias, out_dtype)
 
