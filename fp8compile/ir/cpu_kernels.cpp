@@ -125,7 +125,8 @@ static void encode(const T* x, i64 rows, i64 columns, i64 step, Blocks<const flo
   for (i64 band = 0; band < bands; band++) {
     float scales[TILE];
     u8 tile[TILE][TILE];
-    i64 top = band * TILE, filled = std::min(TILE, all - top), high = std::max(i64(0), std::min(TILE, rows - top));
+    i64 top = band * TILE, filled = std::min(TILE, all - top);
+    i64 high = std::max(i64(0), std::min(filled, rows - top));
     for (i64 left = 0; left < columns; left += TILE) {
       i64 width = std::min(TILE, columns - left);
       for (i64 i = 0; i < high; i++) {
