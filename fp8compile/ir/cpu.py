@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
@@ -36,6 +37,7 @@ SIGNATURES = {  # after a choice of type, and before the number of threads
     "fp8_finish": (c_void_p, c_int64, c_int64, *FACTOR, *FACTOR, c_void_p, c_void_p),
 }
 FORMATS = (E4M3.dtype, E5M2.dtype)  # what the C++ knows; the others are AMD GPUs' own
+MOST_KEPT = 2**23  # numbers of a tensor that a thread keeps the memory of
 ALL = (0, 0)  # the block that is the whole matrix
 
 
@@ -174,12 +176,33 @@ def quantize_both(
     return plain, quantize(x, other, dtype, fp8_max, True, transposed_block or block, rows)
 
 
-def _values(copy: Tensor, inverse: Tensor | None = None, block: Sequence[int] = ALL) -> Tensor:
-    """FP8 values in float32, times the inverses of their scales, if they are given."""
+class _Memory(threading.local):
+    """What a product needs for a moment, float32: memory that is new costs more than to write it."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        if size > MOST_KEPT:
+            return torch.empty(shape, dtype=torch.float32)
+        if name not in self.kept or self.kept[name].numel() < size:
+            with torch.inference_mode(False):
+                self.kept[name] = torch.empty(size, dtype=torch.float32)
+        return self.kept[name][:size].view(shape)
+
+
+_memory = _Memory()
+
+
+def _values(
+    copy: Tensor, inverse: Tensor | None = None, block: Sequence[int] = ALL, made: Tensor | None = None
+) -> Tensor:
+    """FP8 values in float32 (in `made`), times the inverses of their scales, if they are given."""
     if copy.dtype not in FORMATS:
         wide = copy.to(torch.float32)
         return wide if inverse is None else wide * ops.spread(inverse, copy.shape, block)
-    made = copy.new_empty(copy.shape, dtype=torch.float32)
+    made = copy.new_empty(copy.shape, dtype=torch.float32) if made is None else made
     copy, *sizes = _matrix(copy)
     factors = (None, 1, 1, 0, 0) if inverse is None else _blocks(inverse, block, copy.shape, False)
     _run("fp8_decode", copy.dtype == E5M2.dtype, copy, *sizes, *factors, made)
@@ -199,7 +222,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    return _finished(products.multiplied(_values(a), _values(b)), a_inv * b_inv, None, bias, out_dtype)
+    return _product(a, None, ALL, b, None, ALL, a_inv * b_inv, None, bias, out_dtype)
 
 
 def block_mm(
@@ -214,19 +237,30 @@ def block_mm(
     b_block: Sequence[int],
 ) -> Tensor:
     of_rows, of_columns = a_block[1] == 0, b_block[1] == 0
-    x = _values(a) if of_rows else _values(a, a_inv, a_block)
-    y = _values(b) if of_columns else _values(b, b_inv, b_block)
-    out = products.multiplied(x, y)
-    rows = a_inv.reshape(-1) if of_rows else out.new_ones(1)
-    return _finished(out, rows, b_inv.reshape(-1) if of_columns else None, bias, out_dtype)
+    rows = a_inv.reshape(-1) if of_rows else a_inv.new_ones(1)
+    columns = b_inv.reshape(-1) if of_columns else None
+    left, right = (None if of_rows else a_inv), (None if of_columns else b_inv)
+    return _product(a, left, a_block, b, right, b_block, rows, columns, bias, out_dtype)
 
 
-def _finished(
-    out: Tensor, of_rows: Tensor, of_columns: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
+def _product(
+    a: Tensor,
+    a_inv: Tensor | None,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_inv: Tensor | None,
+    b_block: Sequence[int],
+    of_rows: Tensor,
+    of_columns: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """A float32 product times factors, one a row or one for all, plus bias, rounded once."""
+    """a @ b^T, times factors, one a row and column or one for all, plus bias, rounded once."""
+    x = _values(a, a_inv, a_block, _memory("a", *a.shape))
+    y = _values(b, b_inv, b_block, _memory("b", *b.shape))
+    out = products.multiplied(x, y, _memory("product", a.shape[0], b.shape[0]))
     kind = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    made = torch.empty_like(out, dtype=kind)
+    made = torch.empty(out.shape, dtype=kind)
     rows, columns = map(_factor, (of_rows, of_columns))
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     _run("fp8_finish", kind == torch.bfloat16, out, *out.shape, *rows, *columns, bias, made)

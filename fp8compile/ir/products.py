@@ -34,10 +34,11 @@ def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
     return scale
 
 
-def multiplied(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] @ b [N, K]^T in float32. Operands are FP8, or what `scaled_values` returns."""
+def multiplied(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [M, K] @ b [N, K]^T in float32, on a CPU in `out`. Operands are FP8, or what `scaled_values`
+    returns."""
     if not on_tensor_cores(a):
-        return torch.mm(a.to(WIDE), b.to(WIDE).t())
+        return torch.mm(a.to(WIDE), b.to(WIDE).t(), out=out)
     return torch.ops.aten.mm.dtype(a.to(NARROW), b.to(NARROW).t(), WIDE)
 
 

@@ -187,7 +187,7 @@ def widely() -> Iterator[None]:
         wide = call(target, *tree_map(_widened, (args, kwargs)))
         return tree_map(lambda x, y: y.to(x.dtype) if isinstance(x, torch.Tensor) else y, made, wide)
 
-    product = mock.patch.object(products, "multiplied", lambda a, b: (a.double() @ b.double().t()).float())
+    product = mock.patch.object(products, "multiplied", lambda a, b, _=None: (a.double() @ b.double().t()).float())
     with through(see), product:
         yield
 
