@@ -187,8 +187,10 @@ def widely() -> Iterator[None]:
         wide = call(target, *tree_map(_widened, (args, kwargs)))
         return tree_map(lambda x, y: y.to(x.dtype) if isinstance(x, torch.Tensor) else y, made, wide)
 
-    product = mock.patch.object(products, "multiplied", lambda a, b, _=None: (a.double() @ b.double().t()).float())
-    with through(see), product:
+    def product(a: torch.Tensor, b: torch.Tensor, out: Any = None) -> torch.Tensor:
+        return (a.double() @ b.double().t()).float()
+
+    with through(see), mock.patch.object(products, "multiplied", product):
         yield
 
 
