@@ -5,7 +5,7 @@ backward casts again, which reads the weight once more. bf16 keeps no copy of a 
 
 * where casting again is dear: where it takes more than `CHEAP` of the time of the weight's three matmuls.
   Reading a parameter of s bytes takes s / bandwidth, and its matmuls take 6 * tokens / rate. So the number of
-  tokens decides, 7,400 for bf16 on an H200.
+  tokens decides, 8,100 for bf16 on an H200.
 * as long as all kept copies are no larger than what FP8 saves on the inputs of matmuls, which it keeps in one
   byte an element instead of two. So FP8 keeps no more than bf16;
 * or where casting again takes more than `DEAR`, most of what FP8 gains: of experts with few tokens each.

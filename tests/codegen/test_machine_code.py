@@ -83,8 +83,8 @@ def test_every_kernel_compiles_to_machine_code(target):
         assert binary[:4] == b"\x7fELF", kernel.name
         if "cast" in kernel.name and "transpose" in kernel.name:
             rows, columns, _ = kernel.configs[0]
-            # the transposition goes through shared memory
-            assert resources(made).shared >= rows * columns // 4, kernel.name
+            # the transposition goes through shared memory; whole rows have a kernel of its own for it
+            assert rows < 16 or resources(made).shared >= rows * columns // 4, kernel.name
 
 
 @pytest.mark.parametrize(  # for sm_89 and sm_90, kernels are compiled in other tests, too
@@ -162,7 +162,7 @@ def test_fnuz_sources_are_those_of_a_gpu_that_wants_them():
     assert any("tl.float8e4b8" in source for source in expected) and any(
         "tl.float8e5b16" in source for source in expected
     )
-    assert not any("e4nv" in source or "float8e5)" in source or "448" in source for source in expected)
+    assert not any("e4nv" in source or "float8e5)" in source or "448.0" in source for source in expected)
 
 
 def stores(ptx: str) -> list[int]:
