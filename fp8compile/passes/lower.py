@@ -68,8 +68,8 @@ def _in_kernels(node: Node) -> bool:
 def split_casts(graph: Graph) -> int:
     """Split each `quantize_both` into two `quantize`. Up to the partitioner it is one operator, so that one
     read makes both copies in forward. From here on, a kernel may write only one of the copies."""
-    found = graph.find_nodes(op="call_function", target=ops.quantize_both)
-    found = [node for node in found if node.target not in CALLED or not _stays(node)]
+    every = graph.find_nodes(op="call_function", target=ops.quantize_both)
+    found = [node for node in every if not _stays(node)]
     for node in found:
         copies = copies_at(node)
         for item in node.users:
@@ -117,7 +117,7 @@ def lower(graph: Graph) -> int:
 
 def _stays(node: Node) -> bool:
     """Does this operator stay in the graph, as a call? Those of tensors do on a CPU (`ir.cpu`)."""
-    if node.target not in CALLED and grouped.order_of(node) is None:
+    if node.target not in CALLED:
         return False
     return value(next(filter(is_tensor, node.all_input_nodes))).device.type == "cpu"
 

@@ -35,10 +35,17 @@ def launching(
 
 
 def lowered_as_for_a_gpu() -> Patched:
-    """Inside, operators become ATen on a CPU, too, but for those of groups."""
-    from fp8compile.ir import grouped
+    """Inside, operators become ATen on a CPU, too, but for those of groups, of whose casts one is split."""
+    from fp8compile.ir import grouped, ops
+    from fp8compile.passes import lower
 
-    return mock.patch("fp8compile.passes.lower.CALLED", grouped.ALL)
+    stays = lower._stays
+
+    def of_groups(node: torch.fx.Node) -> bool:
+        ordered = node.target is not ops.quantize_both and grouped.order_of(node) is not None
+        return (node.target in grouped.ALL or ordered) and stays(node)
+
+    return mock.patch.object(lower, "_stays", of_groups)
 
 
 @contextlib.contextmanager
