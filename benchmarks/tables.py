@@ -156,13 +156,17 @@ def torchaos_best(rows: Row) -> float | None:
     return max((x for arm in rows if arm.startswith("torchao") and (x := _ratio(rows, arm))), default=None)
 
 
-def by_arm(found: list[dict[str, Any]]) -> dict[str, Row]:
-    """The rows of each result, by its name and by their arms."""
-    return {r["name"]: {row["arm"]: row for row in r["rows"] if not row["error"]} for r in found}
+def arms_of(result: dict[str, Any]) -> Row:
+    """The rows of a result without an error, by their arms."""
+    return {row["arm"]: row for row in result["rows"] if not row["error"]}
+
+
+def by_name(found: list[dict[str, Any]]) -> dict[str, Row]:
+    return {result["name"]: arms_of(result) for result in found}
 
 
 def experts(found: list[dict[str, Any]]) -> str:
-    rows = by_arm(found)
+    rows = by_name(found)
     made = []
     for title, case in EXPERTS.items():
         over = [_ratio(rows.get(case, {}), arm) for arm in EXPERT_ARMS.values()]
@@ -172,7 +176,7 @@ def experts(found: list[dict[str, Any]]) -> str:
 
 def gains(pages: Sequence[Path], found: list[dict[str, Any]]) -> None:
     """Write the rows of `GAINS` anew in the pages that have them."""
-    rows = by_arm(found)
+    rows = by_name(found)
     for page in pages:
         text = page.read_text()
         for title, case in GAINS.items():
@@ -188,7 +192,7 @@ def ceilings(found: list[dict[str, Any]]) -> str:
     """A table of goals, estimates and ceilings of the cases with one point."""
     made = []
     for result in found:
-        rows = {row["arm"]: row for row in result["rows"] if not row["error"]}
+        rows = arms_of(result)
         if len({row["point"] for row in result["rows"]}) == 1 and _ratio(rows, "fp8-delayed"):
             made.append([result["name"], *(value({"": result, **rows}) for _, value in CEILING)])
     return table(made, ["", *(name for name, _ in CEILING)], True) + "\n" if made else "No results.\n"

@@ -14,7 +14,7 @@ from .. import compat
 from ..devices.gpu import gpu_of
 from . import walks
 from .group import Group, Output
-from .indexing import Domain, quotient
+from .indexing import Domain, quotient_up
 
 Block = tuple[int, int, int]  # (BLOCK_R, BLOCK_C, warps)
 
@@ -149,10 +149,10 @@ def evicted(group: Group) -> bool:
     if gpu is None or gpu.L2_cache_size is None or not columns.is_Integer:
         return False
     block = _choices(group)[0]
-    running, programs = walks.resident(gpu, block[2]), _blocks(group.domain.walked, block[0])
-    running = min(int(programs), running) if programs.is_Integer else running
+    programs = quotient_up(group.domain.walked, block[0])
+    count = int(programs) if programs.is_Integer else walks.resident(gpu, block[2])
     widths = [node.meta["val"].itemsize for node in group.inputs if group.domain.is_full(node)]
-    return not gpu.keeps(running * block[0] * int(columns) * sum(widths))
+    return not walks.kept(count * block[0] * int(columns) * sum(widths), count, block[2], gpu)
 
 
 # -- programs --
@@ -166,7 +166,7 @@ def walk(group: Group) -> int:
     if group.passes and not whole:
         return 1
     block = configurations(group)[0]
-    high, wide = _blocks(group.domain.walked, block[0]), _blocks(group.domain.columns, block[1])
+    high, wide = quotient_up(group.domain.walked, block[0]), quotient_up(group.domain.columns, block[1])
     if not (high.is_Integer and wide.is_Integer):
         return max(1, WALK_OF_UNKNOWN // block[0])
     if whole:
@@ -182,19 +182,15 @@ def height(group: Group) -> int:
 
 def row_blocks(group: Group) -> sympy.Expr:
     """The number of rows of partial sums."""
-    return _blocks(group.domain.walked, height(group))
+    return quotient_up(group.domain.walked, height(group))
 
 
 def grid(group: Group, block: Block) -> sympy.Expr:
     """The number of programs that cover the matrix and its padding."""
-    rows = _blocks(group.domain.walked, block[0] * walk(group))
-    return rows if group.passes else rows * _blocks(group.domain.columns, group.span or block[1])
+    rows = quotient_up(group.domain.walked, block[0] * walk(group))
+    return rows if group.passes else rows * quotient_up(group.domain.columns, group.span or block[1])
 
 
 def tiles(domain: Domain, block: Block) -> sympy.Expr:
     """The number of tiles that cover a matrix and its padding."""
-    return _blocks(domain.walked, block[0]) * _blocks(domain.columns, block[1])
-
-
-def _blocks(size: sympy.Expr, block: int) -> sympy.Expr:
-    return quotient(size + block - 1, block)
+    return quotient_up(domain.walked, block[0]) * quotient_up(domain.columns, block[1])

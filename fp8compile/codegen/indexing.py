@@ -71,6 +71,11 @@ def quotient(size: sympy.Expr, by: int) -> sympy.Expr:
     return sympy.Integer(int(size) // by) if size.is_Integer else FloorDiv(size, by)
 
 
+def quotient_up(size: sympy.Expr, by: int) -> sympy.Expr:
+    """size / by, rounded up."""
+    return quotient(size + by - 1, by)
+
+
 _integer = functools.lru_cache(maxsize=4096)(sympy.Integer)
 
 

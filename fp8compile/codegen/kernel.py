@@ -70,8 +70,11 @@ class Writer(Values):
         for node, scale in group.scales.items():
             self.scales[node] = f"s{len(self.read)}"
             self.read += scale.read
-        made = [output for output in group.stored if blocks.made_of(output, group) is not None]
-        self.pointers = {id(output): f"y{i}" for i, output in enumerate(group.stored) if output not in made}
+        # copies that a kernel of their own makes
+        self.made = [output for output in group.stored if blocks.made_of(output, group) is not None]
+        self.pointers = {
+            id(output): f"y{i}" for i, output in enumerate(group.stored) if output not in self.made
+        }
         self.means: dict[Node, str] = {}
         self.spans: dict[Scale, str] = {}  # scales of the rows of a span
 
@@ -176,7 +179,6 @@ class Writer(Values):
 
     def tiled(self, stores: Stores) -> list[str]:
         """A tile of a program, which holds whole rows if there are sums over rows."""
-        self.lines, self.outer_lines = [], []
         for node in sorted(self.group.levels, key=self.group.levels.__getitem__):
             self.lines += self.known(node, self.term(node))
         stored = stores.write()
@@ -265,7 +267,6 @@ class Writer(Values):
 
     def spanned(self, stores: Stores) -> list[str]:
         """A pass over the strips of a span for the amaxes of its rows, and another one for the rest."""
-        self.lines, self.loop, self.outer_lines = [], {}, []
         head = [*self.columns(), *self.inside()]
         tiles = Tiles(self, [])
         starts = tiles.amaxes_of_spans()

@@ -29,7 +29,7 @@ from ..ir.fx_utils import STACKS, Emitter, arg, aten, hint, value
 from ..ir.metadata import AMAX_BITS, AMAX_VECTOR, READ_AGAIN
 from . import blocks, walks
 from .group import Group, Output
-from .indexing import Domain, product, quotient, size_of, sizes
+from .indexing import Domain, product, quotient, quotient_up, size_of, sizes
 from .kernel import Kernel
 
 DEVICES = ("cuda",)  # where Triton's kernels run
@@ -205,7 +205,7 @@ class Launcher:
         (count,) = sizes(next(iter(amaxes.values())))
         constants, arguments = self.size_arguments(emit, ("COUNT", "n", count, 1))
         constants |= dict.fromkeys([f"{name}{i}" for i in missing for name in ("rows", "amax")])
-        grid = [(self.number(emit, _blocks(count, RAISED[0][0])), 1, 1)]
+        grid = [(self.number(emit, quotient_up(count, RAISED[0][0])), 1, 1)]
         compat.triton.launch(emit, tuned(fp8_raise, RAISED), grid, {**tensors, **arguments}, constants)
 
     def _empty(self, emit: Emitter, output: Output, domain: Domain) -> Node:
@@ -259,7 +259,7 @@ class Launcher:
             return emit(torch.ops.prims.convert_element_type.default, total, dtype)
         total = self.new(emit, [columns], dtype)
         constants = {"ROWS": int(rows), "COLUMNS": int(columns)}
-        grid = [(_blocks(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
+        grid = [(quotient_up(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
         launched = [(int(x), y, z) for x, y, z in grid]
         sums = tuned(fp8_column_sums, PARTIAL_SUMS)
         compat.triton.launch(emit, sums, launched, {"partial": partial, "total": total}, constants)
@@ -312,7 +312,3 @@ def _from(node: Node):
     while True:
         node = node.next
         yield node
-
-
-def _blocks(size: sympy.Expr, block: int) -> sympy.Expr:
-    return quotient(size + block - 1, block)

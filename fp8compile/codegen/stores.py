@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import blocks
 from .block_scales import Tiles, magnitude
 from .expressions import TRITON_DTYPE, converted, number_text, saturates
 from .group import Output
@@ -55,12 +54,12 @@ class Stores:
             "copy": self.copy,
             "transposed": self.transposed,
         }
-        if any(blocks.made_of(x, group) is None for x in group.with_content("transposed")):
+        if any(x not in self.writer.made for x in group.with_content("transposed")):
             self.lines.append(f"row_t = {self.writer.numbers('[None, :]')}")
             self.lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
         for output in group.outputs:
             of_span = output.content == "blocks" and output.scale in self.writer.spans
-            elsewhere = output.content in ("row", "number") or blocks.made_of(output, group) is not None
+            elsewhere = output.content in ("row", "number") or output in self.writer.made
             if not elsewhere and not of_span:  # those are the writer's own, or of another kernel
                 stores[output.content](output, self.value(output))
         return self.lines

@@ -47,11 +47,16 @@ def resident(gpu: Gpu, warps: int) -> int:
     return gpu.multi_processor_count * max(1, min(registers, most) // threads)
 
 
+def kept(size: int, programs: int, warps: int, gpu: Gpu) -> bool:
+    """Does L2 hold what the programs that run at the same time read? All read `size` bytes together."""
+    return gpu.keeps(size * min(resident(gpu, warps), programs) // max(1, programs))
+
+
 def read_again(source: str, inputs: Mapping[str, int], programs: int, warps: int, gpu: Gpu) -> int:
     """The bytes of second and later reads that come from memory. `inputs`: the bytes of those inputs that
     have the walked matrix's elements, by name. `programs`: of the launch."""
     found = {name: count for name, count in loops(source).items() if name in inputs}
     walked = sum(inputs[name] for name in found)
-    if gpu.keeps(walked * min(resident(gpu, warps), programs) // max(1, programs)):
+    if kept(walked, programs, warps, gpu):
         return 0
     return sum((count - 1) * inputs[name] for name, count in found.items())

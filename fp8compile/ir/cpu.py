@@ -128,11 +128,10 @@ def _cast(
     block: Sequence[int],
     plain: bool,
     turned: bool,
-    padded: Any = None,
 ) -> tuple[Any, Any]:
     """Both layouts of x, or the one that is asked for."""
     x, *sizes = _matrix(_numbers(x))
-    padded = ops.padded_rows(x.shape[0]) if padded is None else padded
+    padded = ops.padded_rows(x.shape[0])
     copy = x.new_empty(x.shape, dtype=dtype) if plain else None
     other = x.new_empty([x.shape[1], padded], dtype=dtype) if turned else None
     scales = _blocks(scale, block, x.shape, not plain)

@@ -14,8 +14,7 @@ buffer:
     user's            all of each argument, which may be a view of a part of a buffer
 
 A kernel of ours that walks over an input twice reads it twice where L2 is too small (`codegen.walks`).
-Inductor's
-loops over a row count once: a program takes one row, or few, so that what is resident stays in L2.
+Inductor's loops over a row count once: a program takes one row, or few, so that what is resident stays in L2.
 """
 
 from __future__ import annotations
