@@ -5,8 +5,8 @@ after each operator. So a fused chain gives the bytes that the operators give on
 of a transcendental function. Booleans are held as `int1`, integers as themselves.
 
 In a form, `{0}`, `{1}`, .. are the operator's positional arguments: values or numbers. `abs`, `exp2` and the
-like are Triton's. Divisions are its `/` (2 units in the last place), reciprocals and square roots are
-correctly rounded. An exponential is the hardware's power of two, so its relative error grows with |x| as that
+like are Triton's. Divisions and reciprocals are its `/` (2 units in the last place), square roots and their
+reciprocals are correctly rounded. An exponential is the hardware's power of two, so its relative error grows with |x| as that
 of the product does, and a result below the normal numbers of float32 is 0 on a GPU.
 """
 
@@ -98,6 +98,7 @@ _TANH = (
     "{0}_sigmoid = libdevice.fast_dividef(1.0, {0}_exp + 1)",
     "{0}_gelu = {0} * {0}_sigmoid",
 )
+_SIGMOID = "libdevice.fast_dividef(1.0, tl.exp2({0} * -1.4426950408889634) + 1)"
 _RISE = f"tl.fma({{0}}_2, {_SLOPE * 3 * 0.044715}, {_SLOPE})"
 COMPOSITES: dict[Callable[..., Any], tuple[str, ...]] = {
     (lambda x: aten.gelu.default(x)): (*_EXACT, "{0} * {0}_phi"),
@@ -110,6 +111,11 @@ COMPOSITES: dict[Callable[..., Any], tuple[str, ...]] = {
         *_TANH,
         "{0}_rest = tl.where({0}_by < 64, {0}_exp * {0}_sigmoid, 1.0)",  # 1 - sigmoid
         "{1} * tl.fma({0}_gelu * {0}_rest, " + _RISE + ", {0}_sigmoid)",
+    ),
+    (lambda x: aten.silu.default(x)): (f"{{0}}_sigmoid = {_SIGMOID}", "{0} * {0}_sigmoid"),
+    (lambda x, dy: aten.silu_backward.default(dy, x)): (
+        f"{{0}}_sigmoid = {_SIGMOID}",
+        "{1} * {0}_sigmoid * tl.fma({0}, 1 - {0}_sigmoid, 1.0)",
     ),
 }
 _MAXIMUM = "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})"  # NaN wins, from either side
@@ -126,10 +132,10 @@ FORMS: dict[Any, str] = {
     aten.cos.default: "tl.cos({0})",
     aten.erf.default: _ERF,
     aten.tanh.default: "libdevice.tanh({0})",  # as in Inductor's kernels
-    aten.sigmoid.default: "libdevice.fast_dividef(1.0, tl.exp2({0} * -1.4426950408889634) + 1)",
+    aten.sigmoid.default: _SIGMOID,
     aten.sqrt.default: "tl.sqrt_rn({0})",
     aten.rsqrt.default: "tl.div_rn(1.0, tl.sqrt_rn({0}))",
-    aten.reciprocal.default: "tl.div_rn(1.0, {0})",
+    aten.reciprocal.default: "1.0 / {0}",
     aten.relu.default: "tl.where({0} <= 0, 0.0, {0})",
     aten.square.default: "{0} * {0}",
     aten.sign.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
@@ -167,8 +173,8 @@ POWERS = {
     2.0: "{0} * {0}",
     3.0: "{0} * {0} * {0}",
     -0.5: "tl.div_rn(1.0, tl.sqrt_rn({0}))",
-    -1.0: "tl.div_rn(1.0, {0})",
-    -2.0: "tl.div_rn(1.0, {0} * {0})",
+    -1.0: "1.0 / {0}",
+    -2.0: "1.0 / ({0} * {0})",
 }
 CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 COPIES = (*CASTS, aten.clone.default, aten.alias.default, aten.detach.default)

@@ -4,7 +4,7 @@ from triton.language.extra import libdevice
 
 
 @triton.jit
-def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_f5bfb32a(x0, x1, x2, s0, s1, y0, y1, y2, y3, amax0, amax1, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def fp8_mul_sigmoid_add_rsub_cast_transpose_amax_f10ee35d(x0, x1, x2, s0, s1, y0, y1, y2, y3, amax0, amax1, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     # x0: bfloat16 [8192, 14336]
     # x1: bfloat16 [8192, 14336]
     # x2: bfloat16 [8192, 14336]
@@ -22,29 +22,26 @@ def fp8_mul_sigmoid_rsub_add_cast_transpose_amax_f5bfb32a(x0, x1, x2, s0, s1, y0
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     v1 = tl.load(x0 + row * 14336 + col).to(tl.float32)
     v2 = tl.load(x1 + row * 14336 + col).to(tl.float32)
-    v3 = (v1 * v2).to(tl.bfloat16).to(tl.float32)
-    v4 = tl.load(x2 + row * 14336 + col).to(tl.float32)
-    v5 = libdevice.fast_dividef(1.0, tl.exp2(v4 * -1.4426950408889634) + 1)
-    v6 = v3 * v5
-    v7 = 1 - v5
-    v8 = v4 * v7
-    v9 = v8 + 1
-    v10 = v6 * v9
-    v11 = v10.to(tl.bfloat16).to(tl.float32)
-    v13 = v4 * v5
-    v14 = v13.to(tl.bfloat16).to(tl.float32)
-    v15 = (v1 * v14).to(tl.bfloat16).to(tl.float32)
+    v3 = tl.load(x2 + row * 14336 + col).to(tl.float32)
+    v4 = (v2 * v3).to(tl.bfloat16).to(tl.float32)
+    v1_sigmoid = libdevice.fast_dividef(1.0, tl.exp2(v1 * -1.4426950408889634) + 1)
+    v5 = v4 * v1_sigmoid * tl.fma(v1, 1 - v1_sigmoid, 1.0)
+    v6 = v5.to(tl.bfloat16).to(tl.float32)
+    v8 = libdevice.fast_dividef(1.0, tl.exp2(v1 * -1.4426950408889634) + 1)
+    v9 = v1 * v8
+    v10 = v9.to(tl.bfloat16).to(tl.float32)
+    v11 = (v2 * v10).to(tl.bfloat16).to(tl.float32)
     row_t = block * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)
-    q12 = tl.fma(v11, 0.0, v11 * s0_value)
+    q7 = tl.fma(v6, 0.0, v6 * s0_value)
+    q7 = q7.to(tl.float8e5)
+    tl.store(y0 + row * 14336 + col, q7)
+    tl.store(y1 + col_t * 8192 + row_t, tl.trans(q7))
+    largest0 = tl.abs(v6).to(tl.int32, bitcast=True)
+    q12 = tl.fma(v11, 0.0, v11 * s1_value)
     q12 = q12.to(tl.float8e5)
-    tl.store(y0 + row * 14336 + col, q12)
-    tl.store(y1 + col_t * 8192 + row_t, tl.trans(q12))
-    largest0 = tl.abs(v11).to(tl.int32, bitcast=True)
-    q16 = tl.fma(v15, 0.0, v15 * s1_value)
-    q16 = q16.to(tl.float8e5)
-    tl.store(y2 + row * 14336 + col, q16)
-    tl.store(y3 + col_t * 8192 + row_t, tl.trans(q16))
-    largest1 = tl.abs(v15).to(tl.int32, bitcast=True)
+    tl.store(y2 + row * 14336 + col, q12)
+    tl.store(y3 + col_t * 8192 + row_t, tl.trans(q12))
+    largest1 = tl.abs(v11).to(tl.int32, bitcast=True)
     tl.atomic_max(amax0, tl.max(largest0), sem="relaxed")
     tl.atomic_max(amax1, tl.max(largest1), sem="relaxed")
