@@ -5,15 +5,10 @@ blocks (BLOCK_R, BLOCK_C, warps). `codegen.blocks` has those that are chosen fro
 columns holds whole rows, and with others its kernel loops over columns. Several processes compile; one at a
 time measures. A line for each: microseconds, GB/s of the bytes that must move, each kernel's microseconds.
 
-`--form` also measures kernels in other forms than the one that is written (`now`), where they have them:
-
-    forward        loops over columns: each from the first column on, without hints to the cache
-    stages-3       loops over columns: three loads of the loop are under way
-    still          a program takes one block of rows, and reduces its column sums there
-    persistent-2   two programs an SM walk over the tiles
-    guarded        a program raises an amax only if it has found a larger one
-
-`--blocks 2` takes the first two of each family, what is chosen and what was chosen before. On a CPU
+`--form stages-3` also measures kernels that loop over columns with three loads of the loop under way. Other
+forms were slower on an H200 (notes/benchmarks.md): loops that go forward each time, one block of rows for
+each program with column sums, programs that walk over the tiles of a SwiGLU. `--blocks 2` takes the first two
+of each family, what is chosen and what was chosen before. On a CPU
 (`--device cpu`), kernels of tiny sizes run in Triton's interpreter, and nothing is timed.
 """
 
@@ -28,12 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 from unittest import mock
 
-import sympy
 import torch
 
 from fp8compile import compat
@@ -58,7 +52,6 @@ PLAIN += [(64, 128, 4), (128, 64, 4)]
 POINTS = {
     "swiglu-backward": ((8192, 14336), HEAVY),
     "swiglu-backward-merged": ((8192, 14336), HEAVY),
-    "swiglu-backward-merged-four": ((8192, 14336), HEAVY),
     "swiglu": ((8192, 14336), HEAVY),
     "rms-norm-backward": ((8192, 4096), BACKWARDS),
     "layer-norm-backward": ((8192, 4096), BACKWARDS),
@@ -67,12 +60,7 @@ POINTS = {
     "weight": ((14336, 4096), PLAIN),
     "attention": ((8192, 4096), PLAIN),
 }
-LOOPS = (
-    "rms-norm",
-    "rms-norm-backward",
-    "layer-norm-backward",
-)  # families whose kernels may loop over columns
-ONE_TILE = ("swiglu", "swiglu-backward", "swiglu-backward-merged", "swiglu-backward-merged-four")
+LOOPS = ("rms-norm", "rms-norm-backward", "layer-norm-backward")  # their kernels may loop over columns
 TINY = (40, 140)
 RUNS = 11
 
@@ -90,7 +78,11 @@ def points(names: list[str], forms: list[str], most: int | None = None) -> list[
         for name in names
         if i < len(POINTS[name][1])
     ]
-    return [x for x in every if x[2] == "now" or FORMS[x[2]].of(x[0], x[1])]
+    return [(name, block, form) for name, block, form in every if form == "now" or _loops(name, block)]
+
+
+def _loops(name: str, block: Block) -> bool:
+    return name in LOOPS and block[1] < POINTS[name][0][1]
 
 
 def rewritten(suffix: str, change: Callable[[str, str], str]) -> Form:
@@ -103,81 +95,18 @@ def rewritten(suffix: str, change: Callable[[str, str], str]) -> Form:
     return mock.patch.object(compat.triton, "load_kernel", loaded)
 
 
-def forward(source: str, _name: str) -> str:
-    return re.sub(r', eviction_policy="\w+"', "", re.sub(r"start = .* - done\b", "start = done", source))
-
-
 def pipelined(source: str, _name: str) -> str:
     return re.sub(r"in range\((.*), BLOCK_C\):", r"in tl.range(\1, BLOCK_C, num_stages=3):", source)
 
 
-def guarded(source: str, _name: str) -> str:
-    """The source of programs that read each amax first: most find nothing larger, and spare the atomic."""
-    return re.sub(
-        r"^( +)tl.atomic_max\((amax\d+), (tl.max\(largest\d+\)), (.*)\)$",
-        r"\1\2_here = \3\n\1if \2_here > tl.load(\2):\n\1    tl.atomic_max(\2, \2_here, \4)",
-        source,
-        flags=re.MULTILINE,
-    )
-
-
-def persistent(source: str, name: str) -> str:
-    """The source of programs that walk over tiles, and raise each amax once."""
-    head, _, code = source.partition(f"def {name}(")
-    parameters, *body = code.splitlines()
-    rows = re.findall(r"# x0: \w+ \[(\d+)", source)[0]
-    first = [line for line in body if re.match(r" +(tiles|s\d+_value) = |.*#", line)]
-    last = [line for line in body if "tl.atomic_max(amax" in line]
-    inner = [line for line in body if line not in (*first, *last) and " pid = " not in line]
-    inner = [re.sub(r"^ +(largest\d+) = (.*)", r"    \1 = tl.maximum(\1, \2)", line) for line in inner]
-    names = re.findall(r"largest\d+", " ".join(last))
-    zeros = [f"    {name} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)" for name in names]
-    tiles = f"tiles * (({rows} + BLOCK_R - 1) // BLOCK_R)"
-    loop = (
-        f"    for pid in tl.range(tl.program_id(0).to(tl.int64), {tiles}, tl.num_programs(0), num_stages=1):"
-    )
-    lines = [f"{head}def {name}({parameters}", *first, *zeros, loop]
-    return "\n".join([*lines, *(f"    {line}" for line in inner), *last, ""])
-
-
-@contextlib.contextmanager
-def walking() -> Iterator[None]:
-    """Inside, two programs an SM walk over the tiles of a kernel."""
-    found = torch.cuda.is_available()
-    programs = 2 * (torch.cuda.get_device_properties(0).multi_processor_count if found else 1)
-    grid = mock.patch.object(launch.blocks, "grid", lambda group, block: sympy.Integer(programs))
-    with rewritten("_persistent", persistent), grid:
-        yield
-
-
-class Other(NamedTuple):
-    """A form: a context in which kernels have it, and whether a family's kernel with a block may have it."""
-
-    made: Callable[[], Form]
-    of: Callable[[str, Block], bool]
-
-
-def _loops(name: str, block: Block) -> bool:
-    return name in LOOPS and block[1] < POINTS[name][0][1]
-
-
-FORMS = {
-    "forward": Other(lambda: rewritten("_forward", forward), _loops),
-    "stages-3": Other(lambda: rewritten("_stages", pipelined), _loops),
-    "still": Other(
-        lambda: mock.patch.object(launch.blocks, "walk", lambda group: 1),
-        lambda name, _: name == "gelu-backward",
-    ),
-    "guarded": Other(lambda: rewritten("_guarded", guarded), lambda name, _: name in ONE_TILE),
-    "persistent-2": Other(walking, lambda name, _: name in ONE_TILE),
-}
+FORMS = {"stages-3": lambda: rewritten("_stages", pipelined)}  # of kernels that loop over columns
 
 
 def measured(name: str, block: Block, form: str, timer: Device | None, turn: TextIO) -> dict[str, Any]:
     """One line. `turn`: a file whose lock allows to measure."""
     family, device = FAMILIES[name], "cpu" if timer is None else "cuda"
     row: dict[str, Any] = {"family": name, "config": block, "form": form}
-    made = contextlib.nullcontext() if form == "now" else FORMS[form].made()
+    made = contextlib.nullcontext() if form == "now" else FORMS[form]()
     try:
         torch.manual_seed(0)
         inputs = family.inputs(Source(*(TINY if timer is None else POINTS[name][0]), device))

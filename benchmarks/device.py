@@ -54,7 +54,6 @@ LAYERS = f"{TRAIN} llama-8b-layers:layers=2"
 FEW = "--arms fp8-delayed --rounds 2 --steps 1 --warmup 1"
 TWO = "--processes 2"
 SETTINGS = "kept fast-accum fast-dgrad swiglu-delayed no-fuse".split()
-BLOCKS = "benchmarks.blocks {common} --blocks 2"
 
 
 class Step(NamedTuple):
@@ -80,16 +79,10 @@ PARTS: dict[str, tuple[Step, ...]] = {
     ),
     "blocks": (
         Step(
-            40,
-            f"{BLOCKS} --family rms-norm rms-norm-backward layer-norm-backward --form now forward stages-3",
+            60,
+            "benchmarks.blocks {common} --blocks 2 --form now stages-3 --processes 14 --family rms-norm "
+            "rms-norm-backward layer-norm-backward gelu-backward swiglu swiglu-backward-merged",
             f"--family rms-norm {TWO}",
-        ),
-        Step(20, f"{BLOCKS} --family gelu-backward --form now still", TWO),
-        Step(
-            30,
-            f"{BLOCKS} --form now persistent-2 "
-            "--family swiglu swiglu-backward-merged swiglu-backward-merged-four",
-            f"--family swiglu-backward-merged {TWO}",
         ),
     ),
     "short": (

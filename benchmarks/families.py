@@ -122,7 +122,7 @@ def _merged(s: Source) -> tuple[Tensor, ...]:
 
 @family("SwiGLU backward, gate and up in one matrix, five casts", _merged)
 def swiglu_backward_merged(
-    dy: Tensor, gate_up: Tensor, scale: Tensor, *scale_y: Tensor
+    dy: Tensor, gate_up: Tensor, scale: Tensor, scale_y: Tensor
 ) -> tuple[Tensor, ...]:
     """As a Llama layer has it: the copies of both gradients are parts of larger ones, which one matmul reads,
     and the product is cast once more, transposed."""
@@ -131,12 +131,7 @@ def swiglu_backward_merged(
     gradients = torch.ops.aten.silu_backward(dy * up, gate), dy * silu
     plain, transposed = zip(*(ops.quantize_both(x, scale, *E5M2) for x in gradients), strict=True)
     wholes = merged.side_by_side([*plain], 1), merged.side_by_side([*transposed], 0)
-    return *wholes, *map(ops.amax, gradients), *(ops.quantize(silu * up, x, *E4M3, True) for x in scale_y)
-
-
-@family("the same, four casts: forward has written the product's", lambda s: _merged(s)[:3])
-def swiglu_backward_merged_four(dy: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    return swiglu_backward_merged(dy, gate_up, scale)
+    return *wholes, *map(ops.amax, gradients), ops.quantize(silu * up, scale_y, *E4M3, True)
 
 
 @family("RMSNorm and cast", lambda s: (s.full(), s.column(), s.scale()))

@@ -212,7 +212,7 @@ def curves(result: Result, title: str, path: Path) -> None:
     above.set(ylabel=f"loss (nats a {unit}), moving average", title=title)
     below.set(ylabel=f"% over {base['arm'] if base else 'bf16'}")
     speeds.set(xlabel=f"million {unit}s", ylabel="tokens/s")
-    speeds.set_ylim(bottom=0)
+    speeds.set_ylim(0, 1.1 * speeds.get_ylim()[1])
     above.legend(frameon=False)
     for axes in (above, below, speeds):
         axes.grid(alpha=0.25)

@@ -274,7 +274,9 @@ def fp8_count(row: Row) -> str:
     seen = get(row, "fp8", "gemm_kernels")
     if seen is not None:
         return f"{seen:g}"
-    decided = get(row, "fp8", "decisions")
+    decided, proof = get(row, "fp8", "decisions"), get(row, "fp8", "proof")
+    if proof is not None and not proof.startswith("not applicable"):
+        return ""
     return f"emulated ({decided['fp8']})" if decided else "emulated"
 
 

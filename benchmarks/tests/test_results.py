@@ -249,9 +249,9 @@ def test_the_ceiling_and_fast_accumulation_have_columns():
 def test_matmuls_of_measured_steps_take_what_the_cost_model_says(capsys):
     """In all runs on an H200; those that were measured alone and not hot are at most a sixth apart."""
     groups = list(matmul_fit.in_steps())
-    assert len(groups) == 19 and {len(group.sizes) for group in groups} == {8, 14, 16, 28}
+    assert len(groups) == 34 and {len(group.sizes) for group in groups} == {8, 14, 16, 28}
     for group in groups:
-        assert matmul_fit.model(group.way, group.sizes) == pytest.approx(group.seconds, rel=0.05), group
+        assert matmul_fit.model(group.way, group.sizes) == pytest.approx(group.seconds, rel=0.06), group
     assert all(ratio == pytest.approx(1, rel=0.17) for _, hot, _, ratio in matmul_fit.alone() if not hot)
     assert matmul_fit.main([]) == 0 and "| fp8-delayed " in capsys.readouterr().out
 

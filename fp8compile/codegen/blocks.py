@@ -25,8 +25,7 @@ Block = tuple[int, int, int]  # (BLOCK_R, BLOCK_C, warps)
 # elements). Where blocks of elements share a scale, a tile holds whole blocks. With exp and the like a
 # thread takes 16 elements instead of 32: with 32, registers would spill. A transposed copy is written in
 # pieces of as many bytes as a block has rows; a sector of memory has 32. The first two of each were the
-# fastest on an H200, or near it (benchmarks.blocks), except for blocks of whole rows and those of walking
-# programs, which no GPU has timed.
+# fastest on an H200, or near it (benchmarks.blocks).
 TILES: tuple[Block, ...] = (
     (64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 32, 4), (128, 128, 16), (128, 128, 8),
 )  # fmt: skip

@@ -6,8 +6,8 @@ of a transcendental function. Booleans are held as `int1`, integers as themselve
 
 In a form, `{0}`, `{1}`, .. are the operator's positional arguments: values or numbers. `abs`, `exp2` and the
 like are Triton's. Divisions and reciprocals are its `/` (2 units in the last place), square roots and their
-reciprocals are correctly rounded. An exponential is the hardware's power of two, so its relative error grows with |x| as that
-of the product does, and a result below the normal numbers of float32 is 0 on a GPU.
+reciprocals are correctly rounded. An exponential is the hardware's power of two, so its relative error grows
+with |x| as that of the product does, and a result below the normal numbers of float32 is 0 on a GPU.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ _ERF = "tl.where({name}_abs < 1, {name}_small, tl.where({0} < 0, -{name}_large, 
 # Functions of several operators (`composites`): statements, then the expression. Statements are named after
 # an argument, so that functions of one argument share them. A GELU is x Phi(x); 1 - Phi(|x|) = 2^T(|x|), with
 # T a polynomial like Q above, weighted by the 0.9th power. By tanh, Phi = 0.5 (1 + tanh u) is the sigmoid of
-# 2 u. Largest errors for |x| <= 12, and with the operators one by one:
+# 2 u. A SiLU is x sigmoid(x). Largest errors for |x| <= 12, and with the operators one by one:
 #
-#     in units of 2^-24        exact    one by one    by tanh    one by one
-#     the factor of x           1.8        1.8          2.3         1.7
-#     the derivative            2.5        2.5          3.3         9.4
+#     in units of 2^-24        exact    one by one    by tanh    one by one    SiLU    one by one
+#     the factor of x           1.8        1.8          2.3         1.7         2.4       2.0
+#     the derivative            2.5        2.5          3.3         9.4        12.5      12.5
 #     relative, the function, x in
-#     -3 to -2                3.3e-06    1.5e-05      6.4e-07     1.2e-05
-#     -4 to -3                3.7e-05    6.8e-04      8.4e-07     8.4e-04
-#     -5 to -4                6.8e-03    5.3e-02      1.8e-06     3.0e-01
+#     -3 to -2                3.3e-06    1.5e-05      6.4e-07     1.2e-05    3.2e-07   2.6e-07
+#     -4 to -3                3.7e-05    6.8e-04      8.4e-07     8.4e-04    3.4e-07   2.8e-07
+#     -5 to -4                6.8e-03    5.3e-02      1.8e-06     3.0e-01    3.5e-07   3.1e-07
 _TAIL = (
     *(-0.999999966, -1.15110648, -0.45919748, -0.0525313782, 0.00711929903, -0.000183793539),
     *(-0.000165080645, 3.45851003e-05, -2.40628975e-06),

@@ -53,7 +53,7 @@ def test_the_pages_are_short_together() -> None:
         if page not in (settings_page.PAGE, ROOT / "docs/support.md")
     ]
     lines = sum(len(page.read_text().splitlines()) for page in pages)
-    assert lines <= 3426, f"docs/ has {lines} lines: shorten a page, or raise the limit and say why"
+    assert lines <= 3445, f"docs/ has {lines} lines: shorten a page, or raise the limit and say why"
 
 
 def test_every_feature_is_in_the_floor_plan() -> None:
