@@ -73,7 +73,7 @@ def operations(ptx: str) -> Counter[str]:
 # kernels, and whether a compiler finds something else to contract in them
 @pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(
-    ("name", "more"), [("swiglu_backward", True), ("gelu", False), ("weight_both_layouts", False)]
+    ("name", "more"), [("layer_norm_backward", True), ("gelu", False), ("weight_both_layouts", False)]
 )
 def test_it_acts(name: str, more: bool) -> None:
     """An element has the contractions of the source, and no other; Triton's default (to 3.9) has more."""
