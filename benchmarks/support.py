@@ -66,8 +66,8 @@ on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
 `mode="reduce-overhead"`, or with other options `{{"triton.cudagraphs": True}}`. \
 Two GPU tests use them; no step with them
 was timed. What a graph reads (scaling state, copies of weights) keeps its address. \
-Cold calls (the first ones, and those after
-an [overflow](state.md#overflows)) run without a graph, and [warm starts](options.md#warm-starts) are off. \
+[Cold calls](state.md#cold-calls), the first
+ones, run without a graph, and [warm starts](options.md#warm-starts) are off. \
 FSDP was not tried.
 
 | with CUDA graphs | |

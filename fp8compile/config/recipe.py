@@ -113,7 +113,7 @@ class Scaling(NamedTuple):
     margin: int
     power_of_2: bool
     encoding: str
-    history: tuple[int, int, bool] = (0, 0, False)  # delayed: window, interval, current amax on overflow
+    history: tuple[int, int, bool] = (0, 0, False)  # delayed: window, interval, are overflows answered
 
     @property
     def recipe(self) -> str:
@@ -250,8 +250,8 @@ class Recipe:
     on_overflow: str = setting(
         "current",
         "What follows an amax that saturates and is over twice the amax that its scale comes from (a "
-        "gradient's: eight times). current: the next step scales the tensor by its current amax; saturate: "
-        "the amax only enters the history.",
+        "gradient's: eight times). current: the scale is recomputed at once; saturate: the amax only enters "
+        "the history.",
         one("current", "saturate"),
         "'current', 'saturate'",
         _delayed,

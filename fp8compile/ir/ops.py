@@ -175,29 +175,17 @@ def _scales(page: Tensor) -> Tensor:
 
 snapshot = define_op("snapshot(Tensor page) -> Tensor", _scales)(state_page.snapshot_of)
 
-_DELAYED = (
-    "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, int margin, "
-    "bool covers=False) -> Tensor"
+@define_op(
+    "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, int margin) -> Tensor", _number
 )
-
-
-@define_op(_DELAYED, _number)
-def delayed_scale(
-    scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int, covers: bool = False
-) -> Tensor:
-    """The slot's scale. While the slot is cold, and with `covers` also where this scale would saturate or
-    flush the tensor, that of the current amax, if it is finite. (The lowering always takes the slot's.)"""
+def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int) -> Tensor:
+    """The slot's scale; while the slot is cold that of the current amax, if it is finite. (The lowering
+    always takes the slot's.)"""
     row = state_page.Rows(state_page.numbers_of(scales[slot]))
-    return _stored_or_current(row.scale.reshape(1), row.cold, amax, fp8_max, margin, covers)
+    return _stored_or_current(row.scale.reshape(1), row.cold, amax, fp8_max, margin)
 
 
-def _stored_or_current(
-    stored: Tensor, cold: Tensor, amax: Tensor, fp8_max: float, margin: int, covers: bool
-) -> Tensor:
-    if covers:
-        scaled, most = amax * stored, torch.full_like(stored, fp8_max)
-        floor = state_page.floor_of(most / 2.0**margin, most)
-        cold = cold | (scaled > most) | ((amax > 0) & (scaled < floor))
+def _stored_or_current(stored: Tensor, cold: Tensor, amax: Tensor, fp8_max: float, margin: int) -> Tensor:
     return torch.where(cold & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)
 
 
@@ -219,12 +207,11 @@ votes = define_op("votes(Tensor scales, int[] slots, bool cold=True) -> Tensor")
 
 
 @define_op(
-    "agreed_scale(Tensor agreed, Tensor amax, int index, str group, float fp8_max, int margin, "
-    "bool covers=False) -> Tensor",
+    "agreed_scale(Tensor agreed, Tensor amax, int index, str group, float fp8_max, int margin) -> Tensor",
     _number,
 )
 def agreed_scale(
-    agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int, covers: bool = False
+    agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int
 ) -> Tensor:
     """The scale of this rank's part of a tensor, the same on all ranks. `agreed`: the minimum of their votes.
 
@@ -235,7 +222,7 @@ def agreed_scale(
     if not bool(agreed[-1]):
         return stored
     amax = compat.process_groups.largest(amax, group)
-    return _stored_or_current(stored.nan_to_num(posinf=1.0), stored.isinf(), amax, fp8_max, margin, covers)
+    return _stored_or_current(stored.nan_to_num(posinf=1.0), stored.isinf(), amax, fp8_max, margin)
 
 
 @define_op("delayed_inverse(Tensor scales, Tensor scale, int slot) -> Tensor", _number)

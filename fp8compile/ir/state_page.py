@@ -1,22 +1,27 @@
 """The page of scaling state: its layout, and how it moves.
 
 One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32
-tensor, a *page* `[slots, 10 + history]`, one row a slot:
+tensor, a *page* `[slots, 16 + history]`, one row a slot:
 
     0      scale
     1      scale_inv
-    2      calls since the scale was computed, -1 before the first
+    2      calls since the scale was computed, -1 while the slot is cold: it has no scale yet
     3 4 5  columns 0 1 2 of the call before
     6      reach: what an amax is scaled to, fp8_max / 2**margin
     7      window: of how many amaxes the largest one counts
     8      interval: calls from one scale to the next
-    9      limit: an amax that is scaled to more than this is an overflow, after which the slot is cold for a
-           call: fp8_max, or JUMP times the reach where that is more. One that is scaled to less than
-           `floor_of` is an underflow, after which the slot is cold, too. Below zero from an amax that was
-           not finite until the host has seen it
-    10 ..  amax history, newest first
+    9      limit: an amax that is scaled to more than this is an overflow: fp8_max, or JUMP times the reach
+           where that is more. Infinite where overflows and underflows change nothing
+    10     floor: an amax above zero that is scaled to less than this is an underflow
+    11     odd: 1 after an overflow or underflow, until the next amax above zero
+    12     lost: 1 if the amax of the last call was not finite
+    13     overflows, calls that had one
+    14     underflows
+    15     calls whose amax was not finite
+    16 ..  amax history, newest first
 
-Columns 6 to 9 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
+Columns 6 to 10 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a
+page. Columns 13 to 15 count, for those who look (`runtime.notices`, `stats`).
 
 A call quantizes with a *snapshot* `[slots, 3, 4]` of the first three columns, taken before the call moves
 them: each number has 16 bytes of its own. The update keeps the snapshot's values in columns 3 to 5, for a
@@ -27,7 +32,6 @@ The functions are written in plain torch with no data-dependent control flow, li
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,10 +39,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..devices.formats import E5M2, FORMATS
 from .scale import inverse_of, scale_to
 
-SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, HISTORY = 0, 1, 2, 3, 6, 7, 8, 9, 10
+SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, FLOOR = 0, 1, 2, 3, 6, 7, 8, 9, 10
+ODD, LOST, OVERFLOWS, UNDERFLOWS, NOT_FINITE, HISTORY = 11, 12, 13, 14, 15, 16
 # Floats that a number of a snapshot has for itself. With four, each is 16-byte aligned: cuBLASLt refuses the
 # scale of a matmul that is not (CUDA 13.0, H200), and one kernel of ours serves all slots
 APART = 4
@@ -57,14 +61,12 @@ def limit_of(fp8_max: float, margin: int, gradient: bool) -> float:
 # An underflow is this many times less than the amax that its scale was computed from, and is scaled to less
 # than 4096 times the smallest number of the format. There, a tensor whose amax is 500 times its root mean
 # square begins to lose precision.
-DROP, E4M3_LEAST, E5M2_LEAST = 64.0, 8.0, 2.0**-4
-E5M2_LIMIT = E5M2.max  # the least limit of E5M2; those of E4M3 are below
+DROP, LEAST = 64.0, 4096.0
 
 
-def floor_of(reach: Tensor, limit: Tensor) -> Tensor:
-    """An amax above zero that is scaled to less than this is an underflow. 0: no limit, so not watched."""
-    least = torch.where(limit < E5M2_LIMIT, E4M3_LEAST, E5M2_LEAST)
-    return torch.where(limit < float("inf"), torch.minimum(least, reach / DROP), 0.0)
+def floor_of(fp8_max: float, smallest: float, margin: int) -> float:
+    """The floor of a slot. `smallest`: the least number above zero of the format."""
+    return min(LEAST * smallest, fp8_max / 2.0**margin / DROP)
 
 
 class SlotSettings(NamedTuple):
@@ -74,6 +76,7 @@ class SlotSettings(NamedTuple):
     window: int
     interval: int
     limit: float = float("inf")
+    floor: float = 0.0
 
 
 def _column(number: int) -> property:
@@ -90,19 +93,23 @@ class Rows:
     tensor: Tensor
 
     scale, scale_inv, age = _column(SCALE), _column(SCALE_INV), _column(AGE)
-    reach, window, interval, limit = _column(REACH), _column(WINDOW), _column(INTERVAL), _column(LIMIT)
+    reach, window, interval = _column(REACH), _column(WINDOW), _column(INTERVAL)
+    limit, floor, odd, lost = _column(LIMIT), _column(FLOOR), _column(ODD), _column(LOST)
+    overflows, underflows, not_finite = _column(OVERFLOWS), _column(UNDERFLOWS), _column(NOT_FINITE)
     newest = _column(HISTORY)  # the amax of the last call
     length = property(lambda rows: rows.tensor.shape[-1] - HISTORY)  # amaxes that are kept
     history = property(lambda rows: rows.tensor.narrow(-1, HISTORY, rows.length))
     before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))  # of the call before
-    cold = property(lambda rows: rows.age < 0)  # no scale yet, or an overflow or underflow in the last call
-    overflowed = property(lambda rows: rows.cold & (rows.newest > 0))  # or underflowed, in the last call
-    not_finite = property(lambda rows: rows.limit < 0)  # an amax in some call since the host has last looked
+    cold = property(lambda rows: rows.age < 0)  # no scale yet
+
+    def counts(self) -> tuple[float, ...]:
+        """Overflows, underflows and amaxes that were not finite, of a single row. Reads the device."""
+        return tuple(self.tensor[OVERFLOWS:HISTORY].tolist())
 
     def settings(self) -> SlotSettings:
         """The settings of a single row. Reads the device."""
-        reach, window, interval, limit = self.tensor[REACH:HISTORY].tolist()
-        return SlotSettings(reach, int(window), int(interval), abs(limit))
+        reach, window, interval, limit, floor = self.tensor[REACH:ODD].tolist()
+        return SlotSettings(reach, int(window), int(interval), limit, floor)
 
 
 @dataclass(frozen=True)
@@ -113,12 +120,6 @@ class SlotKey:
     role: str  # "input" | "weight" | "gradient"
     use: int
     settings: SlotSettings = field(compare=False)  # how it moves; no part of its identity
-
-
-def fp8_max_of(reach: float, limit: float) -> float:
-    """The FP8 maximum of a slot with a limit: the largest up to it that is the reach times a power of two."""
-    mantissa = math.frexp(reach)[0]
-    return max(x.max for x in FORMATS.values() if x.max <= limit and math.frexp(x.max)[0] == mantissa)
 
 
 def rows_for(slots: int) -> int:
@@ -132,10 +133,10 @@ def new_page(slots: int, history: int, device: torch.device, settings: Sequence[
     page[:, SCALE] = page[:, SCALE_INV] = 1.0
     page[:, AGE] = -1.0
     page[:, BEFORE:REACH] = page[:, :BEFORE]
-    page[:, REACH:HISTORY] = 1.0
+    page[:, REACH:LIMIT] = 1.0
     page[:, LIMIT] = float("inf")
     if settings:
-        page[: len(settings), REACH:HISTORY] = torch.tensor(settings, dtype=torch.float32, device=device)
+        page[: len(settings), REACH:ODD] = torch.tensor(settings, dtype=torch.float32, device=device)
     return page
 
 
@@ -145,30 +146,47 @@ def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) 
     values = other.data[before].to(target.device)
     end = min(values.numel(), target.numel())  # another history length keeps what fits
     target[:REACH] = values[:REACH]
-    target[HISTORY:end] = values[HISTORY:end]
+    target[ODD:end] = values[ODD:end]
     target[end:] = 0.0  # this page's values there are older than all that the other one keeps
     now = Rows(target)
-    if factor != 1.0 and (not now.cold or now.overflowed):  # compiled anew with another format or margin
+    if factor != 1.0 and not now.cold:  # compiled anew with another format or margin
         for call in (now, now.before):
             call.scale.mul_(factor)
             call.scale_inv.div_(factor)
+
+
+def restart(row: Tensor) -> None:
+    """Make a slot cold, as if it had seen nothing, but for its counts. A call that is warm all the same goes
+    on with its scale."""
+    row[AGE], row[ODD], row[LOST], row[HISTORY:] = -1.0, 0.0, 0.0, 0.0
+
+
+def of_version_1(row: Tensor) -> Tensor:
+    """A row as fp8compile 0.3.0 saved it, `[10 + history]`. There, an age of -1 with an amax was what `odd`
+    is, and the limit of a slot whose amax had not been finite was below zero."""
+    reach, limit, amaxes = float(row[REACH]), abs(float(row[LIMIT])), row[FLOOR:]
+    floor = min(2.0**-4 if limit >= 57344.0 else 8.0, reach / DROP) if limit < float("inf") else 0.0
+    odd = bool(row[AGE] < 0 and amaxes[0] > 0)
+    new = torch.cat([row[:FLOOR], torch.zeros(HISTORY - FLOOR), amaxes])
+    new[LIMIT], new[FLOOR], new[ODD] = limit, floor, float(odd)
+    new[AGE] = 0.0 if odd else row[AGE]
+    return new
 
 
 def merged(rows: Tensor) -> Tensor:
     """One row for several `[n, 10 + history]` of one tensor and settings, which saw different batches.
 
     Each amax is the largest of its call, and the scale is the smallest: it covers whatever one of the others
-    covered. It is the scale that the merged history gives. If the last call overflowed in one of them, it
-    did. Equal rows stay as they are.
+    covered. It is the scale that the merged history gives. What one of them has met, it has met: counts are
+    the largest. Equal rows stay as they are.
     """
     every = Rows(rows)
-    seen = rows[~every.cold | (every.history > 0).any(-1)]  # the others know nothing
+    seen = rows[~every.cold]  # the others know nothing
     if not seen.shape[0]:
         return rows[0].clone()
     one = seen[Rows(seen).scale.argmin()].clone()
-    ages = Rows(seen).age
-    one[AGE] = ages.min() if ages.min() < 0 else ages.max()
-    one[HISTORY:] = Rows(seen).history.amax(0)
+    one[AGE] = Rows(seen).age.max()
+    one[ODD:] = seen[:, ODD:].amax(0)
     return one
 
 
@@ -199,13 +217,12 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every
     interval-th call from there, unless the amax to compute it from is 0. If an amax times the old scale
-    exceeds the slot's limit, the scale is recomputed at once, and the slot becomes cold: the next call uses
-    its current amax, if it can (`runtime.calls`), else the new scale. If it is below the slot's floor, the
-    slot becomes cold. If the next one is below the floor, too, or the one after an overflow, the slot forgets
-    what is older: that would flush the tensor for the length of the window (after a rollback, say, to weights
-    from before a spike). One odd batch alone changes no scale. If any amax is not finite, nothing moves: one
-    bad batch leaves no trace (TransformerEngine keeps the infinity in the window for its whole length), but
-    for the sign of the limit, for the host.
+    exceeds the slot's limit, the scale is recomputed at once, and once more in the next call. If it is below
+    the slot's floor, the scale is recomputed in the next call. If the next one is below the floor, too, or
+    the one after an overflow, the slot forgets what is older: that would flush the tensor for the length of
+    the window (after a rollback, say, to weights from before a spike). One odd batch alone changes no scale
+    that is not due. If any amax is not finite, nothing moves but counts: one bad batch leaves no trace
+    (TransformerEngine keeps the infinity in the window for its whole length).
     """
     # Unused slots see zeros: of one shape for all rows, and one concatenation, Inductor makes one kernel.
     amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
@@ -213,26 +230,28 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
     old, rows = Rows(numbers), Rows(page)
     old_scale, old_inverse, age = old.scale, old.scale_inv, old.age
     recent = page.narrow(1, HISTORY, rows.length - 1)
-    reach, window, interval, limit = rows.reach, rows.window, rows.interval, rows.limit.abs()
-    cold = age < 0
-    overflow = ~cold & (amax * old_scale > limit)
-    underflow = (amax > 0) & (amax * old_scale < floor_of(reach, limit))
-    again = underflow & cold & (rows.newest > 0)
-    underflow = underflow & ~cold
-    recent = torch.where(again.unsqueeze(1), 0.0, recent)
+    cold, odd = age < 0, rows.odd > 0
+    waits = cold | odd  # for an amax above zero
+    overflow = ~waits & (amax * old_scale > rows.limit)
+    below = (amax > 0) & (amax * old_scale < rows.floor)
+    underflow = ~waits & below
+    recent = torch.where((odd & below & (rows.newest > 0)).unsqueeze(1), 0.0, recent)
     peak = amax
     if recent.shape[1]:
-        counts = torch.arange(1, recent.shape[1] + 1, device=page.device) < window.unsqueeze(1)
+        counts = torch.arange(1, recent.shape[1] + 1, device=page.device) < rows.window.unsqueeze(1)
         peak = torch.maximum(amax, torch.where(counts, recent, 0.0).amax(1))
-    due = torch.where(cold, amax > 0, age + 1 >= interval)
+    due = torch.where(waits, amax > 0, age + 1 >= rows.interval)
     fresh = (due | overflow) & (peak > 0)
-    scale = torch.where(fresh, scale_to(peak, reach.to(torch.float64)), old_scale)
+    scale = torch.where(fresh, scale_to(peak, rows.reach.to(torch.float64)), old_scale)
     inverse = torch.where(fresh, inverse_of(scale), old_inverse)
-    age = torch.where(due, torch.zeros_like(age), torch.where(cold, age, age + 1))
-    age = torch.where(overflow | underflow, torch.full_like(age, -1.0), age)
-    columns = [x.unsqueeze(1) for x in (scale, inverse, age)]
-    constants = page.narrow(1, REACH, HISTORY - REACH)
-    moved = torch.cat([*columns, numbers, constants, amax.unsqueeze(1), recent], 1)
-    marked = torch.where(amax.isfinite(), rows.limit, -limit).unsqueeze(1)
-    kept = torch.cat([page.narrow(1, 0, LIMIT), marked, page.narrow(1, HISTORY, rows.length)], 1)
+    age = torch.where(due, torch.zeros_like(age), torch.where(waits, age, age + 1))
+    odd = (overflow | underflow | (odd & ~due)).to(page.dtype)
+    overflows, underflows = rows.overflows + overflow, rows.underflows + underflow
+    met = odd, torch.zeros_like(amax), overflows, underflows, rows.not_finite, amax
+    scales, events = ([x.unsqueeze(1) for x in these] for these in ((scale, inverse, age), met))
+    constants = page.narrow(1, REACH, ODD - REACH)
+    moved = torch.cat([*scales, numbers, constants, *events, recent], 1)
+    lost = (~amax.isfinite()).to(page.dtype).unsqueeze(1)
+    counts = page.narrow(1, OVERFLOWS, 2), page.narrow(1, NOT_FINITE, 1) + lost
+    kept = torch.cat([page.narrow(1, 0, LOST), lost, *counts, page.narrow(1, HISTORY, rows.length)], 1)
     return torch.where(amax.isfinite().all(), moved, kept)

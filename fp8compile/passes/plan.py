@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch.fx import Node
 
 from .. import compat
@@ -20,7 +21,7 @@ from ..config.recipe import Recipe, Scaling
 from ..devices.formats import Format, pick
 from ..ir.fx_utils import Matrix, become, value
 from ..ir.matmul import Matmul, OperandKey, note_products
-from ..ir.state_page import SlotKey, SlotSettings, limit_of, rows_for
+from ..ir.state_page import SlotKey, SlotSettings, floor_of, limit_of, rows_for
 
 if TYPE_CHECKING:
     from .joint import Joint
@@ -120,6 +121,10 @@ def _number(plan: Plan) -> None:
 
 
 def _settings(scaling: Scaling, form: Format, role: str) -> SlotSettings:
-    window, interval, watched = scaling.history
-    limit = limit_of(form.max, scaling.margin, role == "gradient") if watched else float("inf")
-    return SlotSettings(form.max / 2.0**scaling.margin, window, interval, limit)
+    window, interval, answers = scaling.history
+    reach, info = form.max / 2.0**scaling.margin, torch.finfo(form.dtype)
+    if not answers:
+        return SlotSettings(reach, window, interval)
+    limit = limit_of(form.max, scaling.margin, role == "gradient")
+    floor = floor_of(form.max, info.smallest_normal * info.eps, scaling.margin)
+    return SlotSettings(reach, window, interval, limit, floor)

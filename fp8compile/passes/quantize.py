@@ -220,9 +220,9 @@ def current(emit: Emitter, operand: Operand, amax: Node) -> tuple[Node, Node]:
     return scale, emit(ops.inverse, scale)
 
 
-def delayed(operand: Operand) -> tuple[float, int, bool]:
-    """How a stored scale is used: the format's maximum, the margin, and whether overflows are watched."""
-    return operand.format.max, operand.scaling.margin, operand.key.settings.limit < float("inf")
+def delayed(operand: Operand) -> tuple[float, int]:
+    """What a stored scale is computed with: the format's maximum, and the margin."""
+    return operand.format.max, operand.scaling.margin
 
 
 def split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:

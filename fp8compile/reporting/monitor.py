@@ -27,7 +27,7 @@ from ..runtime.parameters import find
 from ..runtime.probe import Measurement, ending
 from ..runtime.state import named_weights, unwrapped
 from .report import report
-from .stats import COSTLY, STATE, table, tensor_of
+from .stats import COSTLY, COUNTS, STATE, table, tensor_of
 
 logger = get_logger(__name__)
 
@@ -198,7 +198,7 @@ def _scalars(writer: Any) -> tuple[Write, Callable[[], Any]]:
             if "compare" in row:
                 place, keys = "compare", [key for key in row if key not in ("step", "use")]
             else:
-                place, keys = tensor_of(row), [*STATE, *COSTLY]
+                place, keys = tensor_of(row), [*STATE, *COUNTS, *COSTLY]
             for key in keys:
                 if isinstance(row[key], (int, float)):
                     writer.add_scalar(f"fp8/{row['name']}/{place}/{key}", row[key], row["step"])

@@ -31,6 +31,11 @@ from .columns import aligned
 from .layer_rows import alike, repeated
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
+COUNTS = {  # and columns of `Rows`
+    "overflow_calls": "overflows",
+    "underflow_calls": "underflows",
+    "not_finite_calls": "not_finite",
+}
 COSTLY = ("overflows%", "underflows%", "mse", "sqnr")
 
 _asked: WeakKeyDictionary[nn.Module, Measurement] = WeakKeyDictionary()  # what `stats` asked for last
@@ -53,6 +58,8 @@ class Stats:
         * recipe, format, amax. The recipe of a weight that is kept in FP8 only is "frozen".
         * scale (multiplies into FP8) and scale_inv: None if the tensor has several. scale_inv_min,
           scale_inv_max: over all.
+        * overflow_calls, underflow_calls, not_finite_calls: with delayed scaling, how many training calls had
+          an amax that the scale did not cover, that was far too small for it, or that was no finite number.
         * overflows%: elements beyond the FP8 maximum when scaled. underflows%: nonzero ones that become zero.
         * mse: of the dequantized copy. sqnr: in dB.
 
@@ -80,6 +87,7 @@ class Stats:
             return f"fp8: {self._empty}"
         several = any(row["scale_inv"] is None and row["scale_inv_min"] is not None for row in self._rows)
         columns = ["amax", *(("scale_inv_min", "scale_inv_max") if several else ("scale", "scale_inv"))]
+        columns += [name for name in COUNTS if any(row[name] for row in self._rows)]
         if any(row["mse"] is not None for row in self._rows):
             columns += COSTLY
         lines = []
@@ -117,7 +125,7 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
         if before is not None:
             before.end()
         _asked[model] = Measurement(model).begin()
-    rest: dict[str, Any] = {"use": 0, "layout": "", **dict.fromkeys((*STATE, *COSTLY))}
+    rest: dict[str, Any] = {"use": 0, "layout": "", **dict.fromkeys((*STATE, *COUNTS, *COSTLY))}
     others = [{**rest, **row} for feature in features() for row in feature.statistics(model)]
     why = "nothing of this model is quantized yet (fp8compile.report(model) says what was compiled)"
     return Stats(table(model) + others, why)
@@ -143,7 +151,7 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
         for name in sorted(casts, key=lambda name: (ROLES.index(name[0]), *name[1:])):
             (role, use, layout), cast = name, casts[name]
             row = {"name": parameter, "role": role, "use": use, "layout": layout}
-            row |= {"recipe": cast.recipe, "format": cast.format, **dict.fromkeys((*STATE, *COSTLY))}
+            row |= {"recipe": cast.recipe, "format": cast.format, **dict.fromkeys((*STATE, *COUNTS, *COSTLY))}
             slot = slots.get((role, use)) if cast.recipe == "delayed" else None
             if slot is not None:
                 row.update(_state(slot, pages))
@@ -176,10 +184,10 @@ def _state(slot: Slot, pages: dict[Page, Tensor]) -> dict[str, Any]:
         pages[slot.page] = slot.page.tensor.detach().cpu()
     row = Rows(pages[slot.page][slot.row])
     amax, scale, inverse = row.newest.item(), row.scale.item(), row.scale_inv.item()
-    # then the row did not move: it has an older amax. Without a limit, no host looks, and the mark stays
-    if (row.not_finite and row.limit.isfinite()) or slot.row in slot.page.not_finite:
+    if row.lost:  # then the row did not move: it has an older amax
         amax = math.nan
-    return dict(zip(STATE, (amax, scale, inverse, inverse, inverse), strict=True))
+    counts = {key: int(getattr(row, column)) for key, column in COUNTS.items()}
+    return {**dict(zip(STATE, (amax, scale, inverse, inverse, inverse), strict=True)), **counts}
 
 
 def _stored(weight: FrozenWeight) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 | call | its forward runs | with the scales of | the state |
 |---|---|---|---|
 | training, warm | the code that Inductor made | the state | moves |
-| training, cold | eagerly (`ir.ops`) | the current amax, where a slot has no scale that fits | moves |
+| training, cold | eagerly (`ir.ops`) | the current amax, where a slot has no scale yet | moves |
 | measured (see `probe`) | eagerly | the state | moves |
 | observed: a phase of high precision | the code | none: nothing is cast, and it is never cold | moves |
 | recomputation (see `repeats`) | as its original did | that call, from a copy of its page | stays |
@@ -21,7 +21,6 @@ forward before it ran without gradients, as an evaluation.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -33,12 +32,10 @@ import torch
 from .. import compat
 from ..errors import Fp8CompileError
 from ..passes.joint import Rewritten
-from . import leftovers, probe
+from . import leftovers, notices, probe
 from .agreement import agree
 from .interpreter import How
 from .life import Book, PageSet
-from .overflow import Overflow, say, say_not_finite
-from .parameters import find
 from .repeats import Ran
 
 CAPTURED = (
@@ -147,12 +144,8 @@ class Calls:
         if compat.autograd.hooked() and self._again(pages):
             ran, forward = pages.recompute()
             return Call(pages, look, True, False, ran), forward, backward
-        ran = pages.begin()
-        if pages.watched:
-            found = pages.look()
-            if found:
-                self._say(found, args)
-        return Call(pages, look, ran=ran), forward, backward
+        notices.look()
+        return Call(pages, look, ran=pages.begin()), forward, backward
 
     def _again(self, pages: PageSet) -> bool:
         """Is this forward a recomputation?"""
@@ -167,18 +160,6 @@ class Calls:
             slots = ", ".join(f"{names[key.input]} {key.role} {key.use}" for key in keys)
             agree(self.groups, slots, self.decisions)
             self.agreed = True
-
-    def _say(self, found: Sequence[Overflow], args: Sequence[Any]) -> None:
-        assert self.book is not None
-        keys, names = self.book.keys, self.interface.names
-
-        def name(overflow: Overflow) -> str:
-            key = keys[overflow.backward][overflow.row]
-            return f"{find(args[key.input]).name or names[key.input]} ({key.role})"
-
-        for bad in [overflow for overflow in found if overflow.amax == math.inf][:1]:
-            say_not_finite(bad, name)
-        say([overflow for overflow in found if overflow.amax < math.inf], name)
 
     # -- in a call --
 

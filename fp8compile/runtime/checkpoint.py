@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from .. import compat
 from ..errors import StateError
 from ..ir import state_page
-from ..ir.state_page import HISTORY, REACH
+from ..ir.state_page import ODD, REACH
 from ..logs import get_logger
 from .state import named_weights, refuse_or_warn
-from .state_dict import VERSION, VERSION_KEY, prepare_load, scaling_state
+from .state_dict import SHORTEST, VERSION, VERSION_KEY, current, prepare_load, scaling_state
 
 logger = get_logger(__name__)
 
@@ -209,8 +209,8 @@ def _opened(given: Any) -> dict[str, Any]:
     if not isinstance(given, bytes):
         raise StateError(f"this checkpoint has a {type(given).__name__} where ScalingState has put bytes")
     saved = _read(given)
-    if (saved["format"], saved["version"]) != (FORMAT, VERSION):
-        known = f"format {FORMAT}, version {VERSION}"
+    if saved["format"] != FORMAT or saved["version"] not in SHORTEST:
+        known = f"format {FORMAT}, version {' or '.join(map(str, SHORTEST))}"
         have = f"format {saved['format']}, version {saved['version']}"
         raise StateError(f"a scaling state of {known} can be read here; this checkpoint has {have}")
     return saved
@@ -227,9 +227,10 @@ def _of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     return {slot: row for slot, row in state.items() if slot == VERSION_KEY or _owner(slot) in names}
 
 
-def _rows(state: dict[str, Any]) -> dict[str, Tensor]:
+def _rows(state: dict[str, Any], version: int) -> dict[str, Tensor]:
     """The slots of one rank by name."""
-    return dict(zip(state["slots"], state["values"].split(state["lengths"]), strict=True))
+    rows = state["values"].split(state["lengths"])
+    return {slot: current(row, version) for slot, row in zip(state["slots"], rows, strict=True)}
 
 
 def _chosen(
@@ -241,7 +242,7 @@ def _chosen(
     held: dict[str, list[Tensor]] = {}
     others: dict[str, set[str]] = {}
     for state in states:
-        for slot, row in _rows(state).items():
+        for slot, row in _rows(state, saved["version"]).items():
             name = _owner(slot)
             if name not in parts:
                 continue
@@ -251,7 +252,7 @@ def _chosen(
                 held.setdefault(slot, []).append(row)
     found, different = {}, []
     for slot, rows in held.items():
-        if len({tuple([row.numel(), *row[REACH:HISTORY].tolist()]) for row in rows}) > 1:
+        if len({tuple([row.numel(), *row[REACH:ODD].tolist()]) for row in rows}) > 1:
             different.append(f"{slot}: the ranks that saved it had different options")
             continue
         row = state_page.merged(torch.stack([row[:-1] for row in rows]))

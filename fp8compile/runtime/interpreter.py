@@ -55,8 +55,6 @@ class Eager(Interpreter):
         # a large torch.eye has one
         if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:
             return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
-        if target is ops.delayed_scale and not self.how.cold:
-            args = args[:5]  # without `covers`: saturates what a warm call saturates
         if target is ops.votes and not self.how.cold:
             args = (*args, False)
         kind = compat.inductor.random_prims().get(target)

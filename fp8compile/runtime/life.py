@@ -2,15 +2,14 @@
 
 | state | how the next training call runs | until |
 |---|---|---|
-| cold | eagerly, with current amaxes where scales do not fit | every slot has an amax, or `PATIENCE` calls |
+| cold | eagerly, with current amaxes where there is no scale | every slot has an amax, or `PATIENCE` calls |
 | warm | the code that Inductor made, with the scales of the state | an event below |
 
 | event | method | after it |
 |---|---|---|
 | the first call of these parameters | `Book.open` | cold |
 | a forward begins | `begin` | its backward is `pending` |
-| and an overflow or underflow was found (`overflow`) | `look` | cold for a call; for two after a large one |
-| and weights were loaded (`loads`) | `take_changes` | as after an overflow |
+| and weights were loaded (`loads`) | `take_changes` | cold |
 | and a scaling state was loaded | `take_changes` | cold where its slots are |
 | and another graph has taken the slots over | `take_changes` | as there: the values come back |
 | a recomputation begins (`repeats`) | `recompute` | as before |
@@ -18,18 +17,16 @@
 | the last update of a call | `end` | a cold call is counted; warm if that was the last one |
 
 A slot that has seen nothing, or only zeros (after a zero-initialised projection all gradients are zero), has
-a scale of 1, which would flush small gradients to zero. An overflow may have hidden that the amax of the next
-layer grew as well: hence a cold call uses the current amax of every tensor that the stored scale would
-saturate. The state update does not know how a call ran.
+a scale of 1, which would flush small gradients to zero. The state update does not know how a call ran.
+Overflows and underflows make no call cold: the device answers them alone (`state_page.next_page`).
 
 Where Inductor fuses, merges or reorders collectives (`together`), a rank that runs eagerly would wait for
-collectives that the others do not call. There, only the first call is cold, and an overflow saturates for one
-call more. A graph that `observes` casts nothing: its state moves, and its calls are never cold.
+collectives that the others do not call. There, a call is cold only if no slot has a scale. A graph that
+`observes` casts nothing: its state moves, and its calls are never cold.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,7 +37,6 @@ import torch
 from .. import compat
 from ..ir import state_page
 from ..ir.state_page import SlotKey
-from .overflow import Overflow, Watch, watch_of
 from .repeats import Ran, Repeats, repeats_of
 from .state import LOCK, PATIENCE, Page, check_loaded, page_for
 
@@ -58,14 +54,11 @@ class PageSet:
     was_cold: bool = True  # the last forward was cold
     first: bool = True  # no forward was warm yet
     pending: int = 0  # training forwards whose backward has not run
-    watch: Watch | None = None  # of its last call
     copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, to recompute them
     spare: tuple[torch.Tensor, ...] = ()  # pages for calls that leave the state as it is
 
     def __post_init__(self) -> None:
         self.cold = self.forward.cold() or self.backward.cold()
-        # for overflows: some slot has a limit
-        self.watched = any(setting.limit < math.inf for page in self.pages for setting in page.settings)
 
     @property
     def pages(self) -> tuple[Page, Page]:
@@ -80,25 +73,6 @@ class PageSet:
         if self.cold and self.pending > PATIENCE:  # the backwards of these forwards do not come
             self._count()
         return ran
-
-    def look(self) -> list[Overflow]:
-        """Before a forward that moves watched pages: what earlier calls met. After an overflow it is cold,
-        unless it `observes`: then nothing saturates."""
-        watch = self.watch
-        if watch is None or not watch.here:
-            watch = self.watch = watch_of(self.forward.tensor.device)
-        was_cold = self.cold and not self.observes  # whose calls are not
-        if not was_cold:
-            watch.look(self.forward, self.backward)
-        found = [*self.forward.found, *(overflow._replace(backward=True) for overflow in self.backward.found)]
-        if found:
-            self.forward.found = self.backward.found = ()
-            if was_cold or self.observes:
-                found = [overflow for overflow in found if overflow.amax == math.inf]
-            elif not self.together and any(overflow.amax < math.inf for overflow in found):
-                self._cold_again()
-        watch.begins(self.forward)
-        return found
 
     def recompute(self) -> tuple[Ran | None, torch.Tensor]:
         """A recomputation begins: how its original ran, and a page with the scales of that. It is another
@@ -144,10 +118,6 @@ class PageSet:
         """After the last update of a training call."""
         if self.cold and (self.was_cold or self.together):
             self._count()
-        if self.watch is not None:
-            self.watch.ended(self.backward)
-        elif self.watched:
-            self.backward.moves()
 
     # -- between calls --
 
@@ -159,17 +129,12 @@ class PageSet:
         """Of the slots: by other graphs, and by what was loaded."""
         for page in self.pages:
             page.refresh()
-        if self.forward.loaded or self.backward.loaded:
+        if any(page.loaded or page.restarted for page in self.pages):
             patience = max((page.patience for page in self.pages if page.homes), default=PATIENCE)
             for page in self.pages:
-                page.patience, page.loaded, page.outdated = patience, False, False
-                page.moves()
+                page.patience = PATIENCE if page.restarted else patience
+                page.loaded = page.restarted = False
             self.cold = self._has_cold_slots()
-        if self.forward.outdated or self.backward.outdated:  # weights were loaded
-            for page in self.pages:
-                page.outdated = False
-            if self.watched:
-                self._cold_again()
 
     def _count(self) -> None:
         """Count a cold call, and find out whether it was the last."""
@@ -177,12 +142,6 @@ class PageSet:
             page.patience = max(0, page.patience - 1)
         with compat.autograd.unseen():
             self.cold = self._has_cold_slots()
-
-    def _cold_again(self) -> None:
-        """Make the next call cold."""
-        for page in self.pages:
-            page.patience = max(1, page.patience)
-        self.cold = True
 
     def _has_cold_slots(self) -> bool:
         return self.forward.patience > 0 and (self.forward.cold() or self.backward.cold())

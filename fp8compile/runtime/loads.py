@@ -1,10 +1,10 @@
 """Weights that were loaded: `load_state_dict` of a module whose weights have scaling state.
 
-The histories are of other weights then (after a rollback from a loss spike, say). So the next call of the
-graphs that read them is cold: each tensor that its stored scale does not fit is scaled by its current amax.
-State that was loaded with the weights, before or after them, stays as it is. Weights that are copied in
-another way are noticed a call later: see `overflow`. So are those of the second model that a compiled
-function is called with: nothing on the stack tells that it is a model's.
+The histories are of other weights then (after a rollback from a loss spike, say). So the slots of these
+weights start cold, with the next call of the graphs that read them. State that was loaded with the weights,
+before or after them, stays as it is. Weights that are copied in another way overflow or underflow, which
+scales follow a call later. So do those of the second model that a compiled function is called with: nothing
+on the stack tells that it is a model's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _LoadListener:
         with LOCK:
             for weight in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 for slot in find(weight).slots.values():
-                    slot.page.outdated = not slot.page.loaded
+                    slot.restart()
 
     def __deepcopy__(self, _memo: Any) -> _LoadListener:
         return self

@@ -36,6 +36,7 @@ class ParameterRecord:
     name: str = ""  # in its model, as graphs met it
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
+    said: dict[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)  # their counts: `notices`
     repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)  # by records of a graph's weights
     loaded: str | None = None  # its name in a state that was loaded for it
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`

@@ -22,9 +22,8 @@ from .. import compat
 from ..errors import StateError, at_most
 from ..ir import state_page
 from ..ir.inputs import plain
-from ..ir.state_page import AGE, LIMIT, Rows, SlotSettings
+from ..ir.state_page import Rows, SlotSettings
 from ..logs import get_logger
-from .overflow import COLUMNS, Overflow
 from .parameters import find, record_of, share_records
 
 logger = get_logger(__name__)
@@ -57,33 +56,14 @@ class Page:
     stale: bool = False  # another page has taken over some of the slots
     patience: int = PATIENCE  # cold calls left
     loaded: bool = False  # values and patience were loaded, and no call has used them yet
-    outdated: bool = False  # weights were loaded since the last call: see `loads`
+    restarted: bool = False  # weights were loaded since the last call, and some slots are cold: see `loads`
     name: str = ""  # of the only slot of a loaded page, while no graph has taken it over
     loading: Loading | None = None  # for the first graph that takes it over
-    moved: bool = False  # since the host has looked for overflows
-    found: Sequence[Overflow] = ()  # by the last look
-    not_finite: Collection[int] = ()  # rows that the last look has found marked; it takes the marks away
-
-    def __post_init__(self) -> None:
-        # autograd may have saved the page for a backward: views of .data do not share its version counter
-        self.rows = self.tensor.data.narrow(0, 0, len(self.homes)).narrow(1, 0, COLUMNS)
-        self.signs = self.rows.t()[AGE : LIMIT + 1 : LIMIT - AGE]
-        self.reference = weakref.ref(self)
-
-    def moves(self) -> None:
-        """What the host knew of its values is outdated."""
-        self.moved, self.found, self.not_finite = True, (), ()
 
     @property
     def waits(self) -> bool:
         """Was it loaded, and may a graph still take it?"""
         return self.loading is not None and not self.loading.quiet
-
-    def odd(self) -> bool:
-        """Is there a slot without a scale, or with one that did not fit, or that saw what is not finite?
-        Reads the device. (On a CPU, lists of a few numbers are several times cheaper than operators.)"""
-        ages, limits = self.signs.tolist()
-        return min(ages) < 0 or min(limits) < 0
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
@@ -95,7 +75,7 @@ class Page:
 
     @property
     def changed(self) -> bool:
-        return self.stale or self.loaded or self.outdated
+        return self.stale or self.loaded or self.restarted
 
     def refresh(self) -> None:
         """Take the slots back, with their values, if another graph has taken some of them since."""
@@ -110,12 +90,11 @@ class Page:
             before = named.get(name)
             if before is not None and before.page is not self:
                 loaded += [before.page] if before.page.loaded else []
-                self.outdated |= before.page.outdated
+                self.restarted |= before.page.restarted
                 self.take(row, before.page, before.row)
                 before.page.stale = True
             named[name] = Slot(self, row)
         self.stale = False
-        self.moves()
         if loaded:
             self.loaded = True
             # else a slot that was not loaded may have to be cold for longer
@@ -138,6 +117,12 @@ class Slot:
     @property
     def numbers(self) -> Rows:
         return Rows(self.page.tensor[self.row])
+
+    def restart(self) -> None:
+        """Start cold, unless a state was loaded since the last call."""
+        if not self.page.loaded:
+            state_page.restart(self.page.tensor.data[self.row])
+            self.page.restarted = True
 
     def scale(self) -> float:
         return float(self.numbers.scale)

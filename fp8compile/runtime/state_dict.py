@@ -28,8 +28,9 @@ from .state import Loading, Page, Slot, differing, named_weights, slots_of, unwr
 logger = get_logger(__name__)
 
 Key = tuple[str, str, int]  # parameter, role, use
-VERSION_KEY, VERSION = "fp8compile.version", 1
-SHORTEST = state_page.HISTORY + 2  # numbers of a slot in a file: a row, and its patience
+VERSION_KEY, VERSION = "fp8compile.version", 2
+# numbers of a slot in a file of each version: a row without its history, an amax or more, and its patience
+SHORTEST = {1: 12, VERSION: state_page.HISTORY + 2}
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
@@ -93,8 +94,8 @@ def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
     if not state:
         return {}
     version = state.get(VERSION_KEY)
-    if not isinstance(version, Tensor) or version.numel() != 1 or int(version) != VERSION:
-        known = f"version {VERSION}, under {VERSION_KEY!r}"
+    if not isinstance(version, Tensor) or version.numel() != 1 or int(version) not in SHORTEST:
+        known = f"version {' or '.join(map(str, SHORTEST))}, under {VERSION_KEY!r}"
         raise StateError(
             f"this is no scaling state that can be read here: it should have {known}; it has {version!r}"
         )
@@ -109,11 +110,17 @@ def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
                 "up.weight.input.0"
             )
         vector = isinstance(row, Tensor) and row.dim() == 1 and row.dtype == torch.float32
-        if not vector or row.numel() < SHORTEST:
-            wanted = f"a float32 vector of {SHORTEST} numbers or more"
+        shortest = SHORTEST[int(version)]
+        if not vector or row.numel() < shortest:
+            wanted = f"a float32 vector of {shortest} numbers or more"
             raise StateError(f"{key!r} of this scaling state should be {wanted}; it is {_kind(row)}")
-        rows[name, role, int(use)] = row.detach().cpu()
+        rows[name, role, int(use)] = current(row.detach().cpu(), int(version))
     return rows
+
+
+def current(row: Tensor, version: int) -> Tensor:
+    """A slot of a file of some version, as files of today have it."""
+    return torch.cat([state_page.of_version_1(row[:-1]), row[-1:]]) if version == 1 else row
 
 
 def _kind(x: Any) -> str:
@@ -145,6 +152,7 @@ def _take(key: Key, weight: Tensor, row: Tensor, slot: Slot | None, loading: Loa
     name, role, use = key
     values, patience = row[:-1].clone(), int(row[-1])
     homes, settings = [(weakref.ref(weight), (role, use))], (Rows(values).settings(),)
+    record_of(weight).said[role, use] = Rows(values).counts()  # the run that saved it has said these
     page = Page(values.unsqueeze(0), homes, settings, patience=patience, loaded=True)
     if slot is None:
         page.name, page.loading = f"{name}.{role}.{use}", loading

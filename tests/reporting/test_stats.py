@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.ir import ops
-from fp8compile.reporting.stats import COSTLY, STATE, Stats
+from fp8compile.reporting.stats import COSTLY, COUNTS, STATE, Stats
 from fp8compile.runtime import probe
 from tests.support import hooks
 from tests.support.harness import compiled, leaf, like, noise
@@ -192,7 +192,7 @@ def test_no_amax_after_a_nan() -> None:
     up = fp8compile.stats(model).rows()[1]
     assert up["role"] == "weight" and [up[key] for key in ("amax", *COSTLY)] == 5 * [None]
     model.load_state_dict(weights)
-    amaxes()  # a cold call, before which no host looks
+    amaxes()  # a cold call
     assert amaxes() == before
 
 
@@ -201,15 +201,18 @@ def test_an_amax_comes_back_in_a_phase_of_high_precision(caplog) -> None:
     """Its calls look, too; and they name the tensor."""
     model = make(Mlp)
     run = compiled(model, policy={"schedule": {"warmup_steps": 100}})
-    for factor, known in ((1.0, True), (math.nan, False), (1.0, True)):
-        run(noise(16, 128) * factor).square().mean().backward()
-        assert (fp8compile.stats(model).rows()[0]["amax"] is not None) == known
+    with hooks.noticed_at_once():
+        for factor, known in ((1.0, True), (math.nan, False), (1.0, True)):
+            run(noise(16, 128) * factor).square().mean().backward()
+            row = fp8compile.stats(model).rows()[0]
+            assert (row["amax"] is not None) == known
+    assert row["not_finite_calls"] == 1
     assert "an infinity or a NaN came to up.weight (input)" in caplog.text
 
 
 def test_equal_rows_share_a_line() -> None:
     """For a recipe without state there are no numbers before a call is measured."""
-    row = dict.fromkeys((*STATE, *COSTLY))
+    row = dict.fromkeys((*STATE, *COUNTS, *COSTLY))
     row |= {"role": "input", "use": 0, "layout": "", "recipe": "tensorwise", "format": "e4m3fn"}
     stats = Stats([{**row, "name": f"h.{i}.fc.weight", "amax": 2.5 if i == 3 else None} for i in range(4)])
     names = [line.split("  ")[0] for line in str(stats).splitlines()[2:]]

@@ -32,6 +32,14 @@ def linears() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 16, bias=False))
 
 
+def same(row: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Is a row what a file of version 1 has? There the amaxes, and the patience, follow the limit."""
+    if row.numel() == 1:  # the version
+        return (int(row), int(saved)) == (2, 1)
+    first, met, amaxes = row[:10], row[11:16], row[16:]
+    return torch.equal(torch.cat([first, amaxes]), saved) and not met.any() and 0 < row[10] < row[6]
+
+
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("kind", ["one", "all"])
 def test_a_file_of_0_2_0(kind: str, called: bool) -> None:
@@ -43,7 +51,7 @@ def test_a_file_of_0_2_0(kind: str, called: bool) -> None:
     fp8compile.ScalingState(model, strict=True).load_state_dict(saved[kind])
     loaded = scaling_tensors(model)
     assert len(loaded) == 7 and loaded.keys() == saved["one"].keys()
-    assert all(torch.equal(row, saved["one"][name]) for name, row in loaded.items())
+    assert all(same(row, saved["one"][name]) for name, row in loaded.items())
     run(torch.ones(32, 64)).sum().backward()  # strict: every slot fits the graph
     moved = scaling_tensors(model)
     assert all(
@@ -70,9 +78,8 @@ def test_old_functions_do_what_they_did() -> None:
     saved, model = torch.load(SAVED), linears()
     fp8compile.load_scaling_state(model, saved["one"])
     state = fp8compile.scaling_state(model)
-    assert state.keys() == saved["one"].keys() and all(
-        torch.equal(row, saved["one"][name]) for name, row in state.items()
-    )
+    assert state.keys() == saved["one"].keys()
+    assert all(same(row, saved["one"][name]) for name, row in state.items())
     with pytest.raises(fp8compile.StateError, match="unexpected"):
         fp8compile.load_scaling_state(
             model, {**saved["one"], "2.weight.input.0": torch.ones(15)}, strict=True

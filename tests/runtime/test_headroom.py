@@ -63,28 +63,23 @@ def overflows(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(
-    ("options", "fits", "covered"),
-    [({}, 2000.0, 2048.0), ({"margin": (0, 0, 2)}, 7.5, 4.0), ({"margin": 0}, 7.5, 1.0)],
+    ("options", "fits"), [({}, 2000.0), ({"margin": (0, 0, 2)}, 7.5), ({"margin": 0}, 7.5)],
     ids=["default", "margin 2", "margin 0"],
 )
 def test_the_line_about_an_overflow(
-    options: dict[str, Any], fits: float, covered: float, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], fits: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No line if a gradient grows within its headroom, or by less than a jump; one if it saturates."""
     model = make(lambda: nn.Linear(128, 128, bias=False))
     run = compiled(model, **options)
     x = noise(16, 128, seed=3)
-    with caplog.at_level(logging.INFO, "fp8compile"), hooks.overflow_lines() as said:
-        for factor in (1.0, fits, fits / 10):
+    with caplog.at_level(logging.INFO, "fp8compile"), hooks.noticed_at_once():
+        for factor in (1.0, fits, fits / 10, 1e4 * fits):
             run(x).backward(torch.full((16, 128), factor))
         assert not overflows(caplog)
-        for factor in (1e4 * fits, 1.0):
-            run(x).backward(torch.full((16, 128), factor))
-        run(x).backward(torch.full((16, 128), 1e12 * fits))
-        run(x).backward(torch.full((16, 128), 1.0))
+        run(x)
     (line,) = overflows(caplog)
-    assert said.missed >= 1, "another line would come too soon"
-    assert f"weight (gradient): amax {1e4 * fits:.4g}, its scale covered {fits * covered:.4g}" in line
+    assert line.endswith(": weight (gradient): 1 overflow")
 
 
 # -- tensors that need no headroom

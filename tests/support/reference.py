@@ -22,10 +22,9 @@ one for the stack, or for the rows of all groups.
 Delayed state belongs to a slot (parameter name, role, use). Here every reader has its own slot: if q, k and v
 read one tensor, the oracle keeps three equal histories and the package keeps one.
 
-A call is cold while some slot has seen only zeros (for 16 such calls at most), and after a call in which an
-amax overflowed or underflowed. In a cold call, a tensor is cast with the scale of its own amax if its slot is
-cold, or if the scale of the slot would saturate or flush it. Each path through a model is a graph of its own
-with its own cold calls. The arguments that are not tensors determine the path of a call."""
+A call is cold while some slot has seen only zeros (for 16 such calls at most). In a cold call, a tensor is
+cast with the scale of its own amax if its slot is cold. Each path through a model is a graph of its own with
+its own cold calls. The arguments that are not tensors determine the path of a call."""
 
 from __future__ import annotations
 
@@ -61,11 +60,7 @@ class Slot:
     @property
     def cold(self) -> bool:
         """Whether a cold call scales this tensor by its current amax."""
-        return self.calls == 0
-
-    @property
-    def overflowed(self) -> bool:
-        return self.cold and self.history[0] > 0.0
+        return self.scale is None
 
     def __post_init__(self) -> None:
         self.history = [0.0] * self.length
@@ -168,8 +163,6 @@ class Reference:
         path = self.paths.setdefault(
             tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)), Path()
         )
-        if any(slot.overflowed for slot in path.slots):
-            path.cold, path.patience = True, max(1, path.patience)
         self.call = Call(path, path.cold, torch._C._autograd._get_sequence_nr())
         try:
             out = self.model(*args, **kwargs)
@@ -194,16 +187,14 @@ class Reference:
         """The scale with which this training call quantizes a tensor with this amax. None: current scaling.
 
         The scale comes from earlier calls. In a cold call it comes from `amax`, if `amax` is finite, and the
-        slot is cold or its scale would saturate the tensor, or flush it.
+        slot is cold.
         """
         settings, role = self.of(key[0]), key[1]
         if not settings.delayed(role):
             return None
         slot = self.slots.setdefault(key, Slot(self.length))
         stored, fp8_max = slot.scale or 1.0, settings.format(role)[1]
-        unfit = settings.on_overflow == "current" and float32(amax * stored) > fp8_max
-        unfit = unfit or self._flushes(settings, role, amax, stored)
-        if call.cold and (slot.cold or unfit) and math.isfinite(amax):
+        if call.cold and slot.cold and math.isfinite(amax):
             return scale_of(amax, fp8_max, settings.margin_of(role))
         return stored
 
@@ -234,23 +225,24 @@ class Reference:
             settings = self.of(key[0])
             slot = self.slots.setdefault(key, Slot(self.length))
             slot.history = [amax, *slot.history[:-1]]
-            if slot.cold and amax == 0.0:
-                continue  # still cold
+            waits = slot.calls == 0
+            if waits and amax == 0.0:
+                continue  # still
             fp8_max, margin = settings.format(key[1])[1], settings.margin_of(key[1])
             # an overflow saturates, and is more than 2 (gradients: 8) times the largest amax in the history
             limit = max(fp8_max, (8.0 if key[1] == "gradient" else 2.0) * fp8_max / 2**margin)
             overflow = (
-                settings.on_overflow == "current" and not slot.cold and float32(amax * slot.scale) > limit
+                settings.on_overflow == "current" and not waits and float32(amax * slot.scale) > limit
             )
             underflow = slot.scale is not None and self._flushes(settings, key[1], amax, slot.scale)
-            if underflow and slot.cold:  # the second one, or after an overflow
+            if underflow and waits:  # the second one, or after an overflow
                 slot.history = [amax] + [0.0] * (self.length - 1)
             if slot.calls % settings.interval == 0 or overflow:
                 length = 1 if settings.amax_compute_algo == "most_recent" else settings.amax_history_len
                 window = max(slot.history[:length])
                 if window > 0.0:
                     slot.scale = scale_of(window, fp8_max, margin)
-            slot.calls = 0 if overflow or (underflow and not slot.cold) else slot.calls + 1
+            slot.calls = 0 if overflow or (underflow and not waits) else slot.calls + 1
 
     # the matmuls of one reader of a weight
 

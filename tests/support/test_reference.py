@@ -168,23 +168,22 @@ def test_delayed_history_and_scale() -> None:
     assert slot["weight", "input", 0].scale == 224.0
 
 
-def test_an_overflow_asks_for_the_current_amax_once() -> None:
+def test_an_overflow_moves_the_scale_at_once() -> None:
     linear = nn.Linear(128, 128, bias=False)
     with torch.no_grad():
         linear.weight.copy_(torch.eye(128))
-    current, saturate = (Reference(linear, on_overflow=how) for how in ("current", "saturate"))
-    slots = [reference.slots for reference in (current, saturate)]
-    # 3.5 is exactly twice what the scale of 1.75 covers: no overflow yet. 14 is one; then "current" scales 28
-    # by its own amax
+    current, saturate = (Reference(linear, on_overflow=how, interval=4) for how in ("current", "saturate"))
+    # 3.5 is exactly twice what the scale of 1.75 covers: no overflow yet. 14 is one
     for value, seen, saturated in (
         (1.75, 1.75, 1.75),
         (3.5, 1.75, 1.75),
-        (14.0, 3.5, 3.5),
-        (28.0, 28.0, 14.0),
-        (14.0, 14.0, 14.0),
+        (14.0, 1.75, 1.75),
+        (28.0, 14.0, 1.75),
+        (28.0, 28.0, 1.75),
+        (28.0, 28.0, 28.0),
     ):
         for reference, expected in ((current, seen), (saturate, saturated)):
             torch.testing.assert_close(run(reference, ones(value)), ones(expected), rtol=1e-6, atol=0.0)
-        assert slots[0]["weight", "input", 0].cold == (value == 14.0 and seen == 3.5)
-    for slot in (slots["weight", "input", 0] for slots in slots):
-        assert slot.history[:5] == [14.0, 28.0, 14.0, 3.5, 1.75] and slot.scale == 16.0
+    for slot in (reference.slots["weight", "input", 0] for reference in (current, saturate)):
+        assert slot.history[:6] == [28.0, 28.0, 28.0, 14.0, 3.5, 1.75] and slot.scale == 16.0
+        assert not slot.cold

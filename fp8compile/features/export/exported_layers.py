@@ -149,7 +149,7 @@ def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
     slots: list[Slot] = []
     for one in known:
         slot: Slot | None = one.slot(one.forward.data_slot, "input")
-        if slot is None or (slot.numbers.cold and not slot.numbers.overflowed):
+        if slot is None or slot.numbers.cold:
             return None
         slots.append(slot)
     return torch.tensor([max(slot.scale_inv() for slot in slots)], dtype=torch.float32)
@@ -176,8 +176,8 @@ class WeightCast(NamedTuple):
 def cast(layer: ExportedLayer) -> WeightCast:
     """The weight of a layer, as the next forward of training would cast it.
 
-    With a history, the scale is that of the history. If there is none, or the weight has just overflowed, it
-    is that of the current amax, as in a cold call. Weights of merged matmuls share their smallest scale."""
+    With a history, the scale is that of the history. If there is none, it is that of the current amax, as in
+    a cold call. Weights of merged matmuls share their smallest scale."""
     with torch.no_grad():
         weight = layer.weight
         if isinstance(weight, FrozenWeight) and Block(weight.block, weight.block) == layer.scaling.block:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from .base import Patched, in_process, noting
+from .base import Patched, noting
 
 
 def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Any]:
@@ -35,11 +35,15 @@ def pages_of_forwards() -> Patched:
     return noting(Calls, "open", lambda opened, *_, **__: (opened[1], opened[0].again))
 
 
-def overflow_lines() -> Patched:
-    """Inside, no line about overflows was logged yet. Gives what has `missed`: those since the last one."""
-    from fp8compile.runtime import overflow
+@contextlib.contextmanager
+def noticed_at_once() -> Iterator[None]:
+    """Inside, each training call begins with a look at what slots have met."""
+    from fp8compile import process
+    from fp8compile.runtime import notices
 
-    return in_process(overflow.LastLine())
+    process.of(notices.Pace).due = 0.0
+    with mock.patch.object(notices, "PACE", 0.0):
+        yield
 
 
 def cold_calls() -> Patched:
@@ -47,13 +51,6 @@ def cold_calls() -> Patched:
     from fp8compile.runtime.calls import Calls
 
     return noting(Calls, "forward", lambda how, *_, **__: how is not None and how.cold)
-
-
-def looks() -> Patched:
-    """Of each look for overflows: at how many pages. (On a GPU it is what is copied for it.)"""
-    from fp8compile.runtime.overflow import Watch
-
-    return noting(Watch, "_take", lambda pages, *_, **__: len(pages))
 
 
 def weight_casts() -> Patched:

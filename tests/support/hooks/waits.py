@@ -1,13 +1,12 @@
 """What the host asks of the device around compiled code.
 
 On a CPU nothing waits, so a read of a tensor costs nothing and is seen by nobody. Here tensors are a GPU's,
-all but those that are in pinned memory, and a read of one is an error.
+and a read of one is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .base import Patched, in_process, noting
+from .base import Patched, noting
 from .graphs import _inner
 
 # operators that wait: a number for the host, sizes that are data, data from the host's unpinned memory
@@ -27,135 +26,50 @@ READS = "item tolist cpu numpy __array__ __bool__ __float__ __int__ __index__ __
 
 
 class Waited(AssertionError):
-    """The host waited for the device, or copied to or from memory that is not pinned."""
+    """The host waited for the device."""
 
 
-class Gpu:
-    """Tensors of a GPU: all but `pinned` ones, and what is computed of these. `arrives`: whether what the
-    host has asked for has come, when it looks."""
+def holds(tensors: Sequence[Any]) -> bool:
+    """Is one of these on the GPU?"""
+    return any(isinstance(x, Tensor) for x in tensors)
 
-    def __init__(self) -> None:
-        self.pinned: Any = weakref.WeakSet()
-        self.copied = 0  # copies to pinned memory that were started
-        self.arrives = True
 
-    def pin(self, tensor: Tensor) -> Tensor:
-        self.pinned.add(_Identity.of(tensor))
-        return tensor
-
-    def holds(self, tensors: Sequence[Any]) -> bool:
-        """Is one of these on the GPU?"""
-        return any(isinstance(x, Tensor) and _Identity.of(x) not in self.pinned for x in tensors)
-
-    def seen(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An operator runs on the host's behalf."""
-        given = [*args, *kwargs.values()]
-        if name.removeprefix("_").startswith(tuple(x.removeprefix("_") for x in WAITS)):
-            if name == "lift_fresh" or self.holds(given):
-                raise Waited(name)
-        if name == "index" and any(
-            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
-        ):
-            raise Waited("index by a mask")
-        if name == "copy_" and self.holds(args[:1]) != self.holds(args[1:2]):
-            if not (kwargs.get("non_blocking") or True in args[2:]):
-                raise Waited("copy_, and not non_blocking")
-            self.copied += 1
-
-    def called(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """A function of torch is called on the host."""
-        moved = name == "to" and any(str(x) == "cpu" for x in (*args[1:], *kwargs.values()))
-        if (name in READS or moved) and self.holds(args[:1]):
+def seen(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """An operator runs on the host's behalf."""
+    if name.removeprefix("_").startswith(tuple(x.removeprefix("_") for x in WAITS)):
+        if name == "lift_fresh" or holds([*args, *kwargs.values()]):
             raise Waited(name)
+    masks = (torch.bool, torch.uint8)
+    if name == "index" and any(isinstance(x, Tensor) and x.dtype in masks for x in args[1]):
+        raise Waited("index by a mask")
 
 
-class _Identity:
-    """A tensor by its identity: tensors compare by their elements."""
-
-    @staticmethod
-    def of(tensor: Tensor) -> _Identity:
-        if not hasattr(tensor, "_waits_identity"):
-            tensor._waits_identity = _Identity()  # type: ignore[attr-defined]
-        return tensor._waits_identity  # type: ignore[attr-defined]
+def called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """A function of torch is called on the host."""
+    moved = name == "to" and any(str(x) == "cpu" for x in (*args[1:], *kwargs.values()))
+    if (name in READS or moved) and holds(args[:1]):
+        raise Waited(name)
 
 
 class _Operators(TorchDispatchMode):
-    def __init__(self, gpu: Gpu):
-        super().__init__()
-        self.gpu = gpu
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.gpu.seen(str(func).split("::")[-1].removeprefix("aten.").split(".")[0], args, kwargs)
-        result = func(*args, **kwargs)
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if isinstance(result, Tensor) and tensors and not self.gpu.holds(tensors):
-            self.gpu.pin(result)
-        return result
+        seen(str(func).split("::")[-1].removeprefix("aten.").split(".")[0], args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, gpu: Gpu):
-        super().__init__()
-        self.gpu = gpu
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.gpu.called(getattr(func, "__name__", ""), args, kwargs or {})
+        called(getattr(func, "__name__", ""), args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def on_a_gpu() -> Iterator[Gpu]:
-    """Inside, pages are watched as on a GPU: by copies to pinned memory and events. Compile inside, too."""
-    from fp8compile.runtime import overflow
-
-    gpu = Gpu()
-
-    class OnGpu(overflow.Watch):
-        on_host = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
-
-    class Event:
-        def record(self, stream: Any) -> None:
-            pass
-
-        def query(self) -> bool:
-            return gpu.arrives
-
-    class Cuda:
-        is_current_stream_capturing = staticmethod(lambda: False)
-        current_stream = staticmethod(lambda device: None)
-
-    Cuda.Event = Event  # type: ignore[attr-defined]
-
-    class Torch:
-        """torch, with pinned memory and events."""
-
-        cuda = Cuda
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        @staticmethod
-        def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-            made = torch.zeros(*args, **kwargs)
-            return gpu.pin(made) if pin_memory else made
-
-    with (
-        mock.patch.object(overflow, "Watch", OnGpu),
-        in_process(overflow.Watches()),
-        mock.patch.object(overflow, "torch", Torch()),
-    ):
-        yield gpu
-
-
-@contextlib.contextmanager
-def refusing_waits(gpu: Gpu | None = None) -> Iterator[None]:
+def refusing_waits() -> Iterator[None]:
     """Inside, the host may not wait for what is on the GPU. What compiled code does is not seen."""
     from fp8compile.compat import autograd
     from fp8compile.runtime.calls import Calls
     from fp8compile.runtime.compiled_graph import CompiledGraph
 
-    gpu = gpu or Gpu()
     places: list[tuple[Any, str]] = [
         (CompiledGraph, "__call__"),
         (Calls, "backward"),
@@ -168,7 +82,7 @@ def refusing_waits(gpu: Gpu | None = None) -> Iterator[None]:
 
     def within(stock: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _Functions(gpu), _Operators(gpu):
+            with _Functions(), _Operators():
                 return stock(*args, **kwargs)
 
         return call
