@@ -39,7 +39,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp8compile
 from fp8compile.distributed import fp8_all_gather
-from fp8compile.runtime import calls
+from fp8compile.ir import state_page
 
 from . import machine
 from .interpreted import interpreted
@@ -124,7 +123,6 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=study.lr, betas=(0.9, 0.95), foreach=False
         )
-        self.overflows: list[str] = []
 
     def checkpoint(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -151,11 +149,9 @@ class Trainer:
         generator = torch.Generator().manual_seed(2 * number + self.dp)
         starts = torch.randint(len(self.text) - study.length - 1, (study.batch,), generator=generator)
         tokens, targets = train_gpt.windows(self.text, starts, study.length, "cpu")
-        before, undo = self.histories(), self.plant(number)
-        self.overflows = []
-        with mock.patch.object(calls, "say", self.overflowed):
-            loss = self.model(tokens, targets)
-            (loss * (1e6 if number == study.loss and self.dp == 0 else 1.0)).backward()
+        met, before, undo = self.overflows(), self.histories(), self.plant(number)
+        loss = self.model(tokens, targets)
+        (loss * (1e6 if number == study.loss and self.dp == 0 else 1.0)).backward()
         undo()
         after = self.histories()
         whole, norm = self.over_all_ranks(loss.detach())
@@ -173,7 +169,7 @@ class Trainer:
                 name not in before or not torch.equal(before[name], row) for name, row in after.items()
             ),
             "slots": len(after),
-            "overflows": self.overflows,
+            "overflows": [name for name, count in self.overflows().items() if count > met.get(name, 0.0)],
         }
         ranks: list[Any] = [None] * RANKS
         dist.all_gather_object(ranks, mine)
@@ -202,14 +198,18 @@ class Trainer:
 
         return undo
 
-    def histories(self) -> dict[str, Tensor]:
+    def rows(self) -> dict[str, Tensor]:
+        """The state of each slot."""
         scaling = fp8compile.ScalingState(self.model, all_ranks=False)
         state = scaling.state_dict() if fp8compile.report(self.model).graphs else {}
-        # without signs: that of the limit says that an amax was not finite, and no history moves then
-        return {name: row.abs() for name, row in state.items() if row.numel() > 1}
+        return {name: row for name, row in state.items() if row.numel() > 1}
 
-    def overflowed(self, found: Sequence[Any], name: Callable[[Any], str]) -> None:
-        self.overflows += [name(overflow) for overflow in found]
+    def histories(self) -> dict[str, Tensor]:
+        return {name: row[state_page.HISTORY : -1] for name, row in self.rows().items()}
+
+    def overflows(self) -> dict[str, float]:
+        """How many each slot has had."""
+        return {name: float(row[state_page.OVERFLOWS]) for name, row in self.rows().items()}
 
     def over_all_ranks(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss, and the norm of the whole gradient. What is not tensor parallel is there twice."""
@@ -320,12 +320,6 @@ def summary(steps: Sequence[Row], study: Study) -> Row:
     faults = {
         name: last[step] for name in ("nan", "loss", "weight") if (step := getattr(study, name)) is not None
     }
-    for name, row in faults.items():  # the host sees an overflow before the next call
-        behind = last.get(row["step"] + 1, {"ranks": [{"overflows": []}] * RANKS})["ranks"]
-        faults[name] = {
-            **row,
-            "ranks": [{**x, "overflows": y["overflows"]} for x, y in zip(row["ranks"], behind, strict=True)],
-        }
     return {
         "late": statistics.fmean(late),
         "bad": sum(rank["bad"] for row in steps for rank in row["ranks"]),

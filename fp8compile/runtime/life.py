@@ -21,8 +21,8 @@ a scale of 1, which would flush small gradients to zero. The state update does n
 Overflows and underflows make no call cold: the device answers them alone (`state_page.next_page`).
 
 Where Inductor fuses, merges or reorders collectives (`together`), a rank that runs eagerly would wait for
-collectives that the others do not call. There, a call is cold only if no slot has a scale. A graph that
-`observes` casts nothing: its state moves, and its calls are never cold.
+collectives that the others do not call. There, only the first call is cold. A graph that `observes` casts
+nothing: its state moves, and its calls are never cold.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class PageSet:
         """Is the forward that begins cold? `together`: only the first one is, for then it is on all ranks."""
         if self.observes or not self.cold:
             return False
-        return not (self.together and (self.forward.begun() or self.backward.begun()))
+        return not self.together or self.first and not (self.forward.begun() or self.backward.begun())
 
     def begin_backward(self) -> None:
         self.pending = max(0, self.pending - 1)

@@ -159,7 +159,7 @@ def _take(key: Key, weight: Tensor, row: Tensor, slot: Slot | None, loading: Loa
         record_of(weight).slots[role, use] = Slot(page, 0)
         return
     slot.page.take(slot.row, page)
-    slot.page.patience, slot.page.loaded = patience, True
+    slot.page.patience, slot.page.loaded, slot.page.restarted = patience, True, False
 
 
 def _start_cold(slot: Slot) -> None:
