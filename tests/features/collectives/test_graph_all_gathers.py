@@ -26,8 +26,8 @@ def batch(step: int) -> torch.Tensor:
 
 
 def _one_rank_is_different(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    """On rank 1 alone: overflows, in step 4 in its part of a gathered tensor, in 7 in its shard of a weight; a
-    NaN in 10; weights that are loaded before 11, so that this call is cold, and rank 0's is not."""
+    """On rank 1 alone: overflows, in step 4 in its part of a gathered tensor, in 7 in its shard of a weight;
+    a NaN in 10; weights that are loaded before 11, so that this call is cold, and rank 0's is not."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model: Any = build("gated block")
     tensor_parallel(model, mesh, sequence=True)
