@@ -1,1 +1,1 @@
-"""While a model trains: scaling state, cold and warm calls, overflows, phases, probes."""
+"""While a model trains: scaling state, cold and warm calls, notices, phases, probes."""

@@ -3,7 +3,7 @@
 The allocator reuses these blocks, and frees them before it gives up. But cuBLAS, NCCL and the pools of CUDA
 graphs cannot have them. So the first warm call gives them back, once for all graphs whose first calls came
 before it: a model whose layers are graphs of their own begins a step with all of them. A later cold call,
-after an overflow, gives nothing back: its step would pay for the same memory again.
+after weights were loaded, gives nothing back: its step would pay for the same memory again.
 """
 
 from __future__ import annotations
