@@ -99,6 +99,7 @@ _TANH = (
     "{0}_gelu = {0} * {0}_sigmoid",
 )
 _SIGMOID = "libdevice.fast_dividef(1.0, tl.exp2({0} * -1.4426950408889634) + 1)"
+_SILU = f"{{0}}_sigmoid = {_SIGMOID}"
 _RISE = f"tl.fma({{0}}_2, {_SLOPE * 3 * 0.044715}, {_SLOPE})"
 COMPOSITES: dict[Callable[..., Any], tuple[str, ...]] = {
     (lambda x: aten.gelu.default(x)): (*_EXACT, "{0} * {0}_phi"),
@@ -112,9 +113,9 @@ COMPOSITES: dict[Callable[..., Any], tuple[str, ...]] = {
         "{0}_rest = tl.where({0}_by < 64, {0}_exp * {0}_sigmoid, 1.0)",  # 1 - sigmoid
         "{1} * tl.fma({0}_gelu * {0}_rest, " + _RISE + ", {0}_sigmoid)",
     ),
-    (lambda x: aten.silu.default(x)): (f"{{0}}_sigmoid = {_SIGMOID}", "{0} * {0}_sigmoid"),
+    (lambda x: aten.silu.default(x)): (_SILU, "{0} * {0}_sigmoid"),
     (lambda x, dy: aten.silu_backward.default(dy, x)): (
-        f"{{0}}_sigmoid = {_SIGMOID}",
+        _SILU,
         "{1} * {0}_sigmoid * tl.fma({0}, 1 - {0}_sigmoid, 1.0)",
     ),
 }

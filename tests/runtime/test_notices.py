@@ -63,7 +63,7 @@ def test_a_line_names_what_did_not_fit_since_the_last_one(caplog: Any) -> None:
 
 @pytest.mark.parametrize(
     ("factor", "grad", "named"),
-    [(math.nan, math.inf, "b.weight (input)"), (1.0, math.inf, "c.weight (gradient)")],
+    [(math.nan, math.inf, "b.weight (input)"), (1.0, math.inf, "a.weight (gradient)")],
 )
 def test_the_first_tensor_that_is_not_finite_is_named_once(
     factor: float, grad: float, named: str, caplog: Any
@@ -75,7 +75,7 @@ def test_the_first_tensor_that_is_not_finite_is_named_once(
             step(made, factor, grad)
         step(made)
     (line,) = said(caplog, "infinity or a NaN")
-    assert named in line or grad == math.inf and factor == 1.0 and "(gradient)" in line
+    assert named in line
 
 
 def test_the_host_looks_at_its_own_pace(caplog: Any, monkeypatch: Any) -> None:
