@@ -2,14 +2,14 @@
 # make check   before each commit: lint, and the tests that need no model
 # make test    lint, and the tests that find nine faults of ten (5 minutes on 2 CPU cores)
 # make slow    the slow tests: machine code, several processes, training to a loss
-# make weekly  the same at more sizes, models, recipes and GPUs, and soaks: hours, before a release
+# make weekly  the same at more sizes, models, recipes and GPUs: hours, before a release
 # make compat  the tests that run on the oldest and the newest torch, too: make compat TORCH=2.11.0
 # make lean    what runs first on a rented GPU, with the packages of a bare image: torch 2.11 and its Triton (20 minutes, 6 GB)
 # make hosts   the tests with Trainer, TRL, Accelerate, Lightning, Axolotl and torchtitan, in an environment of their own
 # make features delete each feature in turn from a copy, and run the core's tests there (some 3 minutes each)
 # make mutants plant known faults one by one, and say which tests find them: make mutants ARGS="S1 S2"
 # make axolotl the tests with `axolotl train` itself and the versions that it pins, in an environment of 4 GB
-# make estimates  all that is estimated without a GPU anew, and the tables, pictures and pages with it (two hours of one core)
+# make estimates  all that is estimated without a GPU anew, and the tables and pages with it (45 minutes of one core)
 # make docs    the documentation site, into out/site; a link that leads nowhere is an error
 # make dist    the wheel and the sdist, into out/dist
 # make lint    ruff, mypy and import-linter alone

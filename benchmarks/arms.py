@@ -22,8 +22,6 @@ from torch import nn
 from fp8compile.config.policy import Policy, Rule, load
 from fp8compile.dryrun.measure import by_torchao
 
-from . import transformer_engine
-
 # FP8 wherever the default policy allows it, without the cost model, which is compared with this
 ALL = Policy(
     rules=(
@@ -35,24 +33,19 @@ ALL = Policy(
 )
 # the default policy, but that the input of a down projection has the scale of earlier steps, too
 DELAYED = Policy(rules=tuple(rule for rule in load(None).rules if rule.name != "down projection"))
-HEADS = ("lm_head", "head.lm_head")
 _PROCESS = contextlib.ExitStack()  # its contexts stay open until the process ends
 
 
 @dataclass(frozen=True)
 class Arm:
     """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager).
-    `around` makes a context for each forward. `env`: variables of its process. `kind` is "bf16", "eager",
-    "torchao", "te" (TransformerEngine) or "fp8". `packed`: arguments of `fp8compile.optim.AdamW`, instead of
-    torch's fused AdamW."""
+    `env`: variables of its process. `kind` is "bf16", "eager", "torchao" or "fp8"."""
 
     name: str
     kind: str
     how: Mapping[str, Any] | None = field(default_factory=dict)
     prepare: Callable[[nn.Module], None] = lambda model: None
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     env: Mapping[str, str] = field(default_factory=dict)
-    packed: Mapping[str, Any] | None = None
 
     @property
     def mode(self) -> str:
@@ -61,21 +54,6 @@ class Arm:
 
 def torchao(recipe: str) -> Callable[[nn.Module], None]:
     return lambda model: by_torchao(model, recipe)
-
-
-def torchao_auto(recipe: str) -> Callable[[nn.Module], None]:
-    """With torchao's own filter for the recipe, which does not replace small linears."""
-
-    def prepare(model: nn.Module) -> None:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
-
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        convert_to_float8_training(
-            model, config=config, module_filter_fn=_auto_filter_for_recipe(recipe, ["lm_head"])
-        )
-
-    return prepare
 
 
 def torchao_experts(model: nn.Module) -> None:
@@ -91,32 +69,21 @@ def torchao_experts(model: nn.Module) -> None:
     quantize_(model, config=Float8TrainingOpConfig(pad_token_groups_for_grouped_mm=False), filter_fn=stacks)
 
 
-te = transformer_engine.prepare(HEADS)
-
-
 def fp8(recipe: str, **options: Any) -> dict[str, Any]:
     return {"backend": "fp8", "options": {"recipe": recipe, **options}}
 
 
 GRAPHS = "reduce-overhead"
-CACHED_GRAPHS = {"cache_weights": True, "triton.cudagraphs": True}
-BY_STEP = {"fp8_weights": True}
 ARMS = {
     arm.name: arm
     for arm in (
         Arm("bf16", "bf16"),
         Arm("bf16-max-autotune", "bf16", {"mode": "max-autotune"}),
         Arm("bf16-graphs", "bf16", {"mode": GRAPHS}),
-        Arm("bf16-packed", "bf16", packed={}),
         Arm("eager-bf16", "eager", None),
         Arm("torchao-tensorwise", "torchao", prepare=torchao("tensorwise")),
         Arm("torchao-rowwise", "torchao", prepare=torchao("rowwise")),
-        Arm("torchao-tensorwise-auto", "torchao", prepare=torchao_auto("tensorwise")),
-        Arm("torchao-rowwise-auto", "torchao", prepare=torchao_auto("rowwise")),
         Arm("torchao-experts", "torchao", prepare=torchao_experts),
-        Arm("te-delayed", "te", prepare=te, around=transformer_engine.autocast("DelayedScaling")),
-        Arm("te-current", "te", prepare=te, around=transformer_engine.autocast("Float8CurrentScaling")),
-        Arm("eager-te-delayed", "te", None, prepare=te, around=transformer_engine.autocast("DelayedScaling")),
         Arm("fp8-delayed", "fp8", fp8("delayed")),
         Arm("fp8-tensorwise", "fp8", fp8("tensorwise")),
         Arm("fp8-delayed-save", "fp8", fp8("delayed", save="fp8")),
@@ -128,13 +95,9 @@ ARMS = {
         # torch takes no options beside a mode; "delayed" is the default
         Arm("fp8-delayed-graphs", "fp8", {"backend": "fp8", "mode": GRAPHS}),
         Arm("fp8-delayed-cached", "fp8", fp8("delayed", cache_weights=True)),
-        Arm("fp8-delayed-by-step", "fp8", fp8("delayed", cache_weights=True), packed=BY_STEP),
-        Arm("fp8-delayed-by-step-graphs", "fp8", fp8("delayed", **CACHED_GRAPHS), packed=BY_STEP),
         Arm("fp8-tensorwise-cached", "fp8", fp8("tensorwise", cache_weights=True)),
         Arm("fp8-rowwise-cached", "fp8", fp8("rowwise", cache_weights=True)),
-        Arm("fp8-fast", "fp8", {"backend": "fp8", "options": {"policy": "fast"}}),
         Arm("fp8-delayed-all", "fp8", fp8("delayed", policy=ALL)),
-        Arm("fp8-tensorwise-all", "fp8", fp8("tensorwise", policy=ALL)),
         Arm("fp8-rowwise", "fp8", fp8("rowwise")),
         Arm("fp8-rowwise-all", "fp8", fp8("rowwise", policy=ALL)),
         Arm("fp8-rowwise-gw-hp", "fp8", fp8("rowwise_with_gw_hp")),
@@ -174,8 +137,7 @@ def settings(arm: Arm, accumulate: int, interpreted: bool) -> dict[str, Any] | N
     how = dict(arm.how)
     if how.get("mode") == "max-autotune" and accumulate > 1:
         how["mode"] = "max-autotune-no-cudagraphs"
-    recorded = how.get("mode") == GRAPHS or "triton.cudagraphs" in how.get("options", ())
-    if recorded and accumulate > 1:
+    if how.get("mode") == GRAPHS and accumulate > 1:
         raise ValueError(f"{arm.name}: a replay overwrites the gradients of the micro-batch before")
     if interpreted and arm.kind != "fp8":
         return {"backend": "aot_eager"}

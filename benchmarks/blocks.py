@@ -5,11 +5,9 @@ blocks (BLOCK_R, BLOCK_C, warps). `codegen.blocks` has those that are chosen fro
 columns holds whole rows, and with others its kernel loops over columns. Several processes compile; one at a
 time measures. A line for each: microseconds, GB/s of the bytes that must move, each kernel's microseconds.
 
-`--form stages-3` also measures kernels that loop over columns with three loads of the loop under way. Other
-forms were slower on an H200 (notes/benchmarks.md): loops that go forward each time, one block of rows for
-each program with column sums, programs that walk over the tiles of a SwiGLU. `--blocks 2` takes the first two
-of each family, what is chosen and what was chosen before. On a CPU
-(`--device cpu`), kernels of tiny sizes run in Triton's interpreter, and nothing is timed.
+`--blocks 2` takes the first two of each family, what is chosen and what was chosen before. Other forms of
+these kernels were slower on an H200 (notes/benchmarks.md). On a CPU (`--device cpu`), kernels of tiny sizes
+run in Triton's interpreter, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -17,23 +15,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
 import torch
 
-from fp8compile import compat
 from fp8compile.codegen import launch
 
-from . import lines, todo
+from . import lines
 from .families import FAMILIES, Source, must_move
 from .kernels import Device, Plan, compare, interpreter
 from .options import Parser, count
@@ -50,7 +45,6 @@ BACKWARDS: list[Block] = [(1, 4096, 16), (32, 64, 8), (1, 4096, 32), (32, 128, 8
 PLAIN: list[Block] = [(64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 128, 16), (64, 64, 8)]
 PLAIN += [(64, 128, 4), (128, 64, 4)]
 POINTS = {
-    "swiglu-backward": ((8192, 14336), HEAVY),
     "swiglu-backward-merged": ((8192, 14336), HEAVY),
     "swiglu": ((8192, 14336), HEAVY),
     "rms-norm-backward": ((8192, 4096), BACKWARDS),
@@ -60,57 +54,24 @@ POINTS = {
     "weight": ((14336, 4096), PLAIN),
     "attention": ((8192, 4096), PLAIN),
 }
-LOOPS = ("rms-norm", "rms-norm-backward", "layer-norm-backward")  # their kernels may loop over columns
 TINY = (40, 140)
 RUNS = 11
 
-Point = tuple[str, Block, str]
-Form = contextlib.AbstractContextManager[Any]
 
-
-def points(names: list[str], forms: list[str], most: int | None = None) -> list[Point]:
-    """(family, block, form), the first block of each family before the second; at most `most` blocks."""
+def points(names: list[str], most: int | None = None) -> list[tuple[str, Block]]:
+    """(family, block), the first block of each family before the second; at most `most` blocks."""
     most = min(filter(None, (most, max(len(POINTS[name][1]) for name in names))))
-    every = [
-        (name, POINTS[name][1][i], form)
-        for i in range(most)
-        for form in forms
-        for name in names
-        if i < len(POINTS[name][1])
-    ]
-    return [(name, block, form) for name, block, form in every if form == "now" or _loops(name, block)]
+    return [(name, POINTS[name][1][i]) for i in range(most) for name in names if i < len(POINTS[name][1])]
 
 
-def _loops(name: str, block: Block) -> bool:
-    return name in LOOPS and block[1] < POINTS[name][0][1]
-
-
-def rewritten(suffix: str, change: Callable[[str, str], str]) -> Form:
-    """Inside, generated kernels are of a changed source and have a longer name. `change(source, name)`."""
-    load = compat.triton.load_kernel
-
-    def loaded(name: str, source: str) -> Any:
-        return load(name + suffix, change(source, name).replace(name, name + suffix))
-
-    return mock.patch.object(compat.triton, "load_kernel", loaded)
-
-
-def pipelined(source: str, _name: str) -> str:
-    return re.sub(r"in range\((.*), BLOCK_C\):", r"in tl.range(\1, BLOCK_C, num_stages=3):", source)
-
-
-FORMS = {"stages-3": lambda: rewritten("_stages", pipelined)}  # of kernels that loop over columns
-
-
-def measured(name: str, block: Block, form: str, timer: Device | None, turn: TextIO) -> dict[str, Any]:
+def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dict[str, Any]:
     """One line. `turn`: a file whose lock allows to measure."""
     family, device = FAMILIES[name], "cpu" if timer is None else "cuda"
-    row: dict[str, Any] = {"family": name, "config": block, "form": form}
-    made = contextlib.nullcontext() if form == "now" else FORMS[form]()
+    row: dict[str, Any] = {"family": name, "config": block}
     try:
         torch.manual_seed(0)
         inputs = family.inputs(Source(*(TINY if timer is None else POINTS[name][0]), device))
-        with mock.patch.object(launch.blocks, "configurations", lambda group: (block,)), made:
+        with mock.patch.object(launch.blocks, "configurations", lambda group: (block,)):
             plan = Plan(family.function, fused=True, interpreted=timer is None)
             outputs = plan.first(*inputs)
         if timer is None:
@@ -137,10 +98,6 @@ def main(argv: list[str] | None = None) -> int:
         metavar="NAME",
         help=f"default: all: {', '.join(POINTS)}",
     )
-    forms = ("now", *FORMS)
-    parser.add_argument(
-        "--form", nargs="+", choices=forms, default=["now"], metavar="NAME", help=f"of {', '.join(forms)}"
-    )
     parser.add_argument(
         "--blocks", type=count(1), metavar="N", help="the first N of each family; default: all"
     )
@@ -156,10 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
-    chosen = points(args.family or [*POINTS], args.form, args.blocks)
-    names = [f"{name} {block}{f', {form}' if form != 'now' else ''}" for name, block, form in chosen]
+    chosen = points(args.family or [*POINTS], args.blocks)
     if args.part is None:
-        todo.plan(names)
         with tempfile.NamedTemporaryFile() as turn:
             more = [
                 [*given, "--turn", turn.name, "--part", str(part)]
@@ -176,7 +131,6 @@ def main(argv: list[str] | None = None) -> int:
                 break
             found.append(measured(*chosen[i], timer, turn))
             lines.add(args.json, found[-1])
-            todo.done(names[i], found[-1].get("error"))
             print(found[-1], flush=True)
     return int(any("error" in row for row in found))
 

@@ -116,7 +116,6 @@ def main() -> None:
     )
     parser.add_argument("--layers", default="4,8,16", help="of the described model (default: 4,8,16)")
     parser.add_argument("--cpu-layers", type=int, default=2, help="of the model on this machine (default: 2)")
-    parser.add_argument("--only", choices=("described", "cpu"), help="one of the two tables")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -125,36 +124,25 @@ def main() -> None:
         return
     from . import arms
 
-    try:
-        names = [arm.name for arm in arms.parse_arms(given.arms)]
-    except ValueError as error:
-        parser.error(f"--arms: {error}")
-    if given.only != "cpu":
-        rows: list[dict[str, Any]] = []
-        for layers in map(int, given.layers.split(",")):
-            for name in names:
-                with tempfile.TemporaryDirectory() as cache:
-                    made = measured("described", name, layers, cache)
-                first = next((row for row in rows if row["layers"] == layers), made)
-                rows.append({"layers": layers, "arm": name, **made, "ratio": made["cpu_s"] / first["cpu_s"]})
-        shown("Described H200: tracing and code generation", rows)
-    if given.only != "described":
-        rows = []
+    names = [arm.name for arm in arms.parse_arms(given.arms)]
+    rows: list[dict[str, Any]] = []
+    for layers in map(int, given.layers.split(",")):
         for name in names:
             with tempfile.TemporaryDirectory() as cache:
-                cold, warm = (measured("cpu", name, given.cpu_layers, cache) for _ in range(2))
-            first = rows[0] if rows else {"cold_s": cold["cpu_s"], "warm_s": warm["cpu_s"]}
-            row = {
-                "arm": name,
-                "import_s": warm["import_s"],
-                "cold_s": cold["cpu_s"],
-                "of_it_python_s": cold["python_s"],
-            }
-            row["warm_s"] = warm["cpu_s"]
-            rows.append(
-                {**row, "cold": row["cold_s"] / first["cold_s"], "warm": row["warm_s"] / first["warm_s"]}
-            )
-        shown(f"This machine: first training step, {given.cpu_layers} layers", rows)
+                made = measured("described", name, layers, cache)
+            first = next((row for row in rows if row["layers"] == layers), made)
+            rows.append({"layers": layers, "arm": name, **made, "ratio": made["cpu_s"] / first["cpu_s"]})
+    shown("Described H200: tracing and code generation", rows)
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as cache:
+            cold, warm = (measured("cpu", name, given.cpu_layers, cache) for _ in range(2))
+        first = rows[0] if rows else {"cold_s": cold["cpu_s"], "warm_s": warm["cpu_s"]}
+        row = {"arm": name, "import_s": warm["import_s"], "of_it_python_s": cold["python_s"]}
+        row |= {"cold_s": cold["cpu_s"], "warm_s": warm["cpu_s"]}
+        over = {part: row[f"{part}_s"] / first[f"{part}_s"] for part in ("cold", "warm")}
+        rows.append({**row, **over})
+    shown(f"This machine: first training step, {given.cpu_layers} layers", rows)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ name it in FP8COMPILE_TOKENS.
 
 from __future__ import annotations
 
-import argparse
 import array
 import hashlib
 import os
 import random
-import sys
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,27 +81,12 @@ def write(path: Path, folders: list[Path], megabytes: int) -> int:
     return number
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.corpus", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("path", nargs="?", type=Path, default=place(), help="default: %(default)s")
-    parser.add_argument(
-        "--from",
-        dest="folders",
-        nargs="+",
-        type=Path,
-        metavar="FOLDER",
-        help="default: this Python's packages",
-    )
-    parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="at most (default: %(default)s)")
-    args = parser.parse_args(argv)
+def main() -> None:
     paths = sysconfig.get_paths()
-    folders = args.folders or [Path(paths[name]) for name in ("stdlib", "purelib", "platlib")]
-    number = write(args.path, list(dict.fromkeys(folders)), args.megabytes)
-    print(f"{number / 1e6:.1f} M tokens, {2e-6 * number:.1f} MB, in {args.path}")
-    return 0
+    folders = [Path(paths[name]) for name in ("stdlib", "purelib", "platlib")]
+    number = write(place(), list(dict.fromkeys(folders)), MEGABYTES)
+    print(f"{number / 1e6:.1f} M tokens, {2e-6 * number:.1f} MB, in {place()}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

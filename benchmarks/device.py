@@ -1,26 +1,7 @@
 """What `benchmarks/device.sh` runs: parts, each in a process with a limit, and an archive of all results.
 
-    probe      packages, the device, one generated kernel, many FP8 matmuls             benchmarks.probe
-    tests      the tests that need a GPU; of them those of `--only`                     benchmarks.gpu_tests
-    matmuls    the matmuls that the cost model knows, and attention                     benchmarks.matmuls
-    kernels    casts with their producers                                               benchmarks.kernels
-    layers     two Llama-3-8B layers: bf16, torchao, delayed                            benchmarks.train
-    settings   the same by other settings of `delayed`, and without the fuser
-    blocks     block sizes of norms, SwiGLU's and GELU's backward                       benchmarks.blocks
-    short      the layers at 2048 tokens
-    moe        experts: Qwen3-30B-A3B and Mixtral                                       benchmarks.train
-    gpt2       GPT-2 124M, with the fuser and without
-    graphs     CUDA graphs: a test, and the layers at 2048 tokens                       both
-    calibrate  the device's rates                                                       fp8compile calibrate
-    memory     peak memory of step 1 and of warm steps, in bf16 and in FP8              benchmarks.train
-    curve      GPT-2 124M trained in bf16 and FP8 on real tokens, and a picture         benchmarks.train,
-                                                                                        benchmarks.plot
-    first      probe, tests, matmuls, calibrate, kernels, layers: a new GPU
-    speed      tests, layers, settings, blocks, short: what a change of speed has to show, in ten minutes
-    wider      moe, gpt2, graphs, calibrate: and elsewhere, in five
-
-A part that fails, or reaches its limit, leaves what it has written, and what it has not done is named
-(`todo`); the next one gets the time that others have left. The archive is written anew while parts run, so
+benchmarks/README.md says what each part does. A part that fails, or reaches its limit, leaves what it has
+written; the next one gets the time that others have left. The archive is written anew while parts run, so
 that it is there whatever happens to this process. Compile caches stay in `out/caches`, so that the next call
 compiles less. Nothing is imported here that may be missing.
 """
@@ -44,15 +25,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import corpus, lines, show, todo
-from .sampler import Sampler
+from . import corpus, lines, show
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHES = ROOT / "out" / "caches"
-TRAIN = "benchmarks.train --no-warm-compile --keep {work} --caches {caches} {torchao} {common} --case"
+TRAIN = "benchmarks.train --keep {work} --caches {caches} {torchao} {common} --case"
 LAYERS = f"{TRAIN} llama-8b-layers:layers=2"
 FEW = "--arms fp8-delayed --rounds 2 --steps 1 --warmup 1"
-TWO = "--processes 2"
 SETTINGS = "kept fast-accum fast-dgrad swiglu-delayed no-fuse".split()
 
 
@@ -65,8 +44,7 @@ class Step(NamedTuple):
 
 
 PARTS: dict[str, tuple[Step, ...]] = {
-    "probe": (Step(60, "benchmarks.probe {common}"),),
-    "tests": (Step(120, "benchmarks.gpu_tests {common} --junit {results}/tests.xml {only}"),),
+    "tests": (Step(120, "benchmarks.gpu_tests {common} {only}"),),
     "matmuls": (Step(45, "benchmarks.matmuls {common}"),),
     "kernels": (Step(90, "benchmarks.kernels {common}", "--family weight --shape 33x40"),),
     "layers": (Step(140, f"{LAYERS} --arms bf16,torchao-tensorwise,fp8-delayed", FEW),),
@@ -80,9 +58,9 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "blocks": (
         Step(
             60,
-            "benchmarks.blocks {common} --blocks 2 --form now stages-3 --processes 14 --family rms-norm "
+            "benchmarks.blocks {common} --blocks 2 --processes 14 --family rms-norm "
             "rms-norm-backward layer-norm-backward gelu-backward swiglu swiglu-backward-merged",
-            f"--family rms-norm {TWO}",
+            "--family rms-norm --processes 2",
         ),
     ),
     "short": (
@@ -107,7 +85,7 @@ PARTS: dict[str, tuple[Step, ...]] = {
     ),
     "calibrate": (Step(30, "fp8compile calibrate", None),),
     "memory": tuple(
-        Step(seconds, f"{TRAIN} {case} --arms bf16,fp8-delayed --rebuild --rounds 1 --steps 3", None)
+        Step(seconds, f"{TRAIN} {case} --arms bf16,fp8-delayed --rounds 1 --steps 3", None)
         for seconds, case in ((130, "llama-8b-layers:layers=4"), (220, "gpt2-124m"))
     ),
     # 240 s of timed steps for each arm; the rest are compilations and validations
@@ -122,18 +100,17 @@ PARTS: dict[str, tuple[Step, ...]] = {
     ),
 }
 GROUPS = {
-    "first": ("probe", "tests", "matmuls", "calibrate", "kernels", "layers"),
+    "first": ("tests", "matmuls", "calibrate", "kernels", "layers"),
     "speed": ("tests", "layers", "settings", "blocks", "short"),
     "wider": ("moe", "gpt2", "graphs", "calibrate"),
 }
-NEEDED = "torch triton numpy sympy networkx jinja2".split()
-NEEDED_BY = {"tests": ["pytest"], "calibrate": ["click"], "gpt2": ["tqdm"], "memory": ["tqdm"]}
-NEEDED_BY |= {"graphs": ["pytest"], "curve": ["tqdm"]}
+NEEDED = "torch triton numpy sympy networkx jinja2 tabulate".split()
+NEEDED_BY = {"tests": ["pytest"], "graphs": ["pytest"], "calibrate": ["click"]}
+NEEDED_BY |= dict.fromkeys(("gpt2", "memory", "curve"), ["tqdm"])
 SPARE = 20  # seconds for everything around the parts
 # commands that FLAGs of a part do not go to, since they have others
 NO_FLAGS = {"curve": ["benchmarks.plot"], "graphs": ["benchmarks.gpu_tests"]}
 ONLY = 60  # seconds of tests that are named
-SHOWN = 8  # names of what is missing; parts.jsonl has all
 LEAST = 3.0  # seconds in which no step can do anything
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 PACK = 20.0  # seconds between two versions of the archive
@@ -220,16 +197,12 @@ class Run:
                 said["status"] = "needs a GPU: not begun"
             elif stopped is not None:
                 said["status"] = f"stopped by {stopped}: not begun"
-            done = self.work / f"{number}.todo.jsonl"
             try:
                 if possible[number] and limit >= LEAST and stopped is None:
-                    self.one(part, step, limit, said, done)
+                    self.one(part, step, limit, said)
             except Stopped as why:
                 stopped = why
             finally:
-                if possible[number]:
-                    ended = said["status"] in (0, 1)
-                    said["missing"] = todo.missing(done) or ([] if ended else [f"{part}: {said['status']}"])
                 self.steps.append(said)
                 lines.add(self.results / "parts.jsonl", said)
                 self.pack()
@@ -256,21 +229,17 @@ class Run:
         takes = command[0].startswith("benchmarks.") and command[0] not in NO_FLAGS.get(part, ())
         return [*command, *(self.more if takes else ())]
 
-    def one(self, part: str, step: Step, limit: float, said: dict[str, Any], done: Path) -> None:
+    def one(self, part: str, step: Step, limit: float, said: dict[str, Any]) -> None:
         """Run a step until it ends or its limit comes. Its output goes into a log, and to the screen."""
         began, grace = time.monotonic(), min(GRACE, 0.2 * limit)
         command = self.command(part, step, limit - grace)
         said["command"] = shlex.join(["python", "-m", *command])
         print(f"\n== {part}: {said['command']} (at most {limit:.0f} s)", flush=True)
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.caches / part)}
-        env[todo.VARIABLE] = str(done)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         if command[0] == "fp8compile":
             # what it writes, and no other part reads
             env["FP8COMPILE_DEVICES"] = str(self.results / "devices.toml")
-        # `train` and `matmuls` sample clocks by themselves
-        sampler = Sampler() if command[0] == "fp8compile" else None
-        wall = time.time()
         log = self.results / f"{part}.log"
         with log.open("ab") as file:
             shown = file.tell()
@@ -306,9 +275,6 @@ class Run:
                 os.killpg(process.pid, signal.SIGKILL)  # and those that it started
             process.wait()
             show_from(log, shown)
-            if sampler is not None:
-                sampler.stop()
-                said["clocks"] = sampler.between(wall, time.time())
             last = log.read_text(errors="replace").strip().rpartition("\n")[2].strip()
             said |= {"seconds": round(time.monotonic() - began, 1), "last": last[:100]}
             if said["status"] not in (0, 1):
@@ -401,13 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(run.scratch, ignore_errors=True)
     rows = [[said["part"], said["status"], said.get("seconds"), said.get("last")] for said in run.steps]
     print("\n" + show.table(rows, ["part", "status", "seconds", "last line"]))
-    for said in run.steps:
-        if lacking := said.get("missing"):
-            more_of_it = f" and {len(lacking) - SHOWN} more" if lacking[SHOWN:] else ""
-            print(f"missing of {said['part']}: {'; '.join(lacking[:SHOWN])}{more_of_it}")
     print(f"{time.monotonic() - began:.0f} s; everything is in {run.archive}", flush=True)
-    fine = (0, "needs a GPU: not begun")
-    return status or int(any(said["status"] not in fine or said.get("missing") for said in run.steps))
+    return status or int(any(said["status"] not in (0, "needs a GPU: not begun") for said in run.steps))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Make all estimates without a GPU anew, and the tables, pictures and pages that show them: `make estimates`.
+"""Make all estimates without a GPU anew, and the tables and pages that show them: `make estimates`.
 
     python -m benchmarks.estimates --torchao .whl --old .venv-2.11.0/bin/python
     python -m benchmarks.estimates --list                 # the commands, and what each takes
@@ -7,8 +7,7 @@
 After a change of kernels, of the cost model or of a GPU's rates. One command after the other; one that fails
 is named at the end. The last one writes the tables into docs/, notes/ and README.md. What their prose says
 about figures, people write: `git diff docs notes README.md` shows where. Results that a new one replaces are
-removed. Not here, as they take hours and compare other things: `benchmarks.never_slower`, and the studies of
-accuracy.
+removed.
 
 `--torchao`: its wheel, or a folder with it; without, its arms are rows with an error. `--old`: Python with
 torch 2.11, whose Triton 3.6 torchao's experts need; without, they are such a row.
@@ -31,9 +30,8 @@ PEERS = "torchao-tensorwise,torchao-rowwise"
 ARMS = f"bf16,{PEERS},fp8-delayed,fp8-tensorwise,fp8-rowwise,fp8-blockwise"
 CACHED = f"bf16,{PEERS},fp8-delayed,fp8-delayed-cached,fp8-tensorwise-cached,fp8-rowwise-cached"
 EXPERTS = "bf16,torchao-experts,fp8-delayed,fp8-delayed-fast-accum,fp8-delayed-all,fp8-rowwise-all"
-COUNTED = "bf16,torchao-tensorwise,fp8-delayed,fp8-tensorwise"
-BOTH = "gpt2-124m llama-8b-layers llama-8b-layers:seq=2048 ffn-half dit"
-CASES = f"{BOTH} llama-8b-layers:ckpt=1 linear ffn-full llama-1b llama-3b"
+CASES = "gpt2-124m llama-8b-layers llama-8b-layers:seq=2048 ffn-half dit "
+CASES += "llama-8b-layers:ckpt=1 ffn-full llama-1b llama-3b"
 PAGES = "docs/benchmarks.md docs/experts.md docs/index.md README.md notes/benchmarks.md"
 
 
@@ -47,37 +45,30 @@ class Command(NamedTuple):
     old: bool = False
 
 
-def train(name: str, minutes: float, arms: str, cases: str, flags: str = "", old: bool = False) -> Command:
+def train(name: str, minutes: float, arms: str, cases: str, old: bool = False) -> Command:
     given = " ".join(f"--case {case}" for case in cases.split())
-    return Command(name, minutes, f"train --static {flags} --arms {arms} {given}", "torchao" in arms, old)
+    return Command(name, minutes, f"train --static --arms {arms} {given}", "torchao" in arms, old)
 
 
 COMMANDS = (
     train("steps", 25, ARMS, CASES),
     train("accumulation", 4, CACHED, "llama-8b-layers:seq=2048,accum=8"),
     train("experts", 6, EXPERTS, "moe moe:tokens=32768 moe:experts=mixtral", old=True),
-    train("map", 15, "bf16,fp8-delayed", "linear:grid=6"),
-    train("instructions", 25, COUNTED, BOTH, "--instructions"),
     Command("kernels", 5, "kernels --static"),
-    Command("whole-steps", 5, "whole_steps --out benchmarks/results/whole-steps.jsonl"),
-    Command("sequences", 20, "sequence_lengths --update notes/benchmarks.md"),
     Command("tables", 0.2, f"tables --update {PAGES}"),
-    Command("fit", 0.1, "matmul_fit --update notes/cost-model.md"),
-    Command("pictures", 0.5, "plot"),
     Command("pages", 0.5, "support"),
 )
 
 
 def remove_older(folder: Path) -> list[Path]:
     """Remove the results in a folder of estimates that a later one replaces."""
-    newest: dict[tuple[str, bool], Path] = {}
+    newest: dict[str, Path] = {}
     old = []
     for path in sorted(folder.glob("*.json"), key=lambda path: results.read([path])[0]["date"]):
         (result,) = results.read([path])
-        key = result["name"], results.counted(result)
-        if key in newest:
-            old.append(newest[key])
-        newest[key] = path
+        if result["name"] in newest:
+            old.append(newest[result["name"]])
+        newest[result["name"]] = path
     for path in old:
         path.unlink()
     return old

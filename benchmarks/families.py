@@ -108,22 +108,12 @@ def gelu_backward(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     return *both(dx, scale, E5M2), dx.sum(0)
 
 
-@family("SwiGLU backward, two casts", lambda s: (s.full(), s.full(), s.full(), s.scale(E5M2), s.scale(E5M2)))
-def swiglu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, scale_gate: Tensor, scale_up: Tensor
-) -> tuple[Tensor, ...]:
-    dgate = torch.ops.aten.silu_backward(dy * up, gate)
-    return *both(dgate, scale_gate, E5M2), *both(dy * F.silu(gate), scale_up, E5M2)
-
-
 def _merged(s: Source) -> tuple[Tensor, ...]:
     return s.full(), s(s.rows, 2 * s.columns), s.scale(E5M2), s.scale()
 
 
 @family("SwiGLU backward, gate and up in one matrix, five casts", _merged)
-def swiglu_backward_merged(
-    dy: Tensor, gate_up: Tensor, scale: Tensor, scale_y: Tensor
-) -> tuple[Tensor, ...]:
+def swiglu_backward_merged(dy: Tensor, gate_up: Tensor, scale: Tensor, scale_y: Tensor) -> tuple[Tensor, ...]:
     """As a Llama layer has it: the copies of both gradients are parts of larger ones, which one matmul reads,
     and the product is cast once more, transposed."""
     gate, up = gate_up[:, : dy.shape[1]], gate_up[:, dy.shape[1] :]

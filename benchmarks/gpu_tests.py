@@ -5,10 +5,8 @@ processes takes each n-th test; the first case of each test comes first, so that
 seen something of each. After a test that kills its process, or leaves the device unusable to it, another
 process goes on. Shortly before the limit pytest is interrupted, so that it still writes its summary.
 
-    --only NAME ...      of these tests only those that are named: a function, `test_x[case]`, a file, or all
-                         of it as pytest prints it
+    --only NAME ...      of these tests only those with one of these texts in their names, as pytest has them
     --json PATH.jsonl    a line when a test begins, and one when it ends
-    --junit PATH.xml     what pytest says of all tests
 
 This module is also the plugin of those processes. It needs no plugin of others, and none that pyproject.toml
 asks for.
@@ -17,23 +15,18 @@ asks for.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
 import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
-from . import lines, todo
+from . import lines
 from .pool import ROOT
 
 BOTH = ("tests/codegen/test_scaled_mm.py", "tests/devices/test_catalog.py")
@@ -63,12 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     part, parts = map(int, os.environ[PART].split("/"))
     only = os.environ.get(ONLY, "").splitlines()
-    unknown = [name for name in only if not any(named(item.nodeid, name) for item in items)]
+    unknown = [name for name in only if not any(name in item.nodeid for item in items)]
     if unknown:
-        known = {part for item in items for part in item.nodeid.partition("[")[0].split("::")}
-        near = {name: difflib.get_close_matches(name.partition("[")[0], known, 1) for name in unknown}
-        _said(unknown={name: found[0] if found else None for name, found in near.items()})
-    items[:] = [item for item in items if not only or any(named(item.nodeid, name) for name in only)]
+        _said(unknown=unknown)
+    items[:] = [item for item in items if not only or any(name in item.nodeid for name in only)]
     seen: Counter[str] = Counter()
     order = []
     for item in items:
@@ -78,19 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [item for _, item in sorted(order, key=lambda pair: pair[0])][part::parts]
     before = outcomes(Path(os.environ[LINES]))
     _said(part=part, tests=len(mine))
-    todo.plan(item.nodeid for item in mine)
     items[:] = [item for item in mine if item.nodeid not in before]
-
-
-def named(test: str, name: str) -> bool:
-    """Whether a test is one of a name: its function, its function with a case, its file, or all of it."""
-    file, *inside = test.split("::")
-    whole = f"/{file}::{'::'.join(inside)}"
-    return any(
-        each.endswith(f"{before}{name}")
-        for each in (whole, whole.partition("[")[0], f"/{file}")
-        for before in ("/", "::")
-    )
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -106,24 +85,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" and report.outcome == "passed":
         return
     crash = getattr(report.longrepr, "reprcrash", None)
-    why = (
-        crash.message
-        if crash
-        else report.longrepr[2]
-        if isinstance(report.longrepr, tuple)
-        else str(report.longrepr or "")
-    )
-    _said(
-        test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), why=why.strip()[:2000]
-    )
-    todo.done(report.nodeid)
+    skip = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+    why = (crash.message if crash else skip).strip()[:2000]
+    _said(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), why=why)
     if report.failed and unusable():
         pytest.exit("the device is unusable to this process", UNUSABLE)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish() -> None:
-    """An interrupt now would only lose the summary and the junit file."""
+    """An interrupt now would only lose the summary."""
     if PART in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -149,21 +120,14 @@ def outcomes(path: Path) -> dict[str, dict[str, Any]]:
 class Part:
     """The process that takes each n-th test, and those that take its place."""
 
-    def __init__(self, args: argparse.Namespace, number: int, scratch: Path):
-        self.args, self.number, self.scratch, self.starts, self.interrupted = args, number, scratch, 0, False
+    def __init__(self, args: argparse.Namespace, number: int):
+        self.args, self.number, self.starts, self.interrupted = args, number, 0, False
         self.start()
 
     def start(self) -> None:
         self.starts += 1
-        junit = self.scratch / f"{self.number}-{self.starts}.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *"-q --tb=short -o addopts= -W ignore -p no:cacheprovider".split(),
-        ]
-        command.append("--continue-on-collection-errors")
-        command += ["-p", "benchmarks.gpu_tests", f"--junitxml={junit}", *self.args.tests]
+        flags = "-q --tb=short -o addopts= -W ignore -p no:cacheprovider --continue-on-collection-errors"
+        command = [sys.executable, "-m", "pytest", *flags.split(), "-p", "benchmarks.gpu_tests"]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env = {
             **os.environ,
@@ -173,16 +137,14 @@ class Part:
             "PYTHONPATH": path,
         }
         env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # parallel are the processes
-        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [*command, *self.args.tests], cwd=ROOT, env=env, stdin=subprocess.DEVNULL
+        )
 
     def running(self) -> bool:
         code = self.process.poll()
-        if (
-            code is not None
-            and (code < 0 or code == UNUSABLE)
-            and not self.interrupted
-            and self.starts <= RESTARTS
-        ):
+        died = code is not None and (code < 0 or code == UNUSABLE)
+        if died and not self.interrupted and self.starts <= RESTARTS:
             print(f"process {self.number} ended with status {code}: another one goes on", flush=True)
             self.start()
             return True
@@ -194,12 +156,12 @@ class Part:
             self.process.send_signal(signal.SIGINT)
 
 
-def run(args: argparse.Namespace, scratch: Path) -> None:
+def run(args: argparse.Namespace) -> None:
     """All tests, until the time is over or SIGTERM comes."""
     end, grace = time.monotonic() + args.budget, min(GRACE, 0.2 * args.budget)
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    parts = [Part(args, number, scratch) for number in range(args.processes)]
+    parts = [Part(args, number) for number in range(args.processes)]
     while any([part.running() for part in parts]):
         if stopped or time.monotonic() > end - grace:
             for part in parts:
@@ -215,31 +177,17 @@ def run(args: argparse.Namespace, scratch: Path) -> None:
             part.process.wait()
 
 
-def merge(files: list[Path], target: Path) -> None:
-    """One junit file of several; those of processes that were killed are not there."""
-    root = ElementTree.Element("testsuites")
-    for file in files:
-        with contextlib.suppress(ElementTree.ParseError):  # cut off
-            root.extend(ElementTree.parse(file).getroot())
-    ElementTree.ElementTree(root).write(target)
-
-
 def summary(found: dict[str, dict[str, Any]], of: int) -> str:
-    """Counts, and each different failure once. `of`: how many tests there are."""
+    """Each failure, why tests were skipped, and counts. `of`: how many tests there are."""
     counts = Counter(line["outcome"] for line in found.values())
-    failures: dict[str, list[str]] = defaultdict(list)
+    parts = []
     for name, line in found.items():
         if line["outcome"] not in ("passed", "skipped"):
-            first = (line.get("why") or line["outcome"]).splitlines()[0][:200]
-            failures[re.sub(r"\d+", "N", first)].append(f"{name}: {first}")
-    parts = [
-        f"{tests[0]}{f' (and {len(tests) - 1} like it)' if tests[1:] else ''}" for tests in failures.values()
-    ]
+            parts.append(f"{name}: {(line.get('why') or line['outcome']).splitlines()[0][:200]}")
     said = {line["why"] for line in found.values() if line["outcome"] == "skipped"}
     parts += [f"skipped: {why}" for why in sorted(said)]
-    return "\n".join(
-        [*parts, ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + f" of {of} tests"]
-    )
+    parts.append(", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + f" of {of} tests")
+    return "\n".join(parts)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -256,20 +204,14 @@ def main(argv: list[str] | None = None) -> int:
         "--budget", type=float, default=600.0, metavar="SECONDS", help="for everything (default: 600)"
     )
     parser.add_argument("--json", type=Path, required=True, metavar="PATH.jsonl")
-    parser.add_argument("--junit", type=Path, metavar="PATH.xml")
     args = parser.parse_args(argv)
     args.tests, args.json = args.tests or FILES[args.device], args.json.resolve()
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        try:
-            run(args, Path(scratch))
-        finally:
-            if args.junit:
-                merge(sorted(Path(scratch).glob("*.xml")), args.junit)
+    run(args)
     found, written = outcomes(args.json), lines.read(args.json) if args.json.exists() else []
     of = sum({line["part"]: line["tests"] for line in written if "part" in line}.values())
-    unknown = {name: near for line in written for name, near in line.get("unknown", {}).items()}
-    for name, near in unknown.items():
-        print(f"--only: no test is named {name!r}{f' (is it {near!r}?)' if near else ''}")
+    unknown = {name for line in written for name in line.get("unknown", ())}
+    for name in sorted(unknown):
+        print(f"--only: no test is named {name!r}")
     print(summary(found, of), flush=True)
     fine = [line for line in found.values() if line["outcome"] in ("passed", "skipped")]
     return 0 if fine and len(fine) == len(found) == of and not unknown else 1

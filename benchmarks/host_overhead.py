@@ -13,22 +13,19 @@ part of it within compiled code: other kernels (casts, amaxes, the update of the
 but on a CPU they take the same thread's time. The rest is ours to keep small. Times are the thread's CPU
 time, because a machine may be shared.
 
-`--trees A,B` compares checkouts: a process for each, which take turns, too. `--profile` instead says where
-the time of one arm goes, by cProfile.
+`--trees A,B` compares checkouts: a process for each, which take turns, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
 import json
 import os
-import pstats
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -221,30 +218,6 @@ def shown(tree: str, rows: list[dict[str, Any]]) -> None:
     print(f"### {tree}\n\n{table(cells, head, markdown=True)}\n", flush=True)
 
 
-# -- where the time goes --
-
-
-def profiled(tree: str, case: str, recipe: str | None, steps: int = 300) -> None:
-    prepare(tree)
-    arm = Arm(case, recipe)
-    parts: dict[str, tuple[cProfile.Profile, Callable[[Any], Any]]] = {
-        "forward": (cProfile.Profile(), lambda _: arm.model(arm.x)),
-        "backward": (cProfile.Profile(), lambda y: y.backward(arm.grad)),
-    }
-    gc.collect()
-    gc.disable()
-    for _ in range(steps):
-        y = None
-        for profile, call in parts.values():
-            profile.enable()
-            y = call(y)
-            profile.disable()
-        arm.model.zero_grad()
-    for name, (profile, _) in parts.items():
-        print(f"### {name} of {case}, {recipe or 'inductor'}, {steps} steps\n", flush=True)
-        pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(40)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -256,17 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--trees", default=str(ROOT), help="checkouts to compare (default: this one)")
     parser.add_argument("--json", type=Path, help="also add a line for each checkout to this file")
-    parser.add_argument(
-        "--profile", action="store_true", help="where the time of the first case and recipe goes"
-    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     cases, recipes = given.cases.split(","), given.recipes.split(",")
     if given.worker:
         return worker(given.worker, recipes)
     trees = [str(Path(tree).resolve()) for tree in given.trees.split(",")]
-    if given.profile:
-        return profiled(trees[0], cases[0], None if recipes[0] == "inductor" else recipes[0])
     found = measured(trees, cases, recipes, given.turns)
     from . import lines, machine
 

@@ -4,8 +4,7 @@ Each family (`families.FAMILIES`) is compiled twice: with generated kernels ("fp
 the same graph, lowered to ATen and left to Inductor). Both are compared with a device copy of as many bytes.
 GB/s are bytes that must move (each input read once, each output written once) over the median time of all
 launches, including the zeroing of amaxes and the second stage of column sums. L2 is flushed before each run.
-"torchao" is torchao's Triton cast, if it has one for the family. Before a plan is timed, its outputs are
-compared with those of the eager operators.
+Before a plan is timed, its outputs are compared with those of the eager operators.
 
 `--static` measures nothing: it counts the bytes and kernels of both compiled plans for a described H200. On a
 CPU, generated kernels are interpreted at tiny sizes: outputs are compared and bytes are counted, but nothing
@@ -21,10 +20,8 @@ import re
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,14 +36,14 @@ from fp8compile.dryrun import fake_gpu, kernel_classes
 from fp8compile.passes.pipeline import run_post_grad
 from fp8compile.runtime.interpreter import Eager, boxed
 
-from . import arms, machine, results, tables, todo, torchao_casts
+from . import machine, results, tables
 from .families import FAMILIES, Family, Source, must_move
 from .options import Parser, count, destination
 from .static import DEVICE
 from .worker import one_line
 
 SHAPES = {"full": ("32768x4096", "8192x14336"), "tiny": ("48x64", "33x40")}
-PLANS = ("fp8", "inductor", "torchao")
+PLANS = ("fp8", "inductor")
 GOAL = 0.9  # of a copy's bandwidth
 # Outputs may differ from those of the eager operators where a bfloat16 or a sum is rounded differently. The
 # error of the whole output must be smaller than that of one wrong element in a thousand. Each element may
@@ -119,11 +116,9 @@ def interpreter() -> Iterator[None]:
 # -- checking and timing --
 
 
-def compare(wanted: Sequence[Tensor], got: Sequence[Tensor | None]) -> None:
-    """Raises `Wrong` if an output of `got` differs too much from `wanted`. None: not computed by a peer."""
+def compare(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> None:
+    """Raises `Wrong` if an output of `got` differs too much from `wanted`."""
     for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
-        if b is None:
-            continue
         if a.shape != b.shape or a.dtype != b.dtype:
             raise Wrong(f"output {i} is {b.dtype} {list(b.shape)} instead of {a.dtype} {list(a.shape)}")
         signal = a.to(torch.float32, copy=True)
@@ -216,7 +211,6 @@ class Bench:
         self.cuda = args.device == "cuda" and not args.static
         self.deadline = time.monotonic() + (args.budget or math.inf)
         self.timer = Device(args.runs) if self.cuda else None
-        self.missing = torchao_casts.missing() if self.cuda else "not used: no device"
         self.skipped = 0
         self.rows: list[dict[str, Any]] = []
         self.began, self.clocks, self.date = time.monotonic(), machine.clocks(), machine.now()
@@ -225,90 +219,56 @@ class Bench:
         """Measures all rows and returns the result. After each family and shape, `ready` gets the result so
         far."""
         points = [(family, shape) for shape in self.args.shape for family in self.args.family]
-        todo.plan(f"{family} {shape}" for family, shape in points)
         for i, (name, shape) in enumerate(points):
             if time.monotonic() > self.deadline:
                 self.skipped = len(points) - i
                 break
             found = self.rows_of(FAMILIES[name], shape)
             self.rows += found
-            todo.done(f"{name} {shape}")
             for row in found:
-                print(f"{row['point']} {row['arm']}: {row['error'] or tables.kernel_note(row)}", flush=True)
+                print(f"{row['point']} {row['arm']}: {row['error'] or 'fine'}", flush=True)
             ready(self.result())
         return self.result()
 
     def rows_of(self, family: Family, shape: str) -> list[dict[str, Any]]:
+        """The rows of both plans."""
         rows, columns = map(int, shape.split("x"))
         found = []
-        try:
-            if self.args.static:
-                source = Source(rows, columns, "cpu", empty=True)
-                with FakeTensorMode():
-                    inputs = family.inputs(source)
-                    size = must_move(family, inputs, family.function(*inputs))
-                inputs, wanted = family.inputs(source), ()
-            else:
-                torch.manual_seed(0)
-                inputs = family.inputs(Source(rows, columns, self.args.device))
-                wanted = family.function(*inputs)
-                size = must_move(family, inputs, wanted)
-        except Exception as error:
-            return [
-                {
-                    "arm": "reference",
-                    "kind": "kernels",
-                    "point": f"{family.name} {shape}",
-                    "error": one_line(error),
-                }
-            ]
         for plan in PLANS:
-            if plan == "torchao" and (
-                not self.cuda or self.missing or family.name not in torchao_casts.CASTS
-            ):
-                continue
             row = {"arm": plan, "kind": "kernels", "point": f"{family.name} {shape}", "error": None}
-            row |= {"family": family.name, "shape": [rows, columns], "bytes": size}
+            row |= {"family": family.name, "shape": [rows, columns]}
             try:
-                if self.args.static:
-                    row |= self.estimated(family, plan, inputs)
-                else:
-                    row |= self.measured(family, plan, inputs, wanted, size)
+                row |= (self.estimated if self.args.static else self.measured)(family, plan, rows, columns)
             except Exception as error:
                 row["error"] = one_line(error)
             found.append(row)
         return found
 
-    def measured(
-        self, family: Family, plan: str, inputs: tuple[Tensor, ...], wanted: tuple[Tensor, ...], size: int
-    ) -> dict[str, Any]:
-        generated: list[str] | None = None
-        if plan == "torchao":
-            peer = torchao_casts.CASTS[family.name]
-            what, call = peer.what, lambda: peer.call(*inputs)
-            compare(wanted, call())
-        else:
-            made = Plan(family.function, plan == "fp8", interpreted=not self.cuda)
-            compare(wanted, made.first(*inputs))
-            what, call, generated = "", lambda: made(*inputs), made.generated
-            compare(wanted, call())  # the first call may have tuned
-            if (plan == "fp8") != bool(generated):
-                raise Wrong(
-                    "no kernel was generated"
-                    if plan == "fp8"
-                    else f"kernels were generated: {', '.join(generated)}"
-                )
-        row = {"checked": True, "generated": generated, "what": what}
+    def measured(self, family: Family, plan: str, rows: int, columns: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        inputs = family.inputs(Source(rows, columns, self.args.device))
+        wanted = family.function(*inputs)
+        size = must_move(family, inputs, wanted)
+        made = Plan(family.function, plan == "fp8", interpreted=not self.cuda)
+        compare(wanted, made.first(*inputs))
+        compare(wanted, made(*inputs))  # the first call may have tuned
+        if (plan == "fp8") != bool(made.generated):
+            raise Wrong(f"generated kernels: {', '.join(made.generated) or 'none'}")
+        row = {"bytes": size, "checked": True, "generated": made.generated}
         nothing = dict.fromkeys(("ms", "gb_per_s", "copy_gb_per_s", "share", "kernels"))
-        return row | (self.timer.timed(call, size) if self.timer else nothing)
+        return row | (self.timer.timed(lambda: made(*inputs), size) if self.timer else nothing)
 
-    def estimated(self, family: Family, plan: str, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    def estimated(self, family: Family, plan: str, rows: int, columns: int) -> dict[str, Any]:
+        source = Source(rows, columns, "cpu", empty=True)
+        with FakeTensorMode():
+            inputs = family.inputs(source)
+            size = must_move(family, inputs, family.function(*inputs))
         made = Plan(family.function, plan == "fp8", interpreted=False)
-        step = fake_gpu.trace(lambda: made.first(*inputs))
+        step = fake_gpu.trace(lambda: made.first(*family.inputs(source)))
         if not step.kernels:
             raise RuntimeError("nothing was compiled")
         figures = {"gb": sum(k.bytes for k in step.kernels) / 1e9, "kernels": len(step.kernels)}
-        return {"static": figures, "generated": made.generated}
+        return {"bytes": size, "static": figures, "generated": made.generated}
 
     def result(self) -> dict[str, Any]:
         args = self.args
@@ -329,7 +289,6 @@ class Bench:
             "clocks": {"before": self.clocks, "after": machine.clocks()},
             "settings": {
                 "runs": args.runs,
-                "torchao": self.missing or "used",
                 "skipped_points": self.skipped,
                 "seconds": round(time.monotonic() - self.began, 1),
             },
@@ -346,28 +305,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--family", nargs="+", action="extend", metavar="NAME", help=f"default: all: {', '.join(FAMILIES)}")
     add("--shape", nargs="+", action="extend", metavar="RxC", help=f"default: {' '.join(SHAPES['full'])}")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    add("--size", choices=tuple(SHAPES), help="default shapes: full on cuda, tiny on cpu")
-    add(
-        "--static",
-        action="store_true",
-        help="count bytes and kernels for a described GPU instead of measuring",
-    )
-    add(
-        "--json",
-        type=Path,
-        metavar="PATH",
-        help="result file, or folder (default: benchmarks/results/<device>/)",
-    )
-    add(
-        "--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not"
-    )
     add("--runs", type=count(30), default=50, help="timed runs of each plan, at least 30 (default: 50)")
-    add("--budget", type=count(1), metavar="SECONDS", help="begin nothing new after this time")
-    args = parser.parse_args(argv)
-    args.given = argv
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    args.size = args.size or ("full" if args.device == "cuda" or args.static else "tiny")
+    args = parser.parse(argv)
     args.complete = not args.family and not args.shape
     args.family, args.shape = args.family or [*FAMILIES], args.shape or [*SHAPES[args.size]]
     for name in args.family:
@@ -376,10 +315,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for shape in args.shape:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
             parser.error(f"--shape {shape}: rows and columns are written 32768x4096")
-    if args.device == "cuda" and not args.static and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device here")
-    if args.torchao and not args.torchao.exists():
-        parser.error(f"--torchao {args.torchao}: no such file or folder")
     if args.static and fake_gpu.unavailable():
         parser.error(f"--static: {fake_gpu.unavailable()}")
     return args
@@ -387,15 +322,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
-    with contextlib.ExitStack() as stack:
-        if args.torchao:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmarks-")))
-            try:
-                sys.path.insert(0, str(arms.torchao_folder(args.torchao.resolve(), scratch)))
-            except ValueError as error:
-                sys.exit(f"benchmarks.kernels: error: {error}")
-        if args.device == "cpu" and not args.static:
-            stack.enter_context(interpreter())
+    interpreted = args.device == "cpu" and not args.static
+    with interpreter() if interpreted else contextlib.nullcontext():
         result = Bench(args).run(lambda so_far: results.write(so_far, destination(args, so_far)))
     print(f"\n{tables.text(result)}\n{destination(args, result)}", flush=True)
     return 0 if any(not row["error"] for row in result["rows"]) else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,27 +17,20 @@ from .cases.base import Task
 
 
 class Runner(measure.Runner):
-    """Trains `task`. The arm has already prepared its model (`Module.compile`). `around` makes a context for
-    each forward."""
+    """Trains `task`. The arm has already prepared its model (`Module.compile`)."""
 
-    def __init__(
-        self,
-        task: Task,
-        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ):
-        self.task, self.point, self.device, self.around = task, task.point, task.device, around
+    def __init__(self, task: Task):
+        self.task, self.point, self.device = task, task.point, task.device
         self.parameters = list(task.model.parameters())
         self.horizon = 0  # how many steps there will be; 0: not known
-        super().__init__(
-            task.device, self.next, self.finish, task.grad, self.point.accumulate, self.point.tokens
-        )
+        super().__init__(task.device, self.next, self.finish, None, self.point.accumulate, self.point.tokens)
 
     def next(self) -> Tensor:
         autocast = (
             torch.autocast(self.device, torch.bfloat16) if self.point.autocast else contextlib.nullcontext()
         )
         batch = next(self.task.batches)
-        with autocast, self.around():
+        with autocast:
             return self.task.model(*batch)
 
     def finish(self) -> None:
@@ -56,22 +49,20 @@ class Runner(measure.Runner):
     def turn(self, steps: int, lead: int = 1) -> dict[str, Any]:
         result = super().turn(steps, lead)
         if self.point.validate is not None:
-            with self.around():
-                result["validation"] = [self.steps, self.point.validate(self.task.model, self.device)]
+            result["validation"] = [self.steps, self.point.validate(self.task.model, self.device)]
             result |= self.idle()
         return result
 
     def profiles(self, casts: Collection[str], steps: int = 3, lead: int = 5) -> dict[str, Any]:
-        """"kernels" by class, the "timeline" of a step, and the "wall" time of both; {} on a CPU. `lead`:
+        """ "kernels" by class, the "timeline" of a step, and the "wall" time of both; {} on a CPU. `lead`:
         untimed steps before, after which the clocks are those of a turn."""
         if not self.cuda:
             return {}
         start = time.time()
         seen = kernel_classes.launches(self.profiled(steps, lead))
-        wall = [start, time.time()]
         sized = timeline.sized_matmuls(self.profiled(steps, shapes=True))
         return {
             "kernels": kernel_classes.summarise(seen, casts, steps),
             "timeline": timeline.summarise(seen, steps, sized),
-            "wall": wall,
+            "wall": [start, time.time()],
         }

@@ -1,5 +1,4 @@
-"""The models that are measured, in vanilla modules: Llama, a DiT block stack, stacked feed-forward blocks,
-one linear.
+"""The models that are measured, in vanilla modules: Llama, a DiT block stack, stacked feed-forward blocks.
 
 None of them knows of FP8. A GPT-2 is in examples/train_gpt.py. Every model has `regions()`: the modules to
 compile when a model is compiled block by block instead of whole. In practice, large models are compiled block
@@ -253,17 +252,3 @@ class DitBlock(nn.Module):
         x = x + gate1 * self.proj(y)
         h = self.norm2(x) * (1 + scale2) + shift2
         return x + gate2 * self.down(F.gelu(self.up(h), approximate="tanh"))
-
-
-class OneLinear(nn.Module):
-    """x [M, K] -> x w^T [M, N], without bias: only fprop, dgrad and wgrad."""
-
-    def __init__(self, k: int, n: int):
-        super().__init__()
-        self.linear = nn.Linear(k, n, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-    def regions(self) -> list[nn.Module]:
-        return [self]

@@ -1,4 +1,4 @@
-"""What the command lines of `benchmarks.train` and `benchmarks.kernels` have in common."""
+"""What the command lines of `benchmarks.train`, `kernels` and `matmuls` have in common."""
 
 from __future__ import annotations
 
@@ -6,12 +6,34 @@ import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from . import machine, results
 
 
 class Parser(argparse.ArgumentParser):
+    """With one line for an error."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse(self, given: list[str], static: bool = True) -> argparse.Namespace:
+        """The options, with defaults. `static`: the command also estimates."""
+        add = self.add_argument
+        add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+        add("--size", choices=("full", "tiny"), help="default: full on cuda, tiny on cpu")
+        self.set_defaults(static=False)
+        if static:
+            add("--static", action="store_true", help="estimate for a described GPU instead of measuring")
+        add("--json", type=Path, metavar="PATH", help="file, or folder (default: results/<device>/)")
+        add("--budget", type=count(1), metavar="SECONDS", help="begin nothing new after this time")
+        args = self.parse_args(given, argparse.Namespace(given=given))
+        there = torch.cuda.is_available()
+        args.device = args.device or ("cuda" if there else "cpu")
+        if args.device == "cuda" and not args.static and not there:
+            self.error("--device cuda: torch sees no CUDA device here")
+        args.size = args.size or ("full" if args.device == "cuda" or args.static else "tiny")
+        return args
 
 
 def count(least: int):
@@ -30,5 +52,4 @@ def destination(args: argparse.Namespace, result: dict[str, Any]) -> Path:
     folder = args.json or results.RESULTS / machine.slug(result["device"]["name"])
     when = result["date"][:19].replace("-", "").replace(":", "").replace("T", "-")
     size = "" if result["size"] == "full" else f"-{result['size']}"
-    size += "-instructions" if results.counted(result) else ""
     return folder / f"{machine.slug(result['name'])}{size}-{when}.json"

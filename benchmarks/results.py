@@ -29,11 +29,6 @@ RESULTS = Path(__file__).parent / "results"
 TOP = (
     "schema case name size static date command commit changed device versions clocks settings goal rows"
 ).split()
-ROW = "arm kind point error".split()
-MEASURED = "how tokens_per_s step_ms busy_ms ratio memory compile_s kernels fp8 losses validation".split()
-ESTIMATED = ("static", "ratio")
-OF_KERNELS = "family shape bytes generated".split()
-TIMED = "ms gb_per_s copy_gb_per_s share checked".split()
 
 
 def check(result: Mapping[str, Any]) -> None:
@@ -41,45 +36,34 @@ def check(result: Mapping[str, Any]) -> None:
     missing = [key for key in TOP if key not in result]
     if missing or result["schema"] != SCHEMA:
         raise ValueError(f"not a result of schema {SCHEMA}: {', '.join(missing) or 'schema differs'}")
-    for row in result["rows"]:
-        found: Sequence[str] = ESTIMATED if result["static"] else MEASURED
-        if result["case"] == "kernels":
-            found = [*OF_KERNELS, *(["static"] if result["static"] else TIMED)]
-        needed = [*ROW, *(() if row.get("error") else found)]
-        missing = [key for key in needed if key not in row]
-        if missing:
-            raise ValueError(f"row {row.get('arm')!r} lacks {', '.join(missing)}")
 
 
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
-    """Add the ratios to every row of each point; a ratio is None if the arm to compare with is missing.
+    """Add the ratios to every row; a ratio is None if the arm to compare with is missing.
 
     `compiled_bf16` is the speed over the fastest compiled bf16 arm, `eager_bf16` the speed over eager. `busy`
     is the device's busy time in compiled bf16 (in eager, if there is no compiled arm) over that of the row.
     `memory` is the peak memory over that of compiled bf16. An estimate also has `ceiling`, the speed over
     compiled bf16 if its generated kernels moved each operand once.
     """
-    for point in dict.fromkeys(row["point"] for row in rows):
-        here = [row for row in rows if row["point"] == point and not row["error"]]
-        if not here:
-            continue
-        compiled = max((row for row in here if row["kind"] == "bf16"), key=speed, default=None)
-        eager = next((row for row in here if row["kind"] == "eager"), None)
-        for row in here:
-            row["ratio"] = {
-                "compiled_bf16": speed(row) / speed(compiled) if compiled else None,
-                "eager_bf16": speed(row) / speed(eager) if eager else None,
-                "busy": _over((compiled or eager or {}).get("busy_ms"), row.get("busy_ms")),
-                "memory": _over(_allocated(row), _allocated(compiled)),
-                "over": compiled["arm"] if compiled else None,
-            }
-            if compiled and "static" in row:
-                once = row["static"].get("operands_once_ms")
-                row["ratio"]["ceiling"] = _over(compiled["static"]["roofline_ms"], once)
+    here = [row for row in rows if not row["error"]]
+    compiled = max((row for row in here if row["kind"] == "bf16"), key=speed, default=None)
+    eager = next((row for row in here if row["kind"] == "eager"), None)
+    for row in here:
+        row["ratio"] = {
+            "compiled_bf16": speed(row) / speed(compiled) if compiled else None,
+            "eager_bf16": speed(row) / speed(eager) if eager else None,
+            "busy": _over((compiled or eager or {}).get("busy_ms"), row.get("busy_ms")),
+            "memory": _over(_allocated(row), _allocated(compiled)),
+            "over": compiled["arm"] if compiled else None,
+        }
+        if compiled and "static" in row:
+            once = row["static"].get("operands_once_ms")
+            row["ratio"]["ceiling"] = _over(compiled["static"]["roofline_ms"], once)
 
 
 def speed(row: Mapping[str, Any]) -> float:
-    """A number that is larger for faster rows; comparable within a point."""
+    """A number that is larger for faster rows; comparable within a result."""
     return 1.0 / row["static"]["roofline_ms"] if "static" in row else row["tokens_per_s"]["median"]
 
 
@@ -123,14 +107,9 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda result: result["date"])
 
 
-def counted(result: Mapping[str, Any]) -> bool:
-    """Whether an estimate counted the instructions of generated kernels."""
-    return bool(result["settings"].get("instructions"))
-
-
 def latest(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last result of each case, size and device, by case; estimates with instructions are apart."""
-    newest = {(r["device"]["name"], r["static"], r["size"], r["name"], counted(r)): r for r in results}
+    """The last result of each case, size and device, by case."""
+    newest = {(r["device"]["name"], r["static"], r["size"], r["name"]): r for r in results}
     order = list(CASES)
     return sorted(
         newest.values(),

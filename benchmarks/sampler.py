@@ -25,9 +25,7 @@ NUMBERS = {
     "watts": "power.draw.instant",
     "celsius": "temperature.gpu",
 }
-REASONS = "clocks_event_reasons.active"
-# drivers before 535 and 525 know the second name only
-OLDER = {"power.draw.instant": "power.draw", REASONS: "clocks_throttle_reasons.active"}
+REASONS = "clocks_event_reasons.active"  # of drivers since 535
 # bits of `REASONS`, by NVML's names
 BITS = (
     "gpu_idle applications_clocks sw_power_cap hw_slowdown sync_boost sw_thermal hw_thermal hw_power_brake "
@@ -64,19 +62,17 @@ class Sampler:
         self.thread.join(5.0)
 
     def _run(self) -> None:
-        asked = ["timestamp", *NUMBERS.values(), REASONS]
-        for fields in (asked, [OLDER.get(name, name) for name in asked]):
-            try:
-                said = self._read(fields)
-            except OSError as error:
-                self.problem = f"nvidia-smi: {error.strerror or error}"
-                return
-            if self.found or self.stopped:
-                return
+        try:
+            said = self._read()
+        except OSError as error:
+            self.problem = f"nvidia-smi: {error.strerror or error}"
+            return
+        if not self.found and not self.stopped:
             self.problem = f"nvidia-smi: {said or 'no output'}"
 
-    def _read(self, fields: Sequence[str]) -> str:
+    def _read(self) -> str:
         """Add samples until nvidia-smi ends. Returns the last line that is no sample."""
+        fields = ["timestamp", *NUMBERS.values(), REASONS]
         # The first card that this process sees. A terminal, since output into a pipe may come in blocks
         card = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
         command = ["nvidia-smi", "-i", card, f"--query-gpu={','.join(fields)}"]
@@ -101,11 +97,13 @@ class Sampler:
                         sample = parse(text)
                         if sample is not None:
                             self.found.append(sample)
-                            self.problem = None
                         elif text:
                             said = text
             self.process.wait()
         return said
+
+    def about(self) -> dict[str, Any]:
+        return {"interval_ms": self.interval_ms, "samples": len(self.found), "problem": self.problem}
 
     def between(self, start: float, end: float) -> dict[str, Any] | None:
         """The samples of a time; None if there are none."""

@@ -5,11 +5,10 @@ Nothing is executed and nothing is measured. The figures compare compilations of
 Inductor's schedule has them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward,
 and a roofline time, in which every kernel takes the longer of its bytes and its FLOPs, plus a launch
 (`dryrun.roofline`). Matmuls count in waves of tiles. `operands_once_ms` is that time if generated kernels
-moved each operand once (`Graph.operands_once`): what the best casts would give. With `--instructions`,
-generated kernels also count by the instructions of their machine code (`instructions`), in figures of their
-own. The optimizer of the benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With
-gradient accumulation, the graphs of a micro-batch count as often as it runs. A graph without a matmul (casts
-of weights that are kept, with `cache_weights`) and the optimizer count once.
+moved each operand once (`Graph.operands_once`): what the best casts would give. The optimizer of the
+benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient accumulation, the
+graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept,
+with `cache_weights`) and the optimizer count once.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from torch import nn
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu, roofline
 
-from . import arms, instructions
+from . import arms
 from .cases.base import Point, Static
 from .models import unallocated
 
 H200 = catalog.find("h200")
 ADAMW = 0.69  # of a copy's rate: torch's fused AdamW on an H200 (2.19 to 2.24 ms for 436 M bf16 parameters)
-SUSTAINED = 0.75  # of the highest issue rate: a guess, for comparison only
 DEVICE = f"described {H200.name}"
 
 
@@ -52,14 +50,6 @@ def optimizer_bytes(model: nn.Module) -> int:
     )
 
 
-def kind(kernel: Any) -> str:
-    """The class of a kernel (`kernel_classes`). Generated kernels count as "other", because nothing tells
-    them apart here."""
-    if kernel.matmul is not None:
-        return "fp8_gemm" if kernel.matmul.dtype == "fp8" else "bf16_gemm"
-    return "attention" if kernel.attention is not None else "other"
-
-
 def launches(step: Any, accumulate: int = 1) -> list[Any]:
     """The kernels of an optimizer step of so many micro-batches, from a trace of one."""
     return [kernel for graph in step.graphs for kernel in graph.kernels * times(graph, accumulate)]
@@ -70,41 +60,15 @@ def times(graph: Any, accumulate: int) -> int:
     return accumulate if any(kernel.matmul is not None for kernel in graph.kernels) else 1
 
 
-def by_instructions(kernels: list[Any], calls: Mapping[int, instructions.Call]) -> dict[str, float]:
-    """Totals of the generated kernels, by their instructions. `calls`: of a kernel, by its `id`. `longer_ms`:
-    by how much they take longer than by their bytes, also at a part of the highest issue rate (`SUSTAINED`),
-    to see what depends on it."""
-    made = dict.fromkeys(
-        ("count.generated", "count.counted", "count.issue_bound", "issue_ms", "bytes_ms"), 0.0
-    )
-    longer = {share: 0.0 for share in (1.0, SUSTAINED)}
-    for kernel in kernels:
-        if kernel.origin not in ("triton", "user"):
-            continue
-        made["count.generated"] += 1
-        call, moving = calls.get(id(kernel)), kernel.bytes / H200.bandwidth
-        took = None if call is None else instructions.seconds(call, H200)
-        if took is None:
-            continue
-        made["count.counted"] += 1
-        made["count.issue_bound"] += took > moving
-        made["issue_ms"] += 1e3 * took
-        made["bytes_ms"] += 1e3 * moving
-        for share in longer:
-            longer[share] += 1e3 * max(0.0, took / share - moving)
-    return {**made, "longer_ms": longer[1.0], "longer_ms_sustained": longer[SUSTAINED]}
-
-
 def figures(
     step: Any,
     optimizer: float = 0.0,
     accumulate: int = 1,
-    calls: Mapping[int, instructions.Call] | None = None,
     weights: Collection[tuple[int, ...]] = (),
 ) -> dict[str, float]:
     """Totals of a described step, as a flat dict. All of them add up over layers. `optimizer`: the bytes
-    that it moves, which count in the `.._ms` of whole steps and in `optimizer_ms` only. `calls`: also those
-    of `by_instructions`. `weights`: shapes of parameters."""
+    that it moves, which count in the `.._ms` of whole steps and in `optimizer_ms` only. `weights`: shapes of
+    parameters."""
     kernels = launches(step, accumulate)
     outside = [k for k in kernels if k.matmul is None]
     generated = [k for k in kernels if k.generated]
@@ -120,21 +84,15 @@ def figures(
         "gb_operands_once": once / 1e9,
         "operands_once_ms": roofline_ms - 1e3 * sum(map(roofline_s, generated)) + once_ms,
         "roofline_ms_without_waves": 1e3 * sum(roofline_s(k, waves=False) for k in kernels) + after,
-        "roofline_ms_outside_matmuls": 1e3 * sum(map(roofline_s, outside)),
         "optimizer_ms": after,
         "kept_mb": step.kept_for_backward / 1e6,
     }
-    for k in kernels:
-        for name, amount in (("count", 1), ("ms", 1e3 * roofline_s(k))):
-            made[f"{name}.{kind(k)}"] = made.get(f"{name}.{kind(k)}", 0) + amount
     for dtype, flops in step.flops.items():
         made[f"tflop.{dtype}"] = accumulate * flops / 1e12
-    if calls is not None:
-        made |= by_instructions(kernels, calls)
     return made
 
 
-def compile_point(point: Point, arm: arms.Arm, counted: bool = False) -> dict[str, float]:
+def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
     """Compile one training step of `point` the way `arm` does. RuntimeError if nothing was compiled."""
     model = unallocated(point.build, point.dtype)
     arms.apply(arm, model, arms.settings(arm, 1, interpreted=False), each=False)
@@ -146,14 +104,13 @@ def compile_point(point: Point, arm: arms.Arm, counted: bool = False) -> dict[st
         with autocast:
             model(*batch)  # the backward is compiled with it
 
-    with mock.patch.dict(os.environ, arm.env), instructions.noted() as names:
+    with mock.patch.dict(os.environ, arm.env):
         found = fake_gpu.trace(step, H200.gpu)
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
-    calls = instructions.calls_of(found, names) if counted else None
     updated = optimizer_bytes(model) if point.optimizer else 0.0
     weights = {tuple(x.shape) for x in model.parameters() if x.dim() > 1}
-    return figures(found, updated, point.accumulate, calls, weights)
+    return figures(found, updated, point.accumulate, weights)
 
 
 def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int) -> dict[str, float]:
@@ -161,22 +118,17 @@ def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int
     return {k: one.get(k, 0) + (layers - 1) * (two.get(k, 0) - one.get(k, 0)) for k in {**one, **two}}
 
 
-def estimate(static: Static, arm: arms.Arm, counted: bool = False) -> dict[str, Any]:
+def estimate(static: Static, arm: arms.Arm) -> dict[str, Any]:
     """The row of one arm: its `figures`, and a note that says which layers were compiled. ValueError for an
     arm that cannot be estimated."""
-    unavailable = fake_gpu.unavailable() or (instructions.unavailable(H200) if counted else None)
-    if unavailable:
+    if unavailable := fake_gpu.unavailable():
         raise ValueError(unavailable)
     if arm.how is None:
         raise ValueError("no estimate: eager kernels are not compiled")
-    if arm.kind == "te":
-        raise ValueError("no estimate: TransformerEngine brings kernels of its own")
-    if arm.packed is not None:
-        raise ValueError("no estimate: benchmarks.whole_steps has this optimizer")
     if arm.mode:
         raise ValueError(f"no estimate: {arm.mode} needs the device")
     if static.extrapolate:
-        made = extrapolated(*(compile_point(static.point(n), arm, counted) for n in (1, 2)), static.layers)
+        made = extrapolated(*(compile_point(static.point(n), arm) for n in (1, 2)), static.layers)
         return {"figures": made, "note": f"{static.layers} layers, carried on from 1 and 2"}
     point = static.point(static.layers)
-    return {"figures": compile_point(point, arm, counted), "note": point.note}
+    return {"figures": compile_point(point, arm), "note": point.note}

@@ -2,9 +2,8 @@
 
 A cell is what is known of a GPU and a recipe. Nobody writes it by hand:
 
-    ran         a result in benchmarks/results (a file of `benchmarks.train`, or an archive of
-                `benchmarks/device.sh` as it is) has steps with this recipe on this GPU, in which the profiler
-                saw FP8 matmuls
+    ran         a result of `benchmarks.train` in benchmarks/results (of a GPU that is described) has steps
+                with this recipe on this GPU, in which the profiler saw FP8 matmuls
     compiled    a test compiles its kernels to machine code for this architecture
     emulated    the GPU has no such matmul (`config.recipe.BUILT_IN`): bf16 matmuls of the FP8 values
     refused     the GPU has no FP8 matmuls (`devices.architectures`)
@@ -16,7 +15,6 @@ import argparse
 import json
 import re
 import sys
-import tarfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,67 +32,7 @@ from .show import table
 PAGE = ROOT / "docs" / "support.md"
 RAN, COMPILED, EMULATED, REFUSED, UNKNOWN = "*ran*", "compiled", "emulated", "refused", "not compiled yet"
 Ran = Mapping[tuple[str, str], set[str]]  # versions of torch, by the GPU's name and the recipe
-TEXT = """# What runs where
-
-What is known of each GPU and [recipe](recipes.md). \
-A cell holds for torch {versions}, unless it names versions:
-CI runs the tests below with each of them, once a week. \
-`python -m benchmarks.support` writes this page, from the [descriptions
-of GPUs](cli.md#plot-devices-calibrate), the tests that make machine code, and results of devices.
-
-| a cell says | which means |
-|---|---|
-| *ran* | steps with this recipe ran on this GPU, and the profiler saw FP8 matmuls: \
-a file in `benchmarks/results/` shows it |
-| compiled | the recipe's kernels were compiled to machine code for this architecture. \
-No step with it has run there |
-| emulated | the GPU has no such matmul. \
-FP8 values are multiplied in bf16, with the numerics of FP8 and no gain |
-| refused | the GPU has no FP8 matmuls. \
-The model is compiled in high precision, with a warning; with `strict`, an error |
-
-{table}
-**{summary}**
-
-Names are those that `--device` takes.{others} What compiles may still be
-refused by a library, or be slow. Generated kernels also run in Triton's interpreter, \
-and Inductor's plans for GPUs are executed
-on a CPU under the rules of ATen ([how](../CONTRIBUTING.md#tests)).
-
-## CUDA graphs
-
-`mode="reduce-overhead"`, or with other options `{{"triton.cudagraphs": True}}`. \
-Two GPU tests use them; no step with them
-was timed. What a graph reads (scaling state, copies of weights) keeps its address. \
-[Cold calls](state.md#cold-calls), the first
-ones, run without a graph, and [warm starts](options.md#warm-starts) are off. \
-FSDP was not tried.
-
-| with CUDA graphs | |
-|---|---|
-| `cache_weights`, `AdamW(.., fp8_weights=True)` | new copies are written over the old ones. \
-A forward, a step, then the backward of that forward: not possible |
-| `triton.cudagraph_trees=False` | a warning: Inductor records no graph that keeps a scaling state. \
-Take `"recipe": "tensorwise"` |
-| your own capture (`torch.cuda.graph`, `make_graphed_callables`) | an error while scales are not known: \
-train some steps before. `cache_weights` has no effect, with a warning |
-| gradient accumulation | as in torch: a replay overwrites what the one before returned, gradients too |
-
-## What compiled rests on
-
-| recipe | tests | for |
-|---|---|---|
-{tests}
-The files are in `tests/codegen/`. \
-Kernels are casts with their producers, the scaling state, and the matmul of 128-blocks.
-Other FP8 matmuls are calls of cuBLASLt, CUTLASS or hipBLASLt, which others have compiled.
-
-**How a cell becomes *ran***: run [device.sh](../benchmarks/README.md#on-a-rented-gpu) on the GPU, \
-put the archive into
-`benchmarks/results/`, and run the script. \
-Its parts `layers` and `gpt2` train with `delayed` and `tensorwise`; `-- --arms
-bf16,fp8-rowwise` adds others.
-"""
+TEMPLATE = Path(__file__).with_name("support.template.md")  # its fields are those of `page`
 
 
 # -- what was compiled --
@@ -143,41 +81,30 @@ def versions() -> list[str]:
 
 
 def records(folder: Path) -> Iterator[Any]:
-    """What is in the JSON files of a folder, and in archives there, but for lines that were cut off."""
-    texts = [(file.suffix, file.read_text()) for file in sorted(folder.rglob("*.json*"))]
-    for archive in sorted(folder.rglob("*.tar.gz")):
-        with tarfile.open(archive) as tar:
-            inside = [member for member in tar.getmembers() if member.name.endswith(".jsonl")]
-            texts += [
-                (".jsonl", tar.extractfile(member).read().decode(errors="replace")) for member in inside
-            ]
-    for suffix, text in texts:
-        for part in text.splitlines() if suffix == ".jsonl" else [text]:
+    """What is in the JSON files of a folder, but for lines that were cut off."""
+    for file in sorted(folder.rglob("*.json*")):
+        for part in file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]:
             try:
                 yield json.loads(part)
             except ValueError:
                 continue
 
 
-def ran(folder: Path) -> tuple[Ran, dict[str, Gpu]]:
-    """Where the FP8 matmuls of which recipes ran; and GPUs among them that are not described."""
+def ran(folder: Path) -> Ran:
+    """Where the FP8 matmuls of which recipes ran."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
-    others: dict[str, Gpu] = {}
     for record in records(folder):
         if not (isinstance(record, dict) and record.get("rows") and record.get("static") is False):
             continue
         device, torch = record["device"], record["versions"]
         known = next((each for each in catalog.shipped().values() if each.matches(device["name"])), None)
-        for row in record["rows"]:
+        for row in record["rows"] if known is not None else ():
             how = ARMS[row["arm"]].how if row["arm"] in ARMS else None
             recipe = ((how or {}).get("options") or {}).get("recipe")
             if recipe is None or row.get("error") or not (row.get("fp8") or {}).get("gemm_kernels"):
                 continue
-            if known is None and not torch["hip"]:
-                major, minor = map(int, device["capability"].split("."))
-                others[device["name"]] = Gpu(device["name"], major, minor)
-            found[known.key if known else device["name"], recipe].add(torch["torch"].partition("+")[0])
-    return found, others
+            found[known.key, recipe].add(torch["torch"].partition("+")[0])
+    return found
 
 
 # -- the page --
@@ -210,18 +137,18 @@ def cell(gpu: Gpu, recipe: str, tests: Mapping[str, set[str]], seen: set[str], c
 
 def page(folder: Path = results.RESULTS) -> str:
     tests, checked = compiled(), versions()
-    seen, others = ran(folder)
+    seen = ran(folder)
     known = set.union(*(names for by_test in tests.values() for names in by_test.values()))
-    gpus = {f"`{device.key}`": (device.key, device.gpu) for device in catalog.shipped().values()}
-    gpus |= {name: (name, gpu) for name, gpu in others.items()}
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for title, (key, gpu) in gpus.items():
+    for device in catalog.shipped().values():
         cells = [
-            cell(gpu, recipe, tests[recipe], seen.get((key, recipe), set()), checked) for recipe in RECIPES
+            cell(device.gpu, recipe, tests[recipe], seen.get((device.key, recipe), set()), checked)
+            for recipe in RECIPES
         ]
-        groups[(gpu.target, *cells)].append(title)
+        groups[(device.gpu.target, *cells)].append(f"`{device.key}`")
     rows = [[", ".join(titles), *cells] for cells, titles in groups.items()]
-    same = {gpu.target: target_of(gpu, known) for _, gpu in gpus.values() if gpu.architecture.fp8}
+    gpus = [device.gpu for device in catalog.shipped().values()]
+    same = {gpu.target: target_of(gpu, known) for gpu in gpus if gpu.architecture.fp8}
     apart = [
         f" For {target}, kernels were compiled as for {other}."
         for target, other in same.items()
@@ -234,7 +161,7 @@ def page(folder: Path = results.RESULTS) -> str:
         ].append(recipe)
     lines = [f"| {', '.join(f'`{recipe}`' for recipe in names)} | {rest} |" for rest, names in alike.items()]
     devices = sorted({key for key, _ in seen})
-    ran_on = ", ".join(f"`{device}`" for device in devices)
+    ran_on = ", ".join(f"`{name}`" for name in devices)
     summary = (
         f"Steps have run on {ran_on}, and on no other GPU." if devices else "Nothing has run on a GPU yet."
     )
@@ -244,19 +171,15 @@ def page(folder: Path = results.RESULTS) -> str:
         "summary": summary,
     }
     made = table(rows, ["GPU", "architecture", *(f"`{recipe}`" for recipe in RECIPES)], markdown=True) + "\n"
-    return TEXT.format(table=made, tests="\n".join(lines) + "\n", **parts)
+    return TEMPLATE.read_text().format(table=made, tests="\n".join(lines) + "\n", **parts)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.support", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=results.RESULTS, help="default: benchmarks/results"
-    )
-    parser.add_argument("--page", type=Path, default=PAGE, help="what to write (default: docs/support.md)")
-    args = parser.parse_args(argv)
-    args.page.write_text(page(args.folder))
+    parser.parse_args(argv)
+    PAGE.write_text(page())
     return 0
 
 

@@ -2,14 +2,13 @@
 
 `--update PAGE ..` (`benchmarks.estimates` has the pages) replaces the text between the lines
 `<!-- table: NAME -->` and `<!-- end -->`, in the page that has them; NAME is `static`, `ceilings`, `experts`,
-`instructions`, `measured` or `kernels`. In pages with the rows of `GAINS` it writes these anew.
+`measured` or `kernels`. In pages with the rows of `GAINS` it writes these anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -80,15 +79,11 @@ STATIC: list[Column] = [
         lambda r: number(get(r, "ratio", "ceiling")) if get(r, "kind") != "bf16" else "",
     ),
 ]
-LONGER = ("longer_ms", "longer_ms_sustained")
 COMPARED = ("bf16", "fp8-delayed")
 # One line per case; a line maps arms to their rows, and "" to the result.
 CEILING: list[Column] = [
     ("goal", lambda r: number(r[""]["goal"])),
-    (
-        "torchao's best",
-        lambda r: number(torchaos_best(r)),
-    ),
+    ("torchao's best", lambda r: number(torchaos_best(r))),
     ("fp8-delayed", lambda r: number(_ratio(r, "fp8-delayed"))),
     (
         "without waves",
@@ -124,18 +119,13 @@ EXPERT_ARMS = {
 
 
 # The table has a line per family and shape. It maps each plan's name to its row, and "" to common values.
-KERNEL_SPEED: list[Column] = [
-    ("MB that must move", lambda r: number(get(r, "", "bytes"), ",.4g", 1e-6)),
+KERNEL: list[Column] = [
+    ("MB that must move", lambda r: number(get(r, "", "bytes"), ",.1f", 1e-6)),
     ("copy GB/s", lambda r: number(get(r, "fp8", "copy_gb_per_s"), ",.0f")),
     ("GB/s", lambda r: number(get(r, "fp8", "gb_per_s"), ",.0f")),
     ("of copy", lambda r: share(r)),
     ("Inductor GB/s", lambda r: number(get(r, "inductor", "gb_per_s"), ",.0f")),
-    ("torchao GB/s", lambda r: number(get(r, "torchao", "gb_per_s"), ",.0f")),
     ("x Inductor", lambda r: number(over(get(r, "inductor", "ms", "median"), get(r, "fp8", "ms", "median")))),
-    ("x torchao", lambda r: number(over(get(r, "torchao", "ms", "median"), get(r, "fp8", "ms", "median")))),
-]
-KERNEL_BYTES: list[Column] = [
-    ("MB that must move", lambda r: number(get(r, "", "bytes"), ",.1f", 1e-6)),
     ("MB", lambda r: number(get(r, "fp8", "static", "gb"), ",.1f", 1e3)),
     ("x must", lambda r: number(over(get(r, "fp8", "static", "gb"), get(r, "", "bytes")), ".2f", 1e9)),
     ("kernels", lambda r: number(get(r, "fp8", "static", "kernels"), ".0f")),
@@ -189,39 +179,13 @@ def gains(pages: Sequence[Path], found: list[dict[str, Any]]) -> None:
 
 
 def ceilings(found: list[dict[str, Any]]) -> str:
-    """A table of goals, estimates and ceilings of the cases with one point."""
+    """A table of goals, estimates and ceilings."""
     made = []
     for result in found:
         rows = arms_of(result)
-        if len({row["point"] for row in result["rows"]}) == 1 and _ratio(rows, "fp8-delayed"):
+        if _ratio(rows, "fp8-delayed"):
             made.append([result["name"], *(value({"": result, **rows}) for _, value in CEILING)])
     return table(made, ["", *(name for name, _ in CEILING)], True) + "\n" if made else "No results.\n"
-
-
-def instructions(found: list[dict[str, Any]]) -> str:
-    """A table of the estimates that counted instructions: what they change for each arm."""
-    made = []
-    for result in found:
-        rows = [row for row in result["rows"] if not row["error"]]
-        base = next((row["static"] for row in rows if row["arm"] == "bf16"), None)
-        for row in rows if base else []:
-            of, ms = row["static"], [row["static"]["roofline_ms"] + row["static"][x] for x in LONGER]
-            counts = [f"{of[f'count.{x}']:.0f}" for x in ("generated", "counted", "issue_bound")]
-            shares = [
-                number(of["issue_ms"] / of["bytes_ms"]),
-                f"{of['roofline_ms']:.2f}",
-                f"{ms[0]:.2f}",
-                f"{ms[1]:.2f}",
-            ]
-            ratios = [
-                (base["roofline_ms"] + base.get(x, 0.0)) / (of["roofline_ms"] + of.get(x, 0.0))
-                for x in ("", *LONGER)
-            ]
-            made.append([f"{result['name']} {row['arm']}", *counts, *shares, *map(number, ratios)])
-    head = ["", "generated kernels", "counted", "issue bound", "issue time / bytes time", "ms by bytes"]
-    head += ["with instructions", "at 75% of the issue rate"]
-    head += ["x bf16 by bytes", "with instructions", "at 75%"]
-    return table(made, head, True) + "\n" if made else "No results.\n"
 
 
 def over(a: float | None, b: float | None) -> float | None:
@@ -234,40 +198,25 @@ def share(plans: Row) -> str:
     return "" if found is None else f"{'below: ' if found < goal else ''}{found:.0%}"
 
 
-def kernel_note(row: Row) -> str:
-    """The text for one row of `benchmarks.kernels`, printed while it runs."""
-    must = f"{row['bytes'] / 1e6:.4g} MB must move"
-    if "static" in row:
-        return f"{must}, {1e3 * row['static']['gb']:.4g} MB do, in {row['static']['kernels']} kernels"
-    if row["ms"] is None:
-        return f"{must}, outputs agree, not timed: no device"
-    return f"{must}, {row['ms']['median']:.4f} ms, {row['gb_per_s']:,.0f} GB/s, {row['share']:.0%} of a copy"
-
-
 def kernel_table(result: dict[str, Any], markdown: bool = False) -> str:
     """A table with a line for each family and shape, without empty columns."""
     lines: dict[str, Row] = {}
     for row in result["rows"]:
         if not row["error"]:
-            lines.setdefault(row["point"], {"": {"bytes": row["bytes"], "goal": result["goal"]}})[
-                row["arm"]
-            ] = row
-    columns = KERNEL_BYTES if result["static"] else KERNEL_SPEED
-    used = [(name, value) for name, value in columns if any(value(line) for line in lines.values())]
+            line = lines.setdefault(row["point"], {"": {"bytes": row["bytes"], "goal": result["goal"]}})
+            line[row["arm"]] = row
+    used = [(name, value) for name, value in KERNEL if any(value(line) for line in lines.values())]
     made = [[point, *(value(line) for _, value in used)] for point, line in lines.items()]
     return table(made, ["", *(name for name, _ in used)], markdown)
 
 
 def kernel_footnote(result: dict[str, Any]) -> str:
     if result["static"]:
-        return (
-            "bytes as Inductor's scheduler counts them, each buffer once a kernel; "
-            "nothing was run on a device"
-        )
+        said = "bytes as Inductor's scheduler counts them, each buffer once a kernel"
+        return f"{said}; nothing was run on a device"
     if result["device"]["name"] == "cpu":
         return "outputs were compared, nothing was timed: this is no device"
-    what = sorted({row["what"] for row in result["rows"] if row.get("what")})
-    return "; ".join([f"of copy: {result['goal']:.0%} is the goal", *(f"torchao: {x}" for x in what)])
+    return f"of copy: {result['goal']:.0%} is the goal"
 
 
 def fp8_count(row: Row) -> str:
@@ -287,7 +236,7 @@ def rows_table(result: dict[str, Any], columns: Sequence[Column], markdown: bool
     made = []
     for row in good if markdown else result["rows"]:
         cells = ["" for _ in used] if row["error"] else [value(row) for _, value in used]
-        made.append([f"{row['point']} {row['arm']}".strip(), *cells])
+        made.append([row["arm"], *cells])
     return table(made, ["", *(name for name, _ in used)], markdown)
 
 
@@ -308,104 +257,48 @@ def heading(result: dict[str, Any]) -> str:
 
 def text(result: dict[str, Any]) -> str:
     """The text that a run prints at its end."""
-    if result["case"] == "kernels":
-        parts = [heading(result), kernel_table(result), kernel_footnote(result)]
-        return "\n".join([*parts, *left_out(result), *failures(result)])
-    if not result["rows"]:
-        return f"{heading(result)}\nnothing to estimate: see the case's description"
     good = [row for row in result["rows"] if not row["error"]]
-    parts, few = [heading(result)], not many(result)
-    if few:
-        parts.append(rows_table(result, STATIC if result["static"] else MEASURED))
-    if few and any(row.get("kernels") for row in good):
+    parts = [heading(result), *body(result)]
+    if result["case"] != "kernels" and any(row.get("kernels") for row in good):
         parts.append(f"\nms a step by kernel class\n{rows_table(result, KERNELS)}")
-    if any(row["point"] for row in good):
-        parts.append("\n" + totals(result))
-    parts += losses(good)
     if result["static"]:
         parts.append("an estimate: nothing was run on a device")
-    parts += left_out(result) + noise(result)
+    parts += noise(result)
     held = sum(get(row, "memory", "idle") or 0 for row in good)
-    if held and not get(result, "settings", "rebuild"):
+    if held:
         parts.append(f"waiting arms together held {held / 1e9:.1f} GB")
     return "\n".join([*parts, *failures(result)])
 
 
-def left_out(result: dict[str, Any]) -> list[str]:
-    skipped = get(result, "settings", "skipped_points")
-    return [f"out of time: {skipped} points were not begun"] if skipped else []
+def body(result: dict[str, Any], markdown: bool = False) -> list[str]:
+    """The table of a result, and what is to be said below it."""
+    if result["case"] == "kernels":
+        return [kernel_table(result, markdown), kernel_footnote(result)]
+    return [rows_table(result, STATIC if result["static"] else MEASURED, markdown)]
 
 
 def noise(result: dict[str, Any]) -> list[str]:
-    """What makes a difference of a percent no difference: rounds that differ, clocks that nobody saw."""
+    """What was left out, and what makes a difference of a percent no difference: rounds that differ, clocks
+    that nobody saw."""
     good = [row for row in result["rows"] if not row["error"]]
     wide = [(row["arm"], get(row, "tokens_per_s", "spread") or 0.0) for row in good]
     shown = [f"{arm} {spread:.1%}" for arm, spread in wide if spread > SPREAD]
     said = [f"the spread is over {SPREAD:.1%}: {', '.join(shown)}"] if shown else []
-    problem = get(result, "settings", "sampling", "problem")
-    return [*said, *([f"no clocks were sampled: {problem}"] if problem else [])]
-
-
-def many(result: dict[str, Any]) -> bool:
-    """Whether a result has too many points to show each of them in a table."""
-    return len({row["point"] for row in result["rows"]}) > 8
-
-
-def totals(result: dict[str, Any]) -> str:
-    """A table over the points that every arm finished: each arm's total time, and its worst, median and best
-    ratio to bf16."""
-    good = [row for row in result["rows"] if not row["error"]]
-    arms = list(dict.fromkeys(row["arm"] for row in good))
-    at = {(row["arm"], row["point"]): row for row in good}
-    points = [p for p in dict.fromkeys(row["point"] for row in good) if all((arm, p) in at for arm in arms)]
-    made = []
-    for arm in arms:
-        here = [at[arm, p] for p in points]
-        times = [
-            get(r, "static", "roofline_ms") or get(r, "busy_ms") or get(r, "step_ms", "total") for r in here
-        ]
-        over = [cell_ratio(r) for r in here]
-        known = [x for x in over if x is not None]
-        worst = number(min(known, default=None)), number(statistics.median(known) if known else None)
-        made.append([arm, len(points), f"{sum(times):.3f}", *worst, number(max(known, default=None))])
-    slow = [
-        (ratio, f"{r['arm']} {r['point']} {ratio:.2f}")
-        for r in good
-        if 0 < (ratio := cell_ratio(r) or 0) < 0.98
-    ]
-    slow = [text for _, text in sorted(slow) if "bf16" not in text]
-    text = table(made, ["total", "points", "ms", "worst x bf16", "median", "best"])
-    return text + (f"\nunder 0.98: {len(slow)}, the worst: {'; '.join(slow[:8])}" if slow else "")
-
-
-def cell_ratio(row: Row) -> float | None:
-    """Speed over bf16: by the time that the device was busy, if it was measured, else by tokens/s."""
-    return get(row, "ratio", "busy") or get(row, "ratio", "compiled_bf16") or get(row, "ratio", "eager_bf16")
-
-
-def losses(rows: list[Row]) -> list[str]:
-    """The last validation losses and their gaps to bf16; [] if there are none."""
-    ends = {row["arm"]: row["validation"][-1][1] for row in rows if row.get("validation")}
-    base = next((loss for arm, loss in ends.items() if "bf16" in arm), None)
-    if not ends or base is None:
-        return []
-    made = [[arm, f"{loss:.4f}", f"{100 * (loss - base) / base:+.3f}%"] for arm, loss in ends.items()]
-    return ["", table(made, ["validation loss", "nats", "gap to bf16"])]
+    if problem := get(result, "settings", "sampling", "problem"):
+        said.append(f"no clocks were sampled: {problem}")
+    if skipped := get(result, "settings", "skipped_points"):
+        said.append(f"out of time: {skipped} points were not begun")
+    return said
 
 
 def markdown(found: list[dict[str, Any]]) -> str:
-    """One table for each result. Results with many points show totals only."""
+    """One table for each result."""
     parts = []
     for result in found:
         if not result["rows"]:
             continue
         parts.append(textwrap.fill(f"**{heading(result)}**", 128) + "\n")
-        if result["case"] == "kernels":
-            parts.append(f"{kernel_table(result, markdown=True)}\n\n{kernel_footnote(result)}\n")
-        elif many(result):
-            parts.append(f"```\n{totals(result)}\n```\n")
-        else:
-            parts.append(rows_table(result, STATIC if result["static"] else MEASURED, markdown=True) + "\n")
+        parts.append("\n\n".join(body(result, markdown=True)) + "\n")
         parts += [f"{line}\n" for line in failures(result) if "no estimate" not in line]
     return "\n".join(parts) or "No results.\n"
 
@@ -436,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
         found = results.read(args.paths)
         found = found if args.all else results.latest(found)
         if args.update:
-            steps = [r for r in found if r["case"] != "kernels" and not results.counted(r)]
+            steps = [r for r in found if r["case"] != "kernels"]
             kinds = {"static": [r for r in steps if r["static"]]}
             kinds["measured"] = [r for r in steps if not r["static"] and r["size"] == "full"]
             kinds["kernels"] = [r for r in found if r["case"] == "kernels" and r["size"] == "full"]
@@ -445,7 +338,6 @@ def main(argv: list[str] | None = None) -> int:
             update(args.update, "ceilings", ceilings(kinds["static"]))
             update(args.update, "experts", experts(kinds["static"]))
             gains(args.update, kinds["static"])
-            update(args.update, "instructions", instructions([r for r in found if results.counted(r)]))
             return 0
     except (ValueError, OSError) as error:
         print(f"benchmarks.tables: error: {error}", file=sys.stderr)

@@ -3,9 +3,8 @@
 Every arm has its own process, so that compile caches, memory and crashes stay apart. All arms share one
 device and take turns, round by round, so that drifts of clocks and temperature affect all arms equally.
 Waiting arms keep their weights, gradients and optimizer state on the device (the `idle` memory in the
-results). If that needs too much memory, `--rebuild` rebuilds each arm for its turn, and no arm waits on the
-device. The result so far is written after each compilation and turn. Meanwhile nvidia-smi samples clocks and
-power. `--static` estimates the same cases without a device.
+results): where that is too much, name fewer arms. The result so far is written after each compilation and
+turn. Meanwhile nvidia-smi samples clocks and power. `--static` estimates the same cases without a device.
 """
 
 from __future__ import annotations
@@ -24,31 +23,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fp8compile.dryrun.measure import in_turn, summarise
 
-from . import machine, results, tables, todo
+from . import machine, results, tables
 from .arms import ARMS, DEFAULT, Arm, parse_arms, torchao_folder
 from .cases import CASES
-from .cases.base import Case, Fit, Point, parse_case
+from .cases.base import Point, parse_case
 from .options import Parser, count, destination
 from .pool import Remote, WorkerFailed
 from .sampler import Sampler
-from .show import Progress
 
 LATE = "out of time: not begun"
 NO_PROFILE = "no profile"
+TIMEOUT = 1800.0  # seconds for one compilation or turn
 PLANNED = 1  # the round after which `--seconds` becomes a number of rounds: the first one compiles validation
 
 
 @dataclass
 class ArmRun:
-    """The measurements of one arm at one point."""
+    """The measurements of one arm."""
 
     arm: Arm
     turns: list[dict[str, Any]] = field(default_factory=list)
-    warmups: list[float] = field(default_factory=list)  # seconds of the warm-up in each load, in order
+    warmup: float | None = None  # seconds of the warm-up
     how: str = ""
     cached: bool = False  # compile caches of an earlier run were there: nothing is compiled cold
     first: dict[str, int] | None = None  # peak memory of the first step
@@ -73,15 +70,10 @@ class Bench:
         self.case, self.variant, self.name = parse_case(text, CASES)
         self.deadline = time.monotonic() + (args.budget or float("inf"))
         self.end_of_all = time.monotonic() + 1.25 * (args.budget or float("inf"))
-        self.rebuild = bool(
-            args.rebuild if args.rebuild is not None else self.case.rebuild and args.size == "full"
-        )
-        self.fit = [0, 1]
         self.device: dict[str, Any] = {}
-        self.skipped = 0
-        self.rows: list[dict[str, Any]] = []  # of the points that are finished
-        self.runs: list[ArmRun] = []  # of the point that is measured now
-        self.point: Point | None = None
+        self.rows: list[dict[str, Any]] = []  # of an estimate
+        self.runs: list[ArmRun] = []  # of a measurement
+        self.point = self.case.point(args.size, self.variant)
         self.began, self.date, self.commit = time.monotonic(), machine.now(), machine.commit()
         self.clocks: dict[str, Any] = {"before": machine.clocks(), "after": None}
         self.horizon = 0  # steps that each arm will train; 0: not known
@@ -93,13 +85,10 @@ class Bench:
         if name not in self.workers:
             folder = self.scratch / machine.slug(self.name)
             folder.mkdir(parents=True, exist_ok=True)
-            start = {
-                "device": self.args.device,
-                "interpreted": self.args.interpreted,
-                "torchao": self.torchao,
-            }
+            args = self.args
+            start = {"device": args.device, "interpreted": args.interpreted, "torchao": self.torchao}
             log = folder / f"{name}.log"
-            self.workers[name] = Remote(name, self.cache(name), log, self.args.timeout, **start)
+            self.workers[name] = Remote(name, self.cache(name), log, TIMEOUT, **start)
         return self.workers[name]
 
     def cache(self, name: str) -> Path:
@@ -126,15 +115,6 @@ class Bench:
     def late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def too_late(self, run: ArmRun) -> bool:
-        """Whether an arm is not loaded (again), because the time is over. The first arm of a case is loaded
-        in any case."""
-        if not self.late() or not any(other.warmups for other in self.runs):
-            return False
-        if not run.warmups:
-            run.error = run.error or LATE
-        return True
-
     def attempt(self, run: ArmRun, do: str, **arguments: Any) -> dict[str, Any] | None:
         """Ask the arm's worker. If that fails, the error is recorded, the arm takes no further part, and the
         answer is None."""
@@ -142,7 +122,7 @@ class Bench:
             return None
         try:
             worker = self.worker(run.arm.name)
-            worker.timeout = max(1.0, min(self.args.timeout, self.end_of_all - time.monotonic()))
+            worker.timeout = max(1.0, min(TIMEOUT, self.end_of_all - time.monotonic()))
             return worker.ask(do, **arguments)
         except WorkerFailed as failure:
             run.error = str(failure)
@@ -155,95 +135,50 @@ class Bench:
     def measure(self) -> None:
         args = self.args
         if args.device == "cuda":
-            self.start(["probe", *(arm.name for arm in args.arms if not self.rebuild)])
+            self.start(["probe", *(arm.name for arm in args.arms)])
             self.device = self.worker("probe").ask("probe")
             self.end("probe")
         else:
             self.device = machine.describe_device(args.device)
-        self.fit = [self.device["memory"], 1 if self.rebuild else len(args.arms)]
-        points = self.case.points(args.size, self.variant, Fit(*self.fit))
-        todo.plan({self.item(arm): len(points) * args.rounds for arm in args.arms})
-        cached = [arm for arm in args.arms if any(self.cache(arm.name).rglob("*.py"))]
-        progress = Progress(len(points) * args.rounds * len(args.arms), self.name)
-        for index, point in enumerate(points):
-            if index and self.late():
-                self.skipped = len(points) - index
-                break
-            self.point, self.runs = point, [ArmRun(arm, cached=arm in cached) for arm in args.arms]
-            runs = self.runs
-            (self.by_turns if self.rebuild else self.together)(index, runs, progress)
-            if args.warm_compile and not self.rebuild and len(points) == 1 and not self.late():
-                for run in runs:
-                    self.end(run.arm.name)
-                for run in runs:  # a second process uses the caches that the first one filled
-                    if run.arm.how is not None and run.error is None:
-                        progress(f"{run.arm.name}: warm compilation", 0)
-                        self.load(run, index)
-                        self.end(run.arm.name)
-            for run in runs:
-                if run.error and not run.error.startswith(LATE):
-                    todo.done(self.item(run.arm), failed=run.error)
-            self.rows, self.runs = self.all_rows(), []
-        progress.close()
+        self.runs = [ArmRun(arm, cached=any(self.cache(arm.name).rglob("*.py"))) for arm in args.arms]
+        self.by_turns(self.runs)
         for arm in args.arms:
             self.end(arm.name)
         self.clocks["after"] = machine.clocks()
 
-    def item(self, arm: Arm) -> str:
-        return f"{self.name} {arm.name}"
-
-    def all_rows(self) -> list[dict[str, Any]]:
-        """The rows so far, those of the point that is measured now among them."""
-        return [
-            *self.rows,
-            *(
-                row_of(run, self.point, self.args.warmup, self.sampler)
-                for run in self.runs
-                if self.point is not None
-            ),
-        ]
-
-    def load(self, run: ArmRun, index: int) -> None:
-        made = self.attempt(
-            run,
-            "load",
-            case=self.text,
-            size=self.args.size,
-            fit=self.fit,
-            index=index,
-            arm=run.arm.name,
-            warmup=self.args.warmup,
-        )
+    def load(self, run: ArmRun) -> None:
+        say(f"{self.name} {run.arm.name}: compiling")
+        how = {"size": self.args.size, "warmup": self.args.warmup}
+        made = self.attempt(run, "load", case=self.text, arm=run.arm.name, **how)
         if made is not None:
-            run.warmups.append(made["warmup_s"])
-            run.how = made["how"]
-            run.first = run.first or made["first"]
+            run.warmup, run.how, run.first = made["warmup_s"], made["how"], made["first"]
         self.write()
 
     def turn(self, run: ArmRun, lead: int) -> None:
+        if run.error is None:
+            say(f"{self.name} {run.arm.name}: round {len(run.turns) + 1}")
         began = time.monotonic()
         made = self.attempt(run, "turn", steps=self.args.steps, lead=lead, horizon=self.horizon)
         if made is not None:
             run.turns.append({**made, "took_s": time.monotonic() - began})
-            todo.done(self.item(run.arm))
         self.write()
 
     def profile(self, run: ArmRun) -> None:
         run.profile = self.attempt(run, "profile") or {}
         self.write()
 
-    def together(self, index: int, runs: list[ArmRun], progress: Progress) -> None:
-        """All arms stay on the device."""
+    def by_turns(self, runs: list[ArmRun]) -> None:
+        """All arms stay on the device. Late ones are not loaded, but the first."""
         for run in runs:
-            if not self.too_late(run):
-                progress(f"{run.arm.name}: compiling", 0)
-                self.load(run, index)
+            if self.late() and any(other.warmup for other in runs):
+                run.error = LATE
+            else:
+                self.load(run)
         rounds = self.args.rounds
         for number in itertools.count():
             if number == rounds or number and self.late():
                 break
             for run in in_turn(runs, number):
-                progress(run.arm.name)
                 self.turn(run, lead=0 if self.case.continues and number == 0 else 1)
             if self.args.seconds and number == PLANNED:
                 rounds = self.plan(runs)
@@ -261,21 +196,7 @@ class Bench:
             left = (self.deadline - time.monotonic()) / sum(turn["took_s"] for turn in lasts)
             rounds = max(rounds, int(min(self.args.seconds / longest, rounds + left)))
         self.horizon = self.args.warmup + rounds * (self.args.steps + 1) - self.case.continues
-        todo.plan({self.item(run.arm): rounds for run in runs})
         return rounds
-
-    def by_turns(self, index: int, runs: list[ArmRun], progress: Progress) -> None:
-        """One arm on the device at a time."""
-        for number in range(self.args.rounds):
-            for run in runs:
-                if self.too_late(run):
-                    continue
-                progress(run.arm.name)
-                self.load(run, index)
-                self.turn(run, lead=1)
-                if number == 0:
-                    self.profile(run)
-                self.end(run.arm.name)
 
     # -- estimating --
 
@@ -283,31 +204,17 @@ class Bench:
         from .static import DEVICE
 
         self.device = {"name": DEVICE, "memory": None, "capability": "9.0"}
-        statics = self.case.static(self.variant)
-        progress = Progress(len(statics) * len(self.args.arms), f"{self.name}, static")
-        for index, static in enumerate(statics):
-            if index and self.late():
-                self.skipped = len(statics) - index
-                break
-            point = static.point(static.layers)
-            for arm in self.args.arms:
-                progress(f"{point.label} {arm.name}")
-                row: dict[str, Any] = {"arm": arm.name, "kind": arm.kind, "point": point.label, "error": None}
-                row |= {"meta": dict(point.meta), "tokens": point.tokens}
-                try:
-                    made = self.worker("static").ask(
-                        "static",
-                        case=self.text,
-                        index=index,
-                        arm=arm.name,
-                        instructions=self.args.instructions,
-                    )
-                    row |= {"static": made["figures"], "note": made["note"]}
-                except WorkerFailed as failure:
-                    row["error"] = str(failure)
-                    self.workers.pop("static").kill()
-                self.rows.append(row)
-        progress.close()
+        for arm in self.args.arms:
+            say(f"{self.name} {arm.name}")
+            row: dict[str, Any] = {"arm": arm.name, "kind": arm.kind, "point": "", "error": None}
+            row |= {"tokens": self.point.tokens}
+            try:
+                made = self.worker("static").ask("static", case=self.text, arm=arm.name)
+                row |= {"static": made["figures"], "note": made["note"]}
+            except WorkerFailed as failure:
+                row["error"] = str(failure)
+                self.workers.pop("static").kill()
+            self.rows.append(row)
         self.end("static")
 
     # -- results --
@@ -323,7 +230,8 @@ class Bench:
 
     def result(self) -> dict[str, Any]:
         """The result so far."""
-        args, rows = self.args, self.all_rows()
+        args = self.args
+        rows = [*self.rows, *(row_of(run, self.point, args.warmup, self.sampler) for run in self.runs)]
         results.add_ratios(rows)
         return {
             "schema": results.SCHEMA,
@@ -343,23 +251,19 @@ class Bench:
                 "rounds": args.rounds,
                 "steps": args.steps,
                 "warmup": args.warmup,
-                "rebuild": self.rebuild,
                 "interpreted": args.interpreted,
-                "skipped_points": self.skipped,
-                "instructions": args.instructions,
-                "sampling": None
-                if self.sampler is None
-                else {
-                    "interval_ms": self.sampler.interval_ms,
-                    "samples": len(self.sampler.found),
-                    "problem": self.sampler.problem,
-                },
+                "sampling": None if self.sampler is None else self.sampler.about(),
                 "horizon": self.horizon,
                 "seconds": round(time.monotonic() - self.began, 1),
             },
             "goal": self.case.goal(self.variant),
             "rows": rows,
         }
+
+
+def say(what: str) -> None:
+    """What happens now."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def kill(workers: dict[str, Remote]) -> None:
@@ -369,18 +273,8 @@ def kill(workers: dict[str, Remote]) -> None:
 
 def row_of(run: ArmRun, point: Point, warmup: int, sampler: Sampler | None = None) -> dict[str, Any]:
     """One row of the results."""
-    row: dict[str, Any] = {
-        "arm": run.arm.name,
-        "kind": run.arm.kind,
-        "point": point.label,
-        "error": run.error,
-    }
-    row |= {
-        "note": point.note,
-        "meta": dict(point.meta),
-        "tokens": point.tokens * point.accumulate,
-        "how": run.how,
-    }
+    row: dict[str, Any] = {"arm": run.arm.name, "kind": run.arm.kind, "point": "", "error": run.error}
+    row |= {"note": point.note, "tokens": point.tokens * point.accumulate, "how": run.how}
     if run.error is None and not run.turns:
         row["error"] = "no round was run"
     if row["error"]:
@@ -388,10 +282,10 @@ def row_of(run: ArmRun, point: Point, warmup: int, sampler: Sampler | None = Non
     row |= summarise(run.turns)
     if row["memory"] is not None and run.first is not None:
         row["memory"]["first"] = run.first["allocated"]
-    steady = warmup * row["step_ms"]["total"] / 1e3
-    compiled = [max(0.0, seconds - steady) for seconds in run.warmups] if run.arm.how is not None else []
-    cold = None if run.cached or not compiled else compiled.pop(0)
-    row["compile_s"] = {"cold": cold, "warm": min(compiled, default=None)}
+    row["compile_s"] = {"cold": None, "warm": None}
+    if run.arm.how is not None and run.warmup is not None:
+        seconds = max(0.0, run.warmup - warmup * row["step_ms"]["total"] / 1e3)
+        row["compile_s"]["warm" if run.cached else "cold"] = seconds
     row["clocks"] = clocks(run, sampler)
     row["timeline"] = run.profile.get("timeline")
     seen = run.profile.get("kernels")
@@ -417,13 +311,10 @@ def proof(count: float | None, decided: dict[str, Any] | None) -> str:
     """The evidence that FP8 ran, as text."""
     if count is not None:
         return f"{count:g} FP8 GEMM kernels a step seen by the profiler"
-    text = "not applicable: emulated"
-    if decided is not None:
-        text += (
-            f"; {decided['fp8']} of {decided['fp8'] + decided['high_precision']} "
-            "matmuls of the graphs are FP8"
-        )
-    return text
+    if decided is None:
+        return "not applicable: emulated"
+    of = decided["fp8"] + decided["high_precision"]
+    return f"not applicable: emulated; {decided['fp8']} of {of} matmuls of the graphs are FP8"
 
 
 # -- command line --
@@ -440,7 +331,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help=f"{', '.join(CASES)}; or all",
     )
     add("--arms", default=DEFAULT, help=f"comma-separated: {', '.join(ARMS)}")
-    add("--size", choices=("full", "tiny"), help="default: full on cuda, tiny on cpu")
     add("--rounds", type=count(1), help="turns of each arm (default: 6 on cuda, 5 on cpu)")
     add("--steps", type=count(1), help="timed steps a turn (default: 20 on cuda, 10 on cpu)")
     add(
@@ -450,47 +340,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="as many rounds as give each arm so much time for its timed steps",
     )
     add("--warmup", type=count(1), default=3, help="steps after compilation starts, untimed (default: 3)")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    add("--static", action="store_true", help="estimate for a described GPU instead of measuring")
-    add(
-        "--instructions",
-        action="store_true",
-        help="with --static: count the instructions of generated kernels, too",
-    )
-    add("--json", type=Path, metavar="PATH", help="file, or folder (default: benchmarks/results/<device>/)")
     add(
         "--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not"
-    )
-    add(
-        "--rebuild",
-        action="store_true",
-        default=None,
-        help="make each arm anew every round: one on the device at a time",
-    )
-    add(
-        "--resident",
-        action="store_false",
-        dest="rebuild",
-        help="keep all arms on the device (default for what fits)",
-    )
-    add(
-        "--no-warm-compile",
-        action="store_false",
-        dest="warm_compile",
-        help="do not time compilation on warm caches",
-    )
-    add(
-        "--budget",
-        type=count(1),
-        metavar="SECONDS",
-        help="begin nothing new after this time, end after 1.25 of it",
-    )
-    add(
-        "--timeout",
-        type=count(1),
-        default=1800,
-        metavar="SECONDS",
-        help="for one compilation or turn (default: 1800)",
     )
     add("--keep", type=Path, metavar="FOLDER", help="leave logs and compile caches there")
     add(
@@ -501,27 +352,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     # no Inductor: for tests of this program
     add("--interpreted", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    args.given = argv
+    args = parser.parse(argv)
     try:
         args.arms = parse_arms(args.arms)
         names = [*CASES] if args.case == ["all"] else args.case
-        parsed: list[tuple[Case, dict[str, Any], str]] = [parse_case(name, CASES) for name in names]
-        if args.rebuild and any(case.continues for case, _, _ in parsed):
-            raise ValueError("--rebuild: the case `loss` goes on training from round to round")
-        if args.seconds and (args.rounds or any(case.rebuild for case, _, _ in parsed) or args.rebuild):
-            raise ValueError("--seconds: instead of --rounds, where all arms stay on the device")
+        for name in names:
+            parse_case(name, CASES)
+        if args.seconds and args.rounds:
+            raise ValueError("--seconds: instead of --rounds")
         if args.torchao and not args.torchao.exists():
             raise ValueError(f"--torchao {args.torchao}: no such file or folder")
     except ValueError as error:
         parser.error(str(error))
     args.case = names
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.device == "cuda" and not args.static and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device here")
     args.rounds = PLANNED + 1 if args.seconds else args.rounds or (6 if args.device == "cuda" else 5)
     args.steps = args.steps or (20 if args.device == "cuda" else 10)
-    args.size = args.size or ("full" if args.device == "cuda" or args.static else "tiny")
     if len(args.case) > 1 and args.json and args.json.suffix == ".json":
         parser.error("--json: several cases need a folder")
     return args

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 
 from . import arms, machine
 from .cases import CASES
-from .cases.base import Fit, Task, parse_case
+from .cases.base import Task, parse_case
 from .measure import Runner
 
 _TRITON_SOURCE = re.compile(r"async_compile\.triton\(\s*'(\w+)',\s*'''(.*?)'''", re.DOTALL)
@@ -42,24 +41,19 @@ class Worker:
     def probe(self) -> dict[str, Any]:
         return machine.describe_device(self.device)
 
-    def load(self, case: str, size: str, fit: list[int], index: int, arm: str, warmup: int) -> dict[str, Any]:
-        """Make the point and run `warmup` steps. Returns times in seconds: `build_s`, and `warmup_s` of these
-        steps, which compile; and their peak memory."""
+    def load(self, case: str, size: str, arm: str, warmup: int) -> dict[str, Any]:
+        """Make the point and run `warmup` steps. Returns `warmup_s`, the seconds of these steps, which
+        compile, and their peak memory. What they have only cached is freed, for the next arm."""
         chosen, variant, _ = parse_case(case, CASES)
         os.environ.update(arms.ARMS[arm].env)
-        point = chosen.points(size, variant, Fit(*fit))[index]
-        began = time.perf_counter()
+        point = chosen.point(size, variant)
         task = Task(point, self.device)
         how = arms.settings(arms.ARMS[arm], point.accumulate, self.interpreted)
         arms.apply(arms.ARMS[arm], task.model, how, point.compile == "block")
-        task.start(arms.ARMS[arm].packed)
-        self.runner = Runner(task, arms.ARMS[arm].around)
-        self.runner.wait()
-        return {
-            "build_s": time.perf_counter() - began,
-            "how": arms.describe(how),
-            **self.runner.warm_up(warmup),
-        }
+        task.start()
+        self.runner = Runner(task)
+        made = self.runner.warm_up(warmup)
+        return {**made, "how": arms.describe(how), **self.runner.idle()}
 
     def turn(self, steps: int, lead: int, horizon: int) -> dict[str, Any]:
         assert self.runner is not None
@@ -80,11 +74,14 @@ class Worker:
             torch.cuda.empty_cache()
         return {}
 
-    def static(self, case: str, index: int, arm: str, instructions: bool) -> dict[str, Any]:
+    def static(self, case: str, arm: str) -> dict[str, Any]:
         from . import static
 
         chosen, variant, _ = parse_case(case, CASES)
-        return static.estimate(chosen.static(variant)[index], arms.ARMS[arm], instructions)
+        described = chosen.static(variant)
+        if described is None:
+            raise ValueError("no estimate: see the case's description")
+        return static.estimate(described, arms.ARMS[arm])
 
 
 def cast_kernels(cache: Path) -> set[str]:

@@ -4,9 +4,9 @@ Dynamo hands over a graph of the user's forward. We
 
 1. validate the options and load the policy (`config`),
 2. read the facts that only this graph holds: parameters' names, whether the model is training (`ir.inputs`),
-3. give the graph two more inputs, the scaling state of forward and backward (`ir.state_page`),
+3. give the graph two more inputs, the scales of its scaling state and its amaxes (`ir.state_page`),
 4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul,
-   decide, quantize, update the state, and finally lower our operators (`passes.pipeline` has the order),
+   decide, quantize, raise amaxes, and finally lower our operators (`passes.pipeline` has the order),
 5. report every matmul with its decision (`reporting`), and
 6. return a callable that finds the state of its call's parameters, and starts cold slots (`runtime`).
 

@@ -21,7 +21,7 @@ from .config.options import Options
 from .devices import catalog, formats
 from .devices.catalog import Device
 from .extension import GraphFeature, features
-from .ir import cpu, ops, state_page
+from .ir import cpu, ops
 from .ir.inputs import Inputs
 from .ir.merged import both_sides, side_by_side
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
@@ -31,7 +31,7 @@ from .passes.pipeline import run_early_post_grad, run_joint, run_partitioned, ru
 from .process import Extras
 from .reporting.findings import findings, tell
 from .runtime.calls import Calls, Interface
-from .runtime.compiled_graph import CompiledGraph
+from .runtime.compiled_graph import CompiledGraph, new_state
 from .runtime.halves import Halves
 from .runtime.inner import Inner
 from .runtime.owners import Owners
@@ -82,6 +82,7 @@ class Compilation:
             names=tuple(inputs.names),
             history=max(job.history, 1),
             stateful=stateful,
+            fixed=compat.inductor.cuda_graphs(self.options.inductor),
             observes=phase == HIGH_PRECISION,
             together=compat.inductor.changes_collectives(self.options.inductor),
             trains=inputs.training and inputs.grad,
@@ -125,9 +126,9 @@ class Compilation:
         examples = list(self.job.given)
         device = self._device()
         if self.interface.stateful:
-            for direction in ("forward", "backward"):
-                page = state_page.new_page(1, self.interface.history, device)
-                examples.append(compat.dynamo.add_input(gm, f"fp8_{direction}_state", page))
+            scales, amaxes = new_state(1, device)
+            examples.append(compat.dynamo.add_input(gm, "fp8_scales", scales, self.interface.fixed))
+            examples.append(compat.dynamo.add_input(gm, "fp8_amaxes", amaxes))
         for part in self.parts:
             part.place(len(examples))
             for i in range(part.inputs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import dit, ffn, gpt2, linear, llama_layers, llama_models, loss, moe
+from . import dit, ffn, gpt2, llama_layers, llama_models, loss, moe
 from .base import Case
 
 CASES: dict[str, Case] = {
@@ -15,7 +15,6 @@ CASES: dict[str, Case] = {
         llama_models.LLAMA_1B,
         llama_models.LLAMA_3B,
         dit.DIT,
-        linear.LINEAR,
         loss.LOSS,
         moe.MOE,
     )

@@ -1,20 +1,18 @@
-"""The parts of a case: a name, variants, and one training step for each point that is measured.
+"""The parts of a case: a name, variants, and the training step that is measured.
 
 Case      "llama-8b-layers" with its variants (seq, ckpt, accum, ...) and its goal
-Point     one training step to measure: a model, its batch, the number of tokens; most cases have one point
+Point     one training step to measure: a model, its batch, the number of tokens
 Task      a point on a device: parameters, optimizer, batches
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from fp8compile.optim import AdamW
 
 from ..models import materialise
 
@@ -25,7 +23,6 @@ Batch = tuple[Tensor, ...]
 class Point:
     """One training step to measure. `build` makes the model on the current device; `batches` never ends."""
 
-    label: str
     build: Callable[[], nn.Module]
     batches: Callable[[str, torch.dtype], Iterator[Batch]]
     tokens: int  # of one forward
@@ -34,14 +31,11 @@ class Point:
     compile: str = "whole"  # or "block": each region is compiled separately
     optimizer: bool = True
     own_init: bool = False  # the model draws its own weights
-    # of the output; None: the output is a scalar loss
-    grad: Callable[[str, torch.dtype], Tensor] | None = None
     schedule: Callable[[int, int], float] | None = None  # step, steps in all (0: not known) -> learning rate
     validate: Callable[[nn.Module, str], float] | None = None  # loss on held-out data
     clip: float | None = None
     lr: float = 1e-4
     note: str = ""
-    meta: Mapping[str, Any] = field(default_factory=dict)  # for plots: {"m": .., "n": .., "k": ..}
 
     @property
     def autocast(self) -> bool:
@@ -63,18 +57,17 @@ class Static:
 
 @dataclass(frozen=True)
 class Case:
-    """A case. `points(size, variant, fit)` and `static(variant)` take the full variant: checked values, and
+    """A case. `point(size, variant)` and `static(variant)` take the full variant: checked values, and
     defaults for the others."""
 
     name: str
     title: str
     variants: Mapping[str, int | str]  # allowed keys with their defaults
-    points: Callable[[str, Mapping[str, Any], Fit], list[Point]]
-    static: Callable[[Mapping[str, Any]], list[Static]]
+    point: Callable[[str, Mapping[str, Any]], Point]
+    static: Callable[[Mapping[str, Any]], Static | None]  # None: nothing to estimate
     # over compiled bf16, on one H200
     goal: Callable[[Mapping[str, Any]], float | None] = lambda variant: None
-    rebuild: bool = False  # at full size, the arms do not fit on one device together
-    continues: bool = False  # training goes on from round to round, so that arms cannot be rebuilt
+    continues: bool = False  # training goes on from round to round
 
     def variant(self, given: Mapping[str, str]) -> dict[str, Any]:
         """`given` with defaults; ValueError for an unknown key or a value of the wrong type."""
@@ -101,20 +94,6 @@ CHOICES = {
     "experts": ("qwen3", "deepseek", "mixtral"),
     "text": ("bytes", "tokens"),
 }
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The limits for "as many layers as fit". `memory`: bytes of the device. `arms`: how many arms are
-    resident at a time."""
-
-    memory: int
-    arms: int
-
-    def layers(self, kept: float, active: float, at_most: int) -> int:
-        """Layers that fit in 85% of the memory: each costs `kept` bytes for each resident arm (weights,
-        gradients, optimizer state) and `active` bytes for the arm that runs (activations)."""
-        return max(1, min(at_most, int(0.85 * self.memory / (kept * self.arms + active))))
 
 
 def parse_case(text: str, cases: Mapping[str, Case]) -> tuple[Case, dict[str, Any], str]:
@@ -179,13 +158,11 @@ def weights(variant: Mapping[str, Any]) -> torch.dtype:
     return torch.float32 if variant.get("weights") == "fp32" else torch.bfloat16
 
 
-def stack_static(point: Callable[[int], Point], layers: int, shown: int = 2) -> list[Static]:
+def stack_static(point: Callable[[int], Point], layers: int, shown: int = 2) -> Static:
     """A stack of equal blocks: an estimate of `shown` of them is enough."""
-    return [
-        Static(
-            lambda count: replace(point(count), note=f"{shown} of {layers} layers"), shown, extrapolate=False
-        )
-    ]
+    return Static(
+        lambda count: replace(point(count), note=f"{shown} of {layers} layers"), shown, extrapolate=False
+    )
 
 
 class Task:
@@ -200,13 +177,10 @@ class Task:
             self.model = materialise(point.build, device, point.dtype)
         compute = torch.bfloat16
         self.batches = point.batches(device, compute)
-        self.grad = point.grad(device, compute) if point.grad else None
         self.optimizer: torch.optim.Optimizer | None = None
 
-    def start(self, packed: Mapping[str, Any] | None = None) -> None:
-        """Make the optimizer: torch's fused AdamW, or ours with these arguments. Call it after the arm, which
-        may replace modules."""
+    def start(self) -> None:
+        """Make the optimizer, torch's fused AdamW. Call it after the arm, which may replace modules."""
         if self.point.optimizer:
-            made = torch.optim.AdamW if packed is None else AdamW
-            how = {"fused": True} if packed is None else packed
-            self.optimizer = made(self.model.parameters(), lr=self.point.lr, betas=(0.9, 0.95), **how)
+            how: dict[str, Any] = {"lr": self.point.lr, "betas": (0.9, 0.95), "fused": True}
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **how)

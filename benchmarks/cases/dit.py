@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..models import DitBlock, Stack
-from .base import Batch, Case, Fit, Point, Static, noise, stack_static, weights
+from .base import Batch, Case, Point, Static, noise, stack_static, weights
 
 BLOCKS, WIDTH, HEADS, TOKENS = 28, 1152, 16, 256
 
@@ -33,7 +33,6 @@ def point(
     blocks: int, variant: Mapping[str, Any], width: int = WIDTH, heads: int = HEADS, tokens: int = TOKENS
 ) -> Point:
     return Point(
-        label="",
         build=lambda: Stack(lambda: DitBlock(width, heads), blocks),
         batches=images(variant["batch"], tokens, width),
         tokens=variant["batch"] * tokens,
@@ -43,13 +42,13 @@ def point(
     )
 
 
-def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
+def full_or_tiny(size: str, variant: Mapping[str, Any]) -> Point:
     if size == "full":
-        return [point(BLOCKS, variant)]
-    return [point(2, {**variant, "batch": 16}, width=128, heads=2, tokens=16)]
+        return point(BLOCKS, variant)
+    return point(2, {**variant, "batch": 16}, width=128, heads=2, tokens=16)
 
 
-def static(variant: Mapping[str, Any]) -> list[Static]:
+def static(variant: Mapping[str, Any]) -> Static:
     return stack_static(lambda shown: point(shown, {**variant, "compile": "whole"}), BLOCKS)
 
 
@@ -57,7 +56,7 @@ DIT = Case(
     name="dit",
     title="DiT-XL/2 blocks, 256 tokens an image",
     variants={"batch": 64, "compile": "block", "weights": "bf16"},
-    points=points,
+    point=full_or_tiny,
     static=static,
     goal=lambda variant: 1.4,
 )

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from ..models import SineRegression
-from .base import Case, Fit, Point, Static, noise, stack_static, weights
+from .base import Case, Point, Static, noise, stack_static, weights
 
 WIDTH, BATCH = 4096, 16384
 
 
 def point(count: int, variant: Mapping[str, Any], width: int = WIDTH, batch: int = BATCH) -> Point:
     return Point(
-        label="",
         build=lambda: SineRegression(width, count),
         batches=noise((batch, width), target=torch.sin),
         tokens=batch,
@@ -29,20 +28,19 @@ def point(count: int, variant: Mapping[str, Any], width: int = WIDTH, batch: int
 
 
 def case(name: str, count: int) -> Case:
-    def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
-        return [point(count, variant)] if size == "full" else [point(2, variant, width=128, batch=64)]
+    def full_or_tiny(size: str, variant: Mapping[str, Any]) -> Point:
+        return point(count, variant) if size == "full" else point(2, variant, width=128, batch=64)
 
-    def static(variant: Mapping[str, Any]) -> list[Static]:
+    def static(variant: Mapping[str, Any]) -> Static:
         return stack_static(lambda shown: point(shown, {**variant, "compile": "whole"}), count)
 
     return Case(
         name=name,
         title=f"{count} feed-forward blocks, {WIDTH} wide, batch {BATCH}",
         variants={"compile": "block", "weights": "bf16"},
-        points=points,
+        point=full_or_tiny,
         static=static,
         goal=lambda variant: 1.55,
-        rebuild=True,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .base import Batch, Case, Fit, Point, Static, weights
+from .base import Batch, Case, Point, Static, weights
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -56,7 +56,6 @@ def recorded(config: Any, batch: int, count: int = 8):
 
 def point(config: Any, batch: int, variant: Mapping[str, Any], **more: Any) -> Point:
     return Point(
-        label="",
         build=lambda: example().GPT(config),
         batches=recorded(config, batch),
         tokens=batch * config.context,
@@ -68,24 +67,24 @@ def point(config: Any, batch: int, variant: Mapping[str, Any], **more: Any) -> P
     )
 
 
-def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
-    return [point(config(size), variant["batch"] if size == "full" else 2, variant)]
+def full_or_tiny(size: str, variant: Mapping[str, Any]) -> Point:
+    return point(config(size), variant["batch"] if size == "full" else 2, variant)
 
 
-def static(variant: Mapping[str, Any]) -> list[Static]:
+def static(variant: Mapping[str, Any]) -> Static:
     full = config("full")
 
     def few(layers: int) -> Point:
         return point(replace(full, layers=layers), variant["batch"], {**variant, "compile": "whole"})
 
-    return [Static(few, full.layers, extrapolate=True)]
+    return Static(few, full.layers, extrapolate=True)
 
 
 GPT2 = Case(
     name="gpt2-124m",
     title="GPT-2 124M, batch 64 x 1024",
     variants={"batch": BATCH, "compile": "whole", "weights": "fp32"},
-    points=points,
+    point=full_or_tiny,
     static=static,
     goal=lambda variant: 1.10,
 )

@@ -8,13 +8,12 @@ from typing import Any
 
 from .. import models
 from ..models import Llama, LlamaShape
-from .base import Case, Fit, Point, Static, tokens, weights
+from .base import Case, Point, Static, tokens, weights
 
 
 def point(shape: LlamaShape, variant: Mapping[str, Any]) -> Point:
     length, batch = variant["seq"], variant["batch"]
     return Point(
-        label="",
         build=lambda: Llama(shape, length, bool(variant["ckpt"])),
         batches=tokens(batch, length, shape.vocabulary),
         tokens=batch * length,
@@ -26,27 +25,23 @@ def point(shape: LlamaShape, variant: Mapping[str, Any]) -> Point:
 
 
 def case(name: str, title: str, shape: LlamaShape, goal: float) -> Case:
-    def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
+    def full_or_tiny(size: str, variant: Mapping[str, Any]) -> Point:
         if size == "full":
-            return [point(shape, variant)]
-        return [
-            point(models.LLAMA_TINY, {**variant, "seq": 64, "batch": 2, "accum": min(2, variant["accum"])})
-        ]
+            return point(shape, variant)
+        small = {**variant, "seq": 64, "batch": 2, "accum": min(2, variant["accum"])}
+        return point(models.LLAMA_TINY, small)
 
-    def static(variant: Mapping[str, Any]) -> list[Static]:
+    def static(variant: Mapping[str, Any]) -> Static:
         few = {**variant, "compile": "whole"}
-        return [
-            Static(lambda shown: point(replace(shape, layers=shown), few), shape.layers, extrapolate=True)
-        ]
+        return Static(lambda shown: point(replace(shape, layers=shown), few), shape.layers, extrapolate=True)
 
     return Case(
         name=name,
         title=title,
         variants={"seq": 4096, "batch": 2, "ckpt": 0, "accum": 1, "compile": "block", "weights": "bf16"},
-        points=points,
+        point=full_or_tiny,
         static=static,
         goal=lambda variant: goal,
-        rebuild=True,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import corpus
 from . import gpt2
-from .base import Batch, Case, Fit, Point, Static
+from .base import Batch, Case, Point
 
 LR, WARMUP_STEPS = 6e-4, 50
 
@@ -70,22 +70,22 @@ def point(config: Any, batch: int, variant: Mapping[str, Any]) -> Point:
     )
 
 
-def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
+def full_or_tiny(size: str, variant: Mapping[str, Any]) -> Point:
     if size == "tiny":
         text = variant["text"] if corpus.place().is_file() else "bytes"
-        return [point(gpt2.config(size), 2, {**variant, "text": text})]
-    return [point(gpt2.config(size), variant["batch"], variant)]
+        return point(gpt2.config(size), 2, {**variant, "text": text})
+    return point(gpt2.config(size), variant["batch"], variant)
 
 
-def static(variant: Mapping[str, Any]) -> list[Static]:
-    return []  # nothing to estimate: the step is that of gpt2-124m
+def static(variant: Mapping[str, Any]) -> None:
+    return None  # nothing to estimate: the step is that of gpt2-124m
 
 
 LOSS = Case(
     name="loss",
     title="GPT-2 124M trained on the sources of Python packages",
     variants={"batch": 16, "seed": 0, "text": "bytes", "compile": "whole", "weights": "fp32"},
-    points=points,
+    point=full_or_tiny,
     static=static,
     continues=True,
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..models import Stack
-from .base import Case, Fit, Point, Static, noise, weights
+from .base import Case, Point, Static, noise, weights
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,6 @@ def point(layers: int, variant: Mapping[str, Any], shape: MoeShape | None = None
     found = shape or SHAPES[variant["experts"]]
     tokens = variant["tokens"]
     return Point(
-        label="",
         build=lambda: Stack(lambda: MoeLayer(found), layers),
         batches=noise((tokens, found.width)),
         tokens=tokens,
@@ -88,20 +87,20 @@ def point(layers: int, variant: Mapping[str, Any], shape: MoeShape | None = None
     )
 
 
-def points(size: str, variant: Mapping[str, Any], fit: Fit) -> list[Point]:
+def full_or_tiny(size: str, variant: Mapping[str, Any]) -> Point:
     if size == "tiny":
-        return [point(1, {**variant, "tokens": 64}, TINY)]
-    return [point(1, variant)]
+        return point(1, {**variant, "tokens": 64}, TINY)
+    return point(1, variant)
 
 
-def static(variant: Mapping[str, Any]) -> list[Static]:
-    return [Static(lambda layers: point(layers, variant), 1, extrapolate=False)]
+def static(variant: Mapping[str, Any]) -> Static:
+    return Static(lambda layers: point(layers, variant), 1, extrapolate=False)
 
 
 MOE = Case(
     name="moe",
     title="One mixture-of-experts layer",
     variants={"experts": "qwen3", "tokens": 8192, "weights": "bf16"},
-    points=points,
+    point=full_or_tiny,
     static=static,
 )

@@ -6,11 +6,11 @@
 Inductor treats the kernel as one of its own: it uses its own launcher, records launches in CUDA graphs, tunes
 over the kernel's configurations at the first launch, and caches the choice on disk.
 
-The amaxes of a graph are elements of one int32 vector, zeroed once (where the graph has a page of scaling
-state, by the kernel that takes the snapshot of it: `state_kernels`). Kernels raise them by atomic maxima on
-the bits of magnitudes: the bits of NaN are above those of infinity, and the order of the maxima does not
-matter. Amaxes of columns are parts of the same vector. Scales and amaxes are passed as views of one element,
-each 16-byte aligned. With a slot's number as an argument, Inductor would tune each launch as another kernel.
+Amaxes are int32: elements of the scaling state's input (`ir.state_page`), and of one vector of the graph,
+zeroed once. Kernels raise them by atomic maxima on the bits of magnitudes: the bits of NaN are above those of
+infinity, and the order of the maxima does not matter. Amaxes of columns are parts of that vector. Scales and
+amaxes are passed as views of one element, each 16-byte aligned. With a slot's number as an argument, Inductor
+would tune each launch as another kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..devices.gpu import gpu_of
-from ..ir.fx_utils import STACKS, Emitter, arg, aten, hint, value
-from ..ir.metadata import AMAX_BITS, AMAX_VECTOR, READ_AGAIN
+from ..ir.fx_utils import STACKS, Emitter, arg, aten, element, hint, value
+from ..ir.metadata import AMAX_BITS, READ_AGAIN
+from ..ir.state_page import APART
 from . import blocks, walks
 from .group import Group, Output
 from .indexing import Domain, product, quotient, quotient_up, size_of, sizes
@@ -34,7 +35,7 @@ from .kernel import Kernel
 
 DEVICES = ("cuda",)  # where Triton's kernels run
 
-AMAX_STRIDE = 4  # int32 elements from one amax to the next: 16 bytes
+AMAX_STRIDE = APART  # int32 elements from one amax to the next: 16 bytes
 
 # (BLOCK_R, BLOCK_C, warps) of kernels that are written by hand
 PARTIAL_SUMS = ((64, 32, 4),)  # numbers of a column at a time, columns, warps: 128 programs for 4096 columns
@@ -63,16 +64,17 @@ def aligned(size: int) -> int:
     return -(-size // AMAX_STRIDE) * AMAX_STRIDE
 
 
-def zeroed(graph: Graph) -> Node | None:
-    """The zeros that a `Launcher` has put at the beginning of a graph for its amaxes."""
-    zeros = graph.find_nodes(op="call_function", target=aten.full.default)
-    return next((node for node in zeros if AMAX_VECTOR in node.meta), None)
-
-
 def amax_bits(amaxes: Node) -> Node | None:
     """The part of the int32 vector of which `Launcher.amaxes` made these amaxes a float32 view; None for any
     other amaxes. A kernel reads the int32 bits where they are; the view would be a kernel of its own."""
     return arg(amaxes, 0) if AMAX_BITS in amaxes.meta else None
+
+
+class AmaxPlace(NamedTuple):
+    """Where an amax is: the number of it among those of an int32 tensor."""
+
+    tensor: Node | None
+    number: int
 
 
 class BufferPart(NamedTuple):
@@ -107,14 +109,13 @@ class Launcher:
         if amaxes or columns:
             start = next(node for node in graph.nodes if node.op != "placeholder")
             self.vector = self._zeros(Emitter(graph, start, like), self.first_column + columns)
-            self.vector.meta[AMAX_VECTOR] = True
 
     def __call__(
-        self, before: Node, kernel: Kernel, inputs: dict[str, Any], slots: list[int]
+        self, before: Node, kernel: Kernel, inputs: dict[str, Any], places: list[AmaxPlace]
     ) -> tuple[list[Node], list[Node]]:
-        """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `slots`: the numbers of its
-        amaxes in the vector. Returns the nodes of its outputs (partial column sums last, if any), and of its
-        amaxes: [1] float32 each, then those of columns, [C, 1] or [E, C] float32."""
+        """Launch a kernel. `inputs`: its parameters that are tensors or numbers; `places`: of its amaxes.
+        Returns the nodes of its outputs (partial column sums last, if any), and of its amaxes: [1] float32
+        each, then those of columns, [C, 1] or [E, C] float32."""
         emit, group = self._emitter(before), kernel.group
         outputs = [self._empty(emit, output, group.domain) for output in group.stored]
         tensors = dict(inputs)
@@ -124,8 +125,7 @@ class Launcher:
             shape = [blocks.row_blocks(group), len(group.sums) * group.domain.columns]
             outputs.append(self.new(emit, shape, torch.float32))
             tensors["sums"] = outputs[-1]
-        bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in slots]
-        tensors.update({f"amax{i}": node for i, node in enumerate(bits)})
+        tensors.update({f"amax{i}": self._bits(emit, place) for i, place in enumerate(places)})
         by_column = [self._columns(emit, product(sizes(x.replaces))) for x in group.column_amaxes]
         tensors.update({f"column_amax{i}": node for i, node in enumerate(by_column)})
         tensors.update({f"n{i}": self.number(emit, s) for i, s in enumerate(kernel.symbols)})
@@ -143,7 +143,7 @@ class Launcher:
         for x, output in zip(by_column, group.column_amaxes, strict=True):
             amaxes = emit(aten.view.dtype, x, torch.float32)
             wide.append(emit(aten.view.default, amaxes, [-1, output.replaces.meta["val"].shape[1]]))
-        return outputs, [*(self.amaxes(before, s, 1) for s in slots), *wide]
+        return outputs, [*(self.amaxes(before, place, 1) for place in places), *wide]
 
     def _read_again(self, kernel: Kernel, programs: Any, warps: int) -> int:
         """Bytes of a launch's second reads (`walks`) in its default configuration."""
@@ -185,22 +185,30 @@ class Launcher:
         stacks = {name: before.meta.get(name) for name in STACKS}
         return Emitter(self.graph, before, self.like, **stacks)
 
-    def amaxes(self, before: Node, first: int, count: int) -> Node:
-        """[count] float32: amaxes that are neighbours in the vector, from number `first` on."""
+    @staticmethod
+    def _bits(emit: Emitter, place: AmaxPlace) -> Node:
+        assert place.tensor is not None
+        return element(emit, place.tensor, AMAX_STRIDE * place.number)
+
+    def amaxes(self, before: Node, first: AmaxPlace, count: int) -> Node:
+        """[count] float32: amaxes that are neighbours, from `first` on."""
         emit = self._emitter(before)
-        bits = emit(aten.as_strided.default, self.vector, [count], [AMAX_STRIDE], AMAX_STRIDE * first)
+        if count == 1:
+            bits = self._bits(emit, first)
+        else:
+            place = AMAX_STRIDE * first.number
+            bits = emit(aten.as_strided.default, first.tensor, [count], [AMAX_STRIDE], place)
         amaxes = emit(aten.view.dtype, bits, torch.float32)
         amaxes.meta[AMAX_BITS] = True
         return amaxes
 
-    def raise_amaxes(self, before: Node, amaxes: dict[int, Node]) -> None:
-        """Raise the amaxes with these numbers, nobody else's, to the largest of [n] float32 each, one n."""
+    def raise_amaxes(self, before: Node, amaxes: Mapping[AmaxPlace, Node]) -> None:
+        """Raise the amaxes at these places to the largest of [n] float32 each, one n."""
         from .triton_kernels import fp8_raise
 
         emit = self._emitter(before)
         tensors = {f"rows{i}": rows for i, rows in enumerate(amaxes.values())}
-        bits = [emit(aten.as_strided.default, self.vector, [1], [1], AMAX_STRIDE * s) for s in amaxes]
-        tensors |= {f"amax{i}": node for i, node in enumerate(bits)}
+        tensors |= {f"amax{i}": self._bits(emit, place) for i, place in enumerate(amaxes)}
         missing = range(len(amaxes), self.MOST_RAISED)
         (count,) = sizes(next(iter(amaxes.values())))
         constants, arguments = self.size_arguments(emit, ("COUNT", "n", count, 1))

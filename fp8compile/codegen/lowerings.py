@@ -5,8 +5,7 @@ Why the functions have their form:
 * amax is taken in two stages, rows first: Inductor puts the first stage into the producer's or the cast's
   kernel, and the second stages of a graph are gathered into one reduction for all tensors with equally many
   rows.
-* Scales of a direction are copied out of the page once; a slot's scale is a view of that copy (`as_strided`
-  makes Inductor keep the copy as one buffer), so no slot needs a kernel for one number.
+* A slot's scale is a view of the graph's input for scales, so no slot needs a kernel for one number.
 
 Matmuls are in `scaled_mm`; at the end of this file are the memory layouts in which they expect the inverses
 of scales. An inverse is float32, one a block: [rows / block rows, columns / block columns], rounded up.

@@ -25,7 +25,7 @@ from .. import compat
 from ..config.recipe import ROW
 from ..devices.gpu import gpu_of
 from ..ir import ops
-from ..ir.fx_utils import Emitter, arg, is_data, value
+from ..ir.fx_utils import Emitter, arg, element, element_of, is_data, value
 from ..ir.grouped import grouped_mm, order_of_groups, taken
 from ..ir.metadata import FORM
 from ..ir.schemas import GroupedProduct, product_of
@@ -99,7 +99,7 @@ def spread_scales(graph: Graph, inline: Callable[..., Node]) -> dict[Node, tuple
         if is_data(value(product_of(node).a).shape[0]):
             continue
         if chunks and len(chunks[-1]) < TOGETHER and all(map(_are_stored, (node, chunks[-1][0]))):
-            if all(arg(inverse, 0) < chunks[-1][0] for inverse in _inverses(node)):
+            if all(element_of(inverse)[0] < chunks[-1][0] for inverse in _inverses(node)):  # type: ignore[index]
                 chunks[-1].append(node)
                 continue
         chunks.append([node])
@@ -110,7 +110,7 @@ TOGETHER = 4  # matmuls: Inductor writes a concatenation of up to 8 tensors by o
 
 
 def _are_stored(node: Node) -> bool:
-    return all(inverse.target is aten.as_strided.default for inverse in _inverses(node))
+    return all(element_of(inverse) is not None for inverse in _inverses(node))
 
 
 def _inverses(node: Node) -> tuple[Node, Node]:
@@ -130,8 +130,8 @@ def _spread(nodes: list[Node], inline: Callable[..., Node]) -> dict[Node, tuple[
         groups = value(x.offs).shape[0]
         shapes += [[groups, columns] if count else [groups * columns], [rows] if count else [groups * rows]]
         for inverse in (x.b_inv, x.a_inv):
-            again = inverse.target is aten.as_strided.default and inverse > nodes[0]
-            inverses.append(emit(aten.as_strided.default, *inverse.args) if again else inverse)
+            found = element_of(inverse) if inverse > nodes[0] else None
+            inverses.append(element(emit, *found) if found is not None else inverse)
     # each begins at a multiple of 16 bytes
     lengths = [quotient(sympy.Mul(*shape) + 3, 4) * 4 for shape in shapes]
     whole = inline(nodes[0], _concatenated, inverses, [number(emit, length) for length in lengths])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo.compiled_autograd as dynamo_autograd
@@ -104,46 +103,10 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def hooked() -> bool:
-    """Has anyone set saved-tensor hooks for what runs now? A checkpoint has."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def recomputing() -> bool:
-    """Is a forward that runs now the recomputation of a checkpoint? A checkpoint sets saved-tensor hooks for
-    it. A reentrant one sets none; its second forward is no recomputation: the first ran without gradients."""
-    return in_backward() and hooked()
-
-
-def repeating() -> bool:
-    """Is a forward that runs now certainly the recomputation of a checkpoint, whatever ran before? Its hooks
-    are the topmost ones then. No if the user sets hooks in the checkpointed region: this cannot be told."""
-    found = checkpoint()
-    return found is not None and found.repeats
-
-
-class Checkpoint(NamedTuple):
-    """The non-reentrant checkpoint that a forward runs in: torch's frame of it, which is one object for a
-    region and its recomputations, and the hook, which is another one for each recomputation."""
-
-    frame: Any
-    hook: Any
-    repeats: bool  # it is recomputed
-
-
-def checkpoint() -> Checkpoint | None:
-    """The innermost checkpoint, unless the user has set saved-tensor hooks inside of it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return None
-    hook = inspect.unwrap(getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]))
-    name = getattr(hook, "__qualname__", "")
-    if "_checkpoint_hook" not in name and "_recomputation_hook" not in name:
-        return None
-    closure = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
-    cells = {name: cell.cell_contents for name, cell in closure}
-    frame = cells["frame"] if "frame" in cells else cells["target_frame_ref"]()
-    return None if frame is None else Checkpoint(frame, hooks[0], "frame" not in cells)
+    """Is a forward that runs now inside of a backward, with saved-tensor hooks? A checkpoint sets some. (Not
+    a reentrant one, whose forward in the backward is the first with gradients.)"""
+    return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def compiled_autograd() -> bool:

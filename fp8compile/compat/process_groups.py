@@ -54,9 +54,14 @@ def group_name(given: bool | str, dimensions: Mapping[str, str]) -> str | None:
     if given is True:
         return dist.group.WORLD.group_name  # type: ignore[union-attr]
     name = dimensions.get(str(given), str(given))
-    if not any(group.group_name == name for group in _groups()):
+    if not is_alive(name):
         raise ValueError(name)
     return name
+
+
+def is_alive(name: str) -> bool:
+    """Is there a process group of this name, or was it destroyed?"""
+    return has_groups() and any(group.group_name == name for group in _groups())
 
 
 def is_default_group(name: str) -> bool:
@@ -86,6 +91,11 @@ def largest(amax: torch.Tensor, name: str) -> torch.Tensor:
     """The maximum of an amax over a group; of its bits, where NaN is largest. Of floats, it may drop NaN."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(amax.view(torch.int32), "max", name)).view(torch.float32)
+
+
+def raise_to_largest(amaxes: torch.Tensor, name: str) -> None:
+    """Raise integers to their maximum over a group, in place."""
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=_group(name))
 
 
 def in_pipeline(functions: str = "") -> bool:

@@ -41,7 +41,7 @@ from .settings import (
 
 ROLES = ("input", "weight", "gradient")
 # Default margins of gradients with a delayed scale, in E5M2 and in E4M3. Gradients outgrow their history:
-# after a LayerScale of 1e-6, Adam makes them 1,000 times as large in a step. benchmarks/margins.py measures
+# after a LayerScale of 1e-6, Adam makes them 1,000 times as large in a step. notes/accuracy.md measures
 # the cost of this headroom.
 HEADROOM, HEADROOM_OF_E4M3 = 11, 3
 

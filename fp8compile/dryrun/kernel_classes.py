@@ -35,7 +35,7 @@ _ATTENTION = re.compile(
     re.IGNORECASE,
 )
 _CAST = re.compile(r"float8|fp8|quantize|amax", re.IGNORECASE)
-_GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|scale|amax|columns|sum|update)(?:_|$)")  # our own
+_GENERATED = re.compile(r"^fp8_(?:\w+_)?(?:cast|transpose|scale|amax|columns|sum|raise|move)(?:_|$)")
 _MEMORY = re.compile(r"^(?:Memcpy|Memset)", re.IGNORECASE)
 
 

@@ -258,6 +258,22 @@ def readers(node: Node, through: tuple) -> Iterator[Node]:
     return itertools.islice(found, 1, None)
 
 
+def element(emit: Emitter, tensor: Node, number: int) -> Node:
+    """[1], a view: an element of a tensor without gaps. (`as_strided` would count from where the storage
+    begins, and an input may be a part of one.)"""
+    return emit(aten.slice.Tensor, emit(aten.view.default, tensor, [-1]), 0, number, number + 1)
+
+
+def element_of(node: Node) -> tuple[Node, int] | None:
+    """The arguments of `element`, if it made this node."""
+    if not call_function(node, (aten.slice.Tensor,)) or len(node.args) < 4:
+        return None
+    flat, dim, start, end = node.args[:4]
+    if not call_function(flat, (aten.view.default,)) or dim != 0 or not isinstance(start, int):
+        return None
+    return (arg(flat, 0), start) if end == start + 1 else None  # type: ignore[arg-type]
+
+
 def behind(node: Node, targets: tuple) -> Node:
     """The first node that is none of these operators, from `node` back through first arguments."""
     while call_function(node, targets):

@@ -5,6 +5,5 @@ RESULT = "fp8_result"  # what has a matmul's result, in either precision: its `P
 PRODUCT = "fp8_product"  # an FP8 matmul: its `Product`
 FALLBACK = "fp8_fallback"  # a grouped matmul that `spell` wrote instead of an operator of transformers
 FORM = "fp8_form"  # an FP8 matmul: its form, where the first choice was refused (`passes.try_matmuls`)
-AMAX_VECTOR = "fp8_amax_vector"  # the zeros for all amaxes of a graph
 AMAX_BITS = "fp8_amax_bits"  # amaxes that are a float32 view of int32
 READ_AGAIN = "fp8_read_again"  # the launch of a generated kernel: bytes that it reads from memory once more

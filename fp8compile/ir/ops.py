@@ -15,7 +15,7 @@ implementations below, plain torch on any device, are the reference: cold calls 
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
     block_mm(a, b, a_inv, b_inv, bias, ...)         the same, where an operand has more than one scale
     dequantize(data, inv, dtype)                    a weight that came in FP8 (`ir.gathered_weight`)
-    snapshot(page) -> scales; gather(amaxes) -> vector; update(page, scales, vector) -> page
+    gather(amaxes) -> vector; raised(amaxes, found, rows) -> amaxes     (`state_page`)
 
 Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor
 cores take). A tensor whose rows are contracted (tokens, in wgrad) is quantized transposed, its rows padded
@@ -163,18 +163,6 @@ current_scale = define_op(_CURRENT, _like)(scale_of)
 inverse = define_op("inverse(Tensor scale) -> Tensor", _like)(inverse_of)
 
 
-def _scales(page: Tensor) -> Tensor:
-    if compat.autograd.in_compiled_autograd():
-        raise Fp8CompileError(
-            "this model was compiled with delayed scaling before compiled autograd was on, which now takes "
-            "over its backward: its scales would be wrong. Switch compiled autograd on before the first "
-            "call, or use recipe 'tensorwise'"
-        )
-    return state_page.snapshot_of(page)
-
-
-snapshot = define_op("snapshot(Tensor page) -> Tensor", _scales)(state_page.snapshot_of)
-
 @define_op(
     "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, int margin) -> Tensor", _number
 )
@@ -210,9 +198,7 @@ votes = define_op("votes(Tensor scales, int[] slots, bool cold=True) -> Tensor")
     "agreed_scale(Tensor agreed, Tensor amax, int index, str group, float fp8_max, int margin) -> Tensor",
     _number,
 )
-def agreed_scale(
-    agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int
-) -> Tensor:
+def agreed_scale(agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int) -> Tensor:
     """The scale of this rank's part of a tensor, the same on all ranks. `agreed`: the minimum of their votes.
 
     It is the scale that they agree on. Only if the call is cold on all ranks, they reduce their amaxes, and
@@ -307,4 +293,16 @@ def values(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] =
 _DEQUANTIZE = "dequantize(Tensor data, Tensor inv, ScalarType dtype, int[] block=[0, 0]) -> Tensor"
 dequantize = define_op(_DEQUANTIZE, _dequantized)(values)
 gather = define_op("gather(Tensor[] amaxes) -> Tensor")(lambda amaxes: torch.cat(amaxes))
-update = define_op("update(Tensor page, Tensor scales, Tensor amax) -> Tensor")(state_page.next_page)
+
+
+def _raised(amaxes: Tensor, *_) -> Tensor:
+    if compat.autograd.in_compiled_autograd():
+        raise Fp8CompileError(
+            "this model was compiled with delayed scaling before compiled autograd was on, which now takes "
+            "over its backward: its scales would be wrong. Switch compiled autograd on before the first "
+            "call, or use recipe 'tensorwise'"
+        )
+    return torch.empty_like(amaxes)
+
+
+raised = define_op("raised(Tensor amaxes, Tensor[] found, int[] rows) -> Tensor", _raised)(state_page.raised)

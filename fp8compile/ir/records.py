@@ -163,7 +163,9 @@ class GraphReport:
     between them. `device` names the device description by which FP8 was weighed, "" if there was none.
     `remarks` are further notes. `added`: what features say of the graph. Each of their `kinds` is an
     attribute of its own, such as `graph.collectives`. `prefix`: what names begin with, "layers.2.", in the
-    graph of a part of a model. It may serve other parts that are alike: see `at`.
+    graph of a part of a model. It may serve other parts that are alike: see `at`. `cold_calls`: forwards that
+    ran unfused, because a tensor had no scale yet; `later_cold_calls`: those that were not the first of their
+    weights.
     """
 
     index: int
@@ -176,6 +178,8 @@ class GraphReport:
     remarks: tuple[str, ...] = ()
     added: tuple[TableRecord, ...] = ()
     prefix: str = ""
+    cold_calls: int = 0
+    later_cold_calls: int = 0
 
     def at(self, prefixes: Iterable[str]) -> GraphReport:
         """What the graph computes for each of these parts of models, with the names of all of them."""

@@ -1,31 +1,31 @@
 """The page of scaling state: its layout, and how it moves.
 
-One direction (forward or backward) of one set of parameters keeps its delayed scaling state in one float32
-tensor, a *page* `[slots, 16 + history]`, one row a slot:
+The delayed scaling state of a graph and a set of parameters is a *page*, float32 `[slots, 13 + history]`, one
+row a slot:
 
     0      scale
     1      scale_inv
-    2      calls since the scale was computed, -1 while the slot is cold: it has no scale yet
-    3 4 5  columns 0 1 2 of the call before
-    6      reach: what an amax is scaled to, fp8_max / 2**margin
-    7      window: of how many amaxes the largest one counts
-    8      interval: calls from one scale to the next
-    9      limit: an amax that is scaled to more than this is an overflow: fp8_max, or JUMP times the reach
+    2      moves since the scale was computed, -1 while the slot is cold: it has no scale yet
+    3      reach: what an amax is scaled to, fp8_max / 2**margin
+    4      window: of how many amaxes the largest one counts
+    5      interval: moves from one scale to the next
+    6      limit: an amax that is scaled to more than this is an overflow: fp8_max, or JUMP times the reach
            where that is more. Infinite where overflows and underflows change nothing
-    10     floor: an amax above zero that is scaled to less than this is an underflow
-    11     odd: 1 after an overflow or underflow, until the next amax above zero
-    12     lost: 1 if the amax of the last call was not finite
-    13     overflows, calls that had one
-    14     underflows
-    15     calls whose amax was not finite
-    16 ..  amax history, newest first
+    7      floor: an amax above zero that is scaled to less than this is an underflow
+    8      odd: 1 after an overflow or underflow, until the next amax above zero
+    9      lost: 1 if the last amax was not finite
+    10     overflows
+    11     underflows
+    12     amaxes that were not finite
+    13 ..  amax history, newest first
 
-Columns 6 to 10 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a
-page. Columns 13 to 15 count, for those who look (`runtime.notices`, `stats`).
+Columns 3 to 7 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
+Columns 10 to 12 count, for those who look (`runtime.notices`, `stats`).
 
-A call quantizes with a *snapshot* `[slots, 3, 4]` of the first three columns, taken before the call moves
-them: each number has 16 bytes of its own. The update keeps the snapshot's values in columns 3 to 5, for a
-forward that is recomputed.
+Graphs read no page. They read `scales`, float32 `[slots, 3, 4]`: a copy of the first three columns, in which
+each number has 16 bytes of its own. And they raise `amaxes`, int32 `[slots, 4]`: in the first column, the
+bits of the largest amax since the last move, UNSEEN where there was none. Pages move between calls
+(`runtime.arena`).
 
 The functions are written in plain torch with no data-dependent control flow, like those of `scale`.
 """
@@ -41,11 +41,13 @@ from torch import Tensor
 
 from .scale import inverse_of, scale_to
 
-SCALE, SCALE_INV, AGE, BEFORE, REACH, WINDOW, INTERVAL, LIMIT, FLOOR = 0, 1, 2, 3, 6, 7, 8, 9, 10
-ODD, LOST, OVERFLOWS, UNDERFLOWS, NOT_FINITE, HISTORY = 11, 12, 13, 14, 15, 16
-# Floats that a number of a snapshot has for itself. With four, each is 16-byte aligned: cuBLASLt refuses the
-# scale of a matmul that is not (CUDA 13.0, H200), and one kernel of ours serves all slots
+SCALE, SCALE_INV, AGE, REACH, WINDOW, INTERVAL, LIMIT, FLOOR = range(8)
+ODD, LOST, OVERFLOWS, UNDERFLOWS, NOT_FINITE, HISTORY = range(8, 14)
+READ = REACH  # columns that graphs read
+# Numbers of `scales` and `amaxes` from one to the next. With four, each is 16-byte aligned: cuBLASLt refuses
+# the scale of a matmul that is not (CUDA 13.0, H200), and one kernel of ours serves all slots
 APART = 4
+UNSEEN = -1  # an amax that no call has raised. As integers, the bits of all amaxes are above it
 # An overflow saturates, and is this many times the amax that the scale was computed from. Smaller jumps are
 # normal: in a quiet run, too, amaxes exceed their history, those of gradients by two to three times, in some
 # tensor every few dozen steps.
@@ -85,7 +87,7 @@ def _column(number: int) -> property:
 
 @dataclass(frozen=True)
 class Rows:
-    """Views of a page's columns, for some of its rows or one; of a snapshot, the first three (`numbers_of`).
+    """Views of a page's columns, for some of its rows or one; of `scales`, the first three (`numbers_of`).
 
     Made by select and narrow: an index accesses the device, which may be a described GPU that is not there.
     """
@@ -96,10 +98,9 @@ class Rows:
     reach, window, interval = _column(REACH), _column(WINDOW), _column(INTERVAL)
     limit, floor, odd, lost = _column(LIMIT), _column(FLOOR), _column(ODD), _column(LOST)
     overflows, underflows, not_finite = _column(OVERFLOWS), _column(UNDERFLOWS), _column(NOT_FINITE)
-    newest = _column(HISTORY)  # the amax of the last call
+    newest = _column(HISTORY)  # the last amax
     length = property(lambda rows: rows.tensor.shape[-1] - HISTORY)  # amaxes that are kept
     history = property(lambda rows: rows.tensor.narrow(-1, HISTORY, rows.length))
-    before = property(lambda rows: Rows(rows.tensor.narrow(-1, BEFORE, REACH - BEFORE)))  # of the call before
     cold = property(lambda rows: rows.age < 0)  # no scale yet
 
     def counts(self) -> tuple[float, ...]:
@@ -132,7 +133,6 @@ def new_page(slots: int, history: int, device: torch.device, settings: Sequence[
     page = torch.zeros(slots, HISTORY + history, dtype=torch.float32, device=device)
     page[:, SCALE] = page[:, SCALE_INV] = 1.0
     page[:, AGE] = -1.0
-    page[:, BEFORE:REACH] = page[:, :BEFORE]
     page[:, REACH:LIMIT] = 1.0
     page[:, LIMIT] = float("inf")
     if settings:
@@ -140,19 +140,27 @@ def new_page(slots: int, history: int, device: torch.device, settings: Sequence[
     return page
 
 
-def copy_row(page: Tensor, row: int, other: Tensor, before: int, factor: float) -> None:
-    """Copy the state, no settings, in row `before` of `other` to `row`, with `factor` times the reach."""
-    target = page.data[row]  # .data: no new version of a page that a later backward may have saved
-    values = other.data[before].to(target.device)
+def new_scales(slots: int, device: torch.device) -> Tensor:
+    """Scales of cold slots."""
+    return scales_of(new_page(slots, 1, device))
+
+
+def new_amaxes(slots: int, device: torch.device) -> Tensor:
+    """Amaxes of slots that have seen nothing since the last move."""
+    return torch.full((slots, APART), UNSEEN, dtype=torch.int32, device=device)
+
+
+def copy_row(target: Tensor, source: Tensor, factor: float) -> None:
+    """Copy a row of one page to a row of another, but for its constants. `factor`: of its reach."""
+    values = source.to(target.device)
     end = min(values.numel(), target.numel())  # another history length keeps what fits
     target[:REACH] = values[:REACH]
     target[ODD:end] = values[ODD:end]
     target[end:] = 0.0  # this page's values there are older than all that the other one keeps
     now = Rows(target)
     if factor != 1.0 and not now.cold:  # compiled anew with another format or margin
-        for call in (now, now.before):
-            call.scale.mul_(factor)
-            call.scale_inv.div_(factor)
+        now.scale.mul_(factor)
+        now.scale_inv.div_(factor)
 
 
 def restart(row: Tensor) -> None:
@@ -162,19 +170,20 @@ def restart(row: Tensor) -> None:
 
 
 def of_version_1(row: Tensor) -> Tensor:
-    """A row as fp8compile 0.3.0 saved it, `[10 + history]`. There, an age of -1 with an amax was what `odd`
-    is, and the limit of a slot whose amax had not been finite was below zero."""
-    reach, limit, amaxes = float(row[REACH]), abs(float(row[LIMIT])), row[FLOOR:]
+    """A row as fp8compile 0.3.0 saved it, `[10 + history]`. There, columns 3 to 5 were 0 to 2 of the call
+    before, an age of -1 with an amax was what `odd` is, and the limit of a slot whose amax had not been
+    finite was below zero."""
+    reach, limit, amaxes = float(row[6]), abs(float(row[9])), row[10:]
     floor = min(2.0**-4 if limit >= 57344.0 else 8.0, reach / DROP) if limit < float("inf") else 0.0
     odd = bool(row[AGE] < 0 and amaxes[0] > 0)
-    new = torch.cat([row[:FLOOR], torch.zeros(HISTORY - FLOOR), amaxes])
+    new = torch.cat([row[:3], row[6:9], torch.zeros(HISTORY - LIMIT), amaxes])
     new[LIMIT], new[FLOOR], new[ODD] = limit, floor, float(odd)
     new[AGE] = 0.0 if odd else row[AGE]
     return new
 
 
 def merged(rows: Tensor) -> Tensor:
-    """One row for several `[n, 10 + history]` of one tensor and settings, which saw different batches.
+    """One row for several `[n, 13 + history]` of one tensor and settings, which saw different batches.
 
     Each amax is the largest of its call, and the scale is the smallest: it covers whatever one of the others
     covered. It is the scale that the merged history gives. What one of them has met, it has met: counts are
@@ -190,50 +199,57 @@ def merged(rows: Tensor) -> Tensor:
     return one
 
 
-def page_before(page: Tensor) -> Tensor:
-    """A copy of the page with the scales that the last call used."""
-    page = page.clone()
-    page[:, :BEFORE] = page[:, BEFORE:REACH]
-    return page
-
-
-def snapshot_of(page: Tensor) -> Tensor:
+def scales_of(page: Tensor) -> Tensor:
     """`[slots, 3, 4]`: scale, inverse and age of each slot, each followed by zeros. A copy, no view."""
-    return torch.nn.functional.pad(page.narrow(1, 0, BEFORE).unsqueeze(2), (0, APART - 1))
+    return torch.nn.functional.pad(page.narrow(1, 0, READ).unsqueeze(2), (0, APART - 1))
 
 
-def numbers_of(snapshot: Tensor) -> Tensor:
-    """`[.., 3]`, a view: the numbers of a snapshot `[.., 3, 4]`."""
-    return snapshot.select(-1, 0)
+def numbers_of(scales: Tensor) -> Tensor:
+    """`[.., 3]`, a view: the numbers of scales `[.., 3, 4]`."""
+    return scales.select(-1, 0)
 
 
-def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
-    """The page after a training call that saw `amax` (float32 `[n]`, n <= slots: the first n rows move).
+def raised(amaxes: Tensor, found: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """`amaxes` after a call that found these, float32 [n] each. `rows`: of the first of each, ascending."""
+    pieces, end = [], 0
+    for vector, row in zip(found, rows, strict=True):
+        if row > end:
+            pieces.append(amaxes.new_full((row - end,), UNSEEN))
+        pieces.append(vector.view(torch.int32).bitwise_and(0x7FFFFFFF))  # a NaN may have a sign
+        end = row + vector.shape[0]
+    if not pieces:
+        return amaxes.clone()
+    seen = torch.nn.functional.pad(torch.cat(pieces), (0, amaxes.shape[0] - end), value=UNSEEN)
+    return torch.maximum(amaxes, torch.nn.functional.pad(seen.unsqueeze(1), (0, APART - 1), value=UNSEEN))
 
-    The Triton kernel `codegen.triton_kernels.fp8_update` is the same rule: change both.
-    `test_the_update_kernel_is_next_page` in tests/passes/test_fusion.py compares them bitwise.
 
-    The old scales come from the snapshot, so that every compiler takes it before it writes the page.
+def next_page(page: Tensor, amaxes: Tensor, parts: Tensor) -> Tensor:
+    """The page after calls that raised `amaxes`. A row that no call has raised stays as it is.
+
+    `parts`: int64 [slots], a number below `slots`. Rows with the same number, those of one direction of a
+    graph, move together or not at all.
+
+    The Triton kernel `codegen.triton_kernels.fp8_move` is the same rule: change both.
+    `test_the_kernel_is_next_page` in tests/runtime/test_arena.py compares them bitwise.
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every
-    interval-th call from there, unless the amax to compute it from is 0. If an amax times the old scale
-    exceeds the slot's limit, the scale is recomputed at once, and once more in the next call. If it is below
-    the slot's floor, the scale is recomputed in the next call. If the next one is below the floor, too, or
+    interval-th move from there, unless the amax to compute it from is 0. If an amax times the old scale
+    exceeds the slot's limit, the scale is recomputed at once, and once more in the next move. If it is below
+    the slot's floor, the scale is recomputed in the next move. If the next one is below the floor, too, or
     the one after an overflow, the slot forgets what is older: that would flush the tensor for the length of
     the window (after a rollback, say, to weights from before a spike). One odd batch alone changes no scale
-    that is not due. If any amax is not finite, nothing moves but counts: one bad batch leaves no trace
-    (TransformerEngine keeps the infinity in the window for its whole length).
+    that is not due. If any amax of a part is not finite, nothing of it moves but counts: one bad batch leaves
+    no trace (TransformerEngine keeps the infinity in the window for its whole length).
     """
-    # Unused slots see zeros: of one shape for all rows, and one concatenation, Inductor makes one kernel.
-    amax = torch.nn.functional.pad(amax, (0, page.shape[0] - amax.shape[0]))
-    numbers = numbers_of(snapshot)
-    old, rows = Rows(numbers), Rows(page)
-    old_scale, old_inverse, age = old.scale, old.scale_inv, old.age
+    bits, rows = amaxes.select(1, 0), Rows(page)
+    ran = bits > UNSEEN
+    amax = torch.where(ran, bits, 0).view(torch.float32)
+    scale, inverse, age = rows.scale, rows.scale_inv, rows.age
     recent = page.narrow(1, HISTORY, rows.length - 1)
     cold, odd = age < 0, rows.odd > 0
     waits = cold | odd  # for an amax above zero
-    overflow = ~waits & (amax * old_scale > rows.limit)
-    below = (amax > 0) & (amax * old_scale < rows.floor)
+    overflow = ~waits & (amax * scale > rows.limit)
+    below = (amax > 0) & (amax * scale < rows.floor)
     underflow = ~waits & below
     recent = torch.where((odd & below & (rows.newest > 0)).unsqueeze(1), 0.0, recent)
     peak = amax
@@ -242,16 +258,17 @@ def next_page(page: Tensor, snapshot: Tensor, amax: Tensor) -> Tensor:
         peak = torch.maximum(amax, torch.where(counts, recent, 0.0).amax(1))
     due = torch.where(waits, amax > 0, age + 1 >= rows.interval)
     fresh = (due | overflow) & (peak > 0)
-    scale = torch.where(fresh, scale_to(peak, rows.reach.to(torch.float64)), old_scale)
-    inverse = torch.where(fresh, inverse_of(scale), old_inverse)
+    scale = torch.where(fresh, scale_to(peak, rows.reach.to(torch.float64)), scale)
+    inverse = torch.where(fresh, inverse_of(scale), inverse)
     age = torch.where(due, torch.zeros_like(age), torch.where(waits, age, age + 1))
     odd = (overflow | underflow | (odd & ~due)).to(page.dtype)
     overflows, underflows = rows.overflows + overflow, rows.underflows + underflow
     met = odd, torch.zeros_like(amax), overflows, underflows, rows.not_finite, amax
     scales, events = ([x.unsqueeze(1) for x in these] for these in ((scale, inverse, age), met))
-    constants = page.narrow(1, REACH, ODD - REACH)
-    moved = torch.cat([*scales, numbers, constants, *events, recent], 1)
-    lost = (~amax.isfinite()).to(page.dtype).unsqueeze(1)
-    counts = page.narrow(1, OVERFLOWS, 2), page.narrow(1, NOT_FINITE, 1) + lost
-    kept = torch.cat([page.narrow(1, 0, LOST), lost, *counts, page.narrow(1, HISTORY, rows.length)], 1)
-    return torch.where(amax.isfinite().all(), moved, kept)
+    moved = torch.cat([*scales, page.narrow(1, REACH, ODD - REACH), *events, recent], 1)
+    lost = (~amax.isfinite()).to(page.dtype)
+    counts = page.narrow(1, OVERFLOWS, 2), page.narrow(1, NOT_FINITE, 1) + lost.unsqueeze(1)
+    history = page.narrow(1, HISTORY, rows.length)
+    kept = torch.cat([page.narrow(1, 0, LOST), lost.unsqueeze(1), *counts, history], 1)
+    bad = torch.zeros_like(lost).index_add(0, parts, lost).index_select(0, parts) > 0
+    return torch.where(ran.unsqueeze(1), torch.where(bad.unsqueeze(1), kept, moved), page)

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AmaxGroups:
-    """Names of process groups. `state`: the amaxes of a direction are reduced over each of them, one after
-    the other, before the state moves. `shards`: by `amax_group`, for tensors scaled by their current amax."""
+    """Names of process groups. `shards`: by `amax_group`, for tensors scaled by their current amax."""
 
-    state: tuple[str, ...] = ()
     shards: Mapping[bool | str, str] = field(default_factory=dict)
 
     def of(self, operand: Operand) -> str | None:
@@ -50,7 +48,8 @@ def amax_groups(joint: Joint) -> int:
     ranks = {groups.ranks_of(name): name for name in names}
     # max covers its parts
     needed = tuple(name for group, name in ranks.items() if not any(group < other for other in ranks))
-    joint.amax_groups = AmaxGroups(needed, shards)
+    joint.amax_groups = AmaxGroups(shards)
+    joint.state_groups = needed if joint.state is not None else ()
     if not joint.high_precision or joint.state is not None:
         joint.groups |= dict.fromkeys((*needed, *shards.values()))
     return len(joint.groups)

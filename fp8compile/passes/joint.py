@@ -33,9 +33,9 @@ class Rewritten:
     opaque: list[OpaqueRecord] = field(default_factory=list)
     edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
     inference: bool = False  # nothing to differentiate
-    forward: tuple[SlotKey, ...] = ()  # slots, by row of their page
-    backward: tuple[SlotKey, ...] = ()
-    pages: tuple[str, ...] = ()  # names of the state inputs of forward and backward, where a slot needs them
+    slots: tuple[SlotKey, ...] = ()  # by row of the page
+    state_inputs: tuple[str, ...] = ()  # the names of those for scales and amaxes, where a slot needs them
+    state_groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced before the state moves
     added: list[str] = field(default_factory=list)  # inputs that a pass has given their sizes
     complaints: list[str] = field(default_factory=list)  # what the policy's author should know
     sites: tuple[Site, ...] = ()  # of a part of a model, for rules that only the whole model can judge
@@ -62,7 +62,7 @@ class Joint(Rewritten):
     freezable: frozenset[int] = frozenset()  # parameters that may be kept in FP8 only
 
     plan: Plan = field(default_factory=Plan)
-    state: tuple[Node, Node] | None = None  # the inputs `pages`
+    state: tuple[Node, Node] | None = None  # the inputs for scales and amaxes
     amax_groups: AmaxGroups = field(default_factory=AmaxGroups)
     written: Written | None = None
     extras: Extras = field(default_factory=Extras)  # of features, for their own passes

@@ -25,14 +25,13 @@ from .. import compat
 from ..codegen import launch, scaled_grouped, scaled_mm
 from ..codegen import lowerings as forms
 from ..codegen.inline import Inliner
-from ..codegen.state_kernels import LONGEST, launch_begin, launch_update
 from ..errors import Fp8CompileError
 from ..ir import grouped, merged, ops, state_page
-from ..ir.fx_utils import Emitter, arg, aten, is_data, is_tensor, value
+from ..ir.fx_utils import Emitter, arg, aten, element, is_data, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
 from ..ir.schemas import copies_at
 
-STORED = (ops.snapshot, ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale)
+STORED = (ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale)
 COMPUTED = (ops.current_scale, ops.inverse, merged.largest, merged.least)
 # operators that a plain function of the same arguments replaces
 FUNCTIONS: dict[Any, Callable] = {
@@ -54,10 +53,9 @@ LOWERED = tuple(op for op in ops.OPERATORS if op not in (ops.quantize_both, merg
 def lower_scales(graph: Graph) -> int:
     """Lower the stored scales; returns how many nodes were replaced. The first pass after the partitioner: a
     delayed scale becomes a load, so no cast waits for its tensor's amax. Scales of whole tensors that are
-    computed follow, unless `fuse` may put them into the kernels that cast. On a GPU the snapshot waits until
-    `fuse` has made the vector of amaxes."""
+    computed follow, unless `fuse` may put them into the kernels that cast."""
     lowering = _Lowering(graph)
-    stored = lowering.run(STORED, lambda node: node.target is not ops.snapshot or not _in_kernels(node))
+    stored = lowering.run(STORED)
     return stored + lowering.run(COMPUTED, lambda node: value(node).dim() != 2 and not _in_kernels(node))
 
 
@@ -154,16 +152,41 @@ class _Lowering:
     def gather(self, node: Node, amaxes: list[Node]) -> Node:
         """Amaxes lowered here still have a stage of one number a row: neighbours with equally many rows share
         their last reduction. Amaxes from kernels are complete."""
-        vectors: list[Node] = []
-        shapes = {x: str(value(rows).shape) for x, rows in self.rows.items()}
-        for shape, group in groupby(amaxes, lambda x: shapes.get(x, "")):
-            same = list(group)
-            vectors += [self.inline(node, forms.last_amaxes, [self.rows[x] for x in same])] if shape else same
+        vectors = [vector for vector, _ in self._vectors(node, amaxes)]
         return vectors[0] if len(vectors) == 1 else self.inline(node, torch.cat, vectors)
 
-    def snapshot(self, node: Node, page: Node) -> Node:
-        begun = launch_begin(node, page) if _in_kernels(node) else None
-        return begun if begun is not None else self.inline(node, state_page.snapshot_of, page)
+    def _vectors(self, node: Node, amaxes: list[Node]) -> list[tuple[Node, int]]:
+        """Vectors of amaxes, and how many each has."""
+        shapes = {x: str(value(rows).shape) for x, rows in self.rows.items()}
+        vectors: list[tuple[Node, int]] = []
+        for shape, group in groupby(amaxes, lambda x: shapes.get(x, "")):
+            same = list(group)
+            if shape:
+                rows = [self.rows[x] for x in same]
+                vectors.append((self.inline(node, forms.last_amaxes, rows), len(same)))
+            else:
+                vectors += [(x, 1) for x in same]
+        return vectors
+
+    def raised(self, node: Node, amaxes: Node, found: list[Node], rows: list[int]) -> Node | None:
+        """On a GPU amaxes are raised where they are, and the copy onto them goes."""
+        (write,) = node.users
+        if found and not _in_kernels(node):
+            vectors, first, firsts = self._vectors(node, found), 0, []
+            for _, count in vectors:
+                firsts.append(rows[first])
+                first += count
+            return self.inline(node, state_page.raised, amaxes, [x for x, _ in vectors], tuple(firsts))
+        by_size: dict[str, list[tuple[launch.AmaxPlace, Node]]] = {}
+        for x, row in zip(found, rows, strict=True):
+            numbers = self.rows.get(x, x)
+            by_size.setdefault(str(value(numbers).shape), []).append((launch.AmaxPlace(amaxes, row), numbers))
+        launcher = launch.Launcher(self.graph, 0, amaxes)
+        for pairs in by_size.values():
+            for start in range(0, len(pairs), launcher.MOST_RAISED):
+                launcher.raise_amaxes(write, dict(pairs[start : start + launcher.MOST_RAISED]))
+        self.graph.erase_node(write)
+        return None
 
     def delayed_scale(self, node: Node, scales: Node, amax: Node, slot: int, *_) -> Node:
         return self.stored(node, scales, slot, state_page.SCALE)
@@ -179,15 +202,9 @@ class _Lowering:
 
     @staticmethod
     def stored(node: Node, scales: Node, slot: int, column: int) -> Node:
-        """One number of a snapshot, as a view: by `as_strided` Inductor keeps the snapshot as one buffer."""
-        place = state_page.APART * (state_page.BEFORE * slot + column)
-        return Emitter(node.graph, node, node)(aten.as_strided.default, scales, [1], [1], place)
-
-    def update(self, node: Node, *args) -> Node | None:
-        if not _in_kernels(node) or state_page.Rows(value(node)).length > LONGEST:
-            return self.inline(node, state_page.next_page, *args)
-        launch_update(node, *args)
-        return None
+        """One number of the stored scales, as a view."""
+        place = state_page.APART * (state_page.READ * slot + column)
+        return element(Emitter(node.graph, node, node), scales, place)
 
     def amax_blocks(
         self, node: Node, x: Node, transposed: bool, block: list[int], order: Node | None = None

@@ -34,9 +34,9 @@ from .lower import lower, lower_scales, split_casts
 from .plan import plan
 from .profitability import weigh
 from .quantize import quantize
+from .raise_amaxes import raise_amaxes
 from .recast import recast
 from .try_matmuls import try_matmuls
-from .update_state import update_state
 
 logger = get_logger(__name__)
 
@@ -53,7 +53,7 @@ JOINT = (  # each a function of a `Joint`
     Pass("substitute", substitute),  # weights that arrive in FP8
     Pass("layouts", layouts),  # which copies are kept for backward
     Pass("reduce_current", reduce_current),  # current amaxes over the ranks that share a tensor
-    Pass("update_state", update_state),  # the next scaling state
+    Pass("raise_amaxes", raise_amaxes),  # what the scaling state learns from a call
 )
 POST_GRAD = (  # each a function of a graph
     Pass("lower_scales", lower_scales),  # scales of whole tensors; delayed ones become loads from the state

@@ -1,21 +1,16 @@
 """place: put the launch of each generated kernel where its functional node is.
 
    f = generated(x, scale); y8 = f[0]; amax = f[1]
-   update(.., gather([amax, ..]))
+   copy_(amaxes, raised(amaxes, [.., amax, amax(q)], [.., 7, 8]))
 ->
-   vector = zeros(..); y8 = empty(..); launch(kernel, x, scale, y8, vector[0])
-   update(.., vector[0:n])
+   y8 = empty(..); launch(kernel, x, scale, y8, amaxes[7])
+   rows = row_amax(q); fp8_raise(rows, amaxes[8])
 
-Amaxes that Inductor reduces join the same vector:
+Kernels raise the state's amaxes where they are. Other amaxes (those of current scales, and those that are
+reduced over ranks first) are elements of a vector of the graph, which is zeroed once.
 
-    update(.., gather([vector[0:4], amax(q), vector[4:9]]))
-->
-    rows = row_amax(q); fp8_raise(rows, vector[4])
-    update(.., vector[0:10])
-
-Inductor puts the first stage, a number a row, into the kernel that makes the tensor. One launch takes the
-second stage of up to four tensors. Otherwise there would be a reduction for each tensor, and a copy for each
-run of neighbours in the vector.
+Where Inductor reduces a tensor, it puts the first stage, a number a row, into the kernel that makes the
+tensor. One launch takes the second stage of up to four tensors.
 
 A launch that reads nothing but inputs of the graph (a cast of a weight, as a rule) moves to its first reader.
 At the beginning of the graph, such launches would put a copy of each weight into memory before the first
@@ -25,20 +20,17 @@ matmul, and none would be in the cache.
 from __future__ import annotations
 
 import operator
-from itertools import groupby, islice
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from ..codegen import launch
-from ..codegen import lowerings as forms
 from ..codegen.group import Group, Output
 from ..codegen.indexing import VIEWS, product, sizes
-from ..codegen.inline import Inliner
 from ..codegen.kernel import Kernel
 from ..ir import merged, ops
-from ..ir.fx_utils import Emitter, arg, aten, is_data, value
+from ..ir.fx_utils import Emitter, arg, aten, value
 from ..logs import dump
 
 Made = tuple[Group, Kernel]
@@ -54,24 +46,25 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     graph must be in topological order."""
     _sink(graph, groups)
     order = [node for node in graph.nodes if node in groups]
+    amaxes = [item for node in order for item, x in _items(node, groups[node][0]) if x.content == "amax"]
+    states = graph.find_nodes(op="call_function", target=ops.raised)
+    places = {x: at for raised in states for x, at in _taken(raised, amaxes).items()}
     numbers: dict[Node, int] = {}
     gathers = graph.find_nodes(op="call_function", target=ops.gather)
-    amaxes = [item for node in order for item, x in _items(node, groups[node][0]) if x.content == "amax"]
+    gathered = [x for gather in gathers for x in arg(gather, 0) if x in amaxes]
+    for item in (*gathered, *amaxes):
+        if item not in places:
+            numbers.setdefault(item, len(numbers))
     counts = [product(sizes(x.replaces)) for node in order for x in groups[node][0].column_amaxes]
     wide = [int(count) for count in counts if count.is_Integer]
-    others = {gather: _raisable(gather) for gather in gathers}
-    known = {*amaxes, *(item for some in others.values() for item in some)}
-    gathered = [x for gather in gathers for x in arg(gather, 0) if x in known]
-    for item in (*gathered, *amaxes):
-        numbers.setdefault(item, len(numbers))
     like: Any = order[0].args[0]
     columns = sum(map(launch.aligned, wide))
     launcher = launch.Launcher(graph, len(numbers), like, columns, _parts(graph, groups))
-    for gather, some in others.items():
+    places |= {item: launch.AmaxPlace(launcher.vector, number) for item, number in numbers.items()}
+    for gather in gathers:
         gather.args = (_runs(gather, numbers, launcher),)
-        _raise_amaxes(gather, some, numbers, launcher)
     for node in order:
-        _launch(node, *groups[node], numbers, launcher)
+        _launch(node, *groups[node], places, launcher)
     for whole, memory in launcher.wholes.items():
         whole.replace_all_uses_with(memory)
         graph.erase_node(whole)
@@ -109,6 +102,19 @@ def _parts(graph: Graph, groups: dict[Node, Made]) -> dict[int, launch.BufferPar
     return found
 
 
+def _taken(raised: Node, amaxes: list[Node]) -> dict[Node, launch.AmaxPlace]:
+    """Take the amaxes of kernels that only the state reads from `raised`: the kernels raise them. An amax of
+    several slots, of a tensor that has several settings or serves several weights, stays: a kernel raises it
+    in one place."""
+    state, found, rows = arg(raised, 0), arg(raised, 1), arg(raised, 2)
+    pairs = list(zip(found, rows, strict=True))
+    own = {x for x in amaxes if set(x.users) == {raised} and found.count(x) == 1}
+    taken = {x: launch.AmaxPlace(state, row) for x, row in pairs if x in own}
+    left = [(x, row) for x, row in pairs if x not in taken]
+    raised.args = (state, [x for x, _ in left], [row for _, row in left])
+    return taken
+
+
 def _items(node: Node, group: Group) -> list[tuple[Node, Output]]:
     return [(item, group.outputs[int(arg(item, 1))]) for item in sorted(node.users, key=lambda x: arg(x, 1))]
 
@@ -120,7 +126,7 @@ def _runs(gather: Node, numbers: dict[Node, int], launcher: launch.Launcher) -> 
     for item in [*arg(gather, 0), None]:
         number = numbers.get(item, -1)
         if run and number != run[-1] + 1:
-            vectors.append(launcher.amaxes(gather, run[0], len(run)))
+            vectors.append(launcher.amaxes(gather, launch.AmaxPlace(launcher.vector, run[0]), len(run)))
             run = []
         if number >= 0:
             run.append(number)
@@ -130,7 +136,7 @@ def _runs(gather: Node, numbers: dict[Node, int], launcher: launch.Launcher) -> 
 
 
 def _launch(
-    node: Node, group: Group, kernel: Kernel, numbers: dict[Node, int], launcher: launch.Launcher
+    node: Node, group: Group, kernel: Kernel, places: dict[Node, launch.AmaxPlace], launcher: launch.Launcher
 ) -> None:
     dump(f"{kernel.name}.py", lambda: kernel.source)
     items = _items(node, group)
@@ -140,7 +146,7 @@ def _launch(
     more = [name for name, x in (("order", group.domain.order), ("groups", group.groups)) if x is not None]
     inputs.update(zip(more, node.args[len(node.args) - len(more) :], strict=True))
     by_output = {id(output): item for item, output in items}
-    slots = [numbers[by_output[id(output)]] for output in group.amaxes]
+    slots = [places[by_output[id(output)]] for output in group.amaxes]
     outputs, amaxes = launcher(node, kernel, inputs, slots)
     standing = [*group.stored, *group.amaxes, *group.column_amaxes]
     written = dict(zip(map(id, standing), [*outputs[: len(group.stored)], *amaxes], strict=True))
@@ -159,24 +165,3 @@ def _column_sum(item: Node, totals: Node, first: Any, size: Any) -> Node:
     if value(item).dtype != value(total).dtype:
         total = emit(torch.ops.prims.convert_element_type.default, total, value(item).dtype)
     return emit(aten.view.default, total, list(value(item).shape)) if value(item).dim() != 1 else total
-
-
-def _raisable(gather: Node) -> list[Node]:
-    """The amaxes in a gather that Inductor reduces and that nothing else reads."""
-    found = [x for x in dict.fromkeys(arg(gather, 0)) if x.op == "call_function" and x.target is ops.amax]
-    found = [x for x in found if set(x.users) == {gather} and not any(x.args[1:])]
-    return [x for x in found if value(arg(x, 0)).dim() == 2 and not is_data(value(arg(x, 0)).shape[0])]
-
-
-def _raise_amaxes(
-    gather: Node, amaxes: list[Node], numbers: dict[Node, int], launcher: launch.Launcher
-) -> None:
-    """Launch the second stages before the gather, which reads their places already, and erase the amaxes."""
-    inline = Inliner()
-    rows = {x: inline(x, forms.row_amax, arg(x, 0)) for x in amaxes}
-    shapes = {x: str(value(rows[x]).shape) for x in amaxes}
-    for _, same in groupby(sorted(amaxes, key=shapes.__getitem__), shapes.__getitem__):
-        while some := [*islice(same, launcher.MOST_RAISED)]:
-            launcher.raise_amaxes(gather, {numbers[x]: rows[x] for x in some})
-    for x in amaxes:
-        gather.graph.erase_node(x)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,7 +42,7 @@ class Operand:
     offs: Node | None = None  # the ends of the groups that its rows are divided into
     either: bool = False  # its row-major copy serves all its readers
     carried: bool = False  # a collective brings it in FP8
-    slot: int = -1  # its row in the page of its direction; -1 with a recipe that keeps no state
+    slot: int = -1  # its row in the page of the graph; -1 with a recipe that keeps no state
 
     @property
     def backward(self) -> bool:
@@ -66,17 +67,17 @@ def plan(joint: Joint) -> int:
     note_products(joint.matmuls)
     joint.plan = Plan(_operands(joint.matmuls, joint.fnuz))
     _number(joint.plan)
-    slots = [tuple(operand.key for operand in joint.plan.direction(backward)) for backward in (False, True)]
-    if any(slots) and joint.stateful:
-        joint.forward, joint.backward = slots
+    slots = tuple(x.key for backward in (False, True) for x in joint.plan.direction(backward))
+    if slots and joint.stateful:
+        joint.slots = slots
         placeholders = joint.graph.find_nodes(op="placeholder")
         by_index = {compat.dynamo.input_index(node): node for node in placeholders}
         first = len(joint.inputs.names)
         joint.state = by_index[first], by_index[first + 1]
-        joint.pages = tuple(page.name for page in joint.state)
-        joint.added += joint.pages
-        for page, its in zip(joint.state, slots, strict=True):
-            become(page, value(page).new_empty(rows_for(len(its)), value(page).shape[1]))
+        joint.state_inputs = tuple(node.name for node in joint.state)
+        joint.added += joint.state_inputs
+        for node in joint.state:
+            become(node, value(node).new_empty(rows_for(len(slots)), *value(node).shape[1:]))
     return len(joint.plan.operands)
 
 
@@ -112,12 +113,13 @@ def _operands(matmuls: list[Matmul], fnuz: bool) -> dict[OperandKey, Operand]:
 
 
 def _number(plan: Plan) -> None:
-    """Give each operand with a history its slot."""
+    """Give each operand with a history its slot: those of forward first."""
+    slots = count()
     for backward in (False, True):
         operands = [x for x in plan.operands.values() if x.backward is backward and x.scaling.delayed]
         rows = [str(operand.matrix.shape[0]) for operand in operands]
-        for slot, operand in enumerate(sorted(operands, key=lambda x: rows.index(str(x.matrix.shape[0])))):
-            operand.slot = slot
+        for operand in sorted(operands, key=lambda x: rows.index(str(x.matrix.shape[0]))):
+            operand.slot = next(slots)
 
 
 def _settings(scaling: Scaling, form: Format, role: str) -> SlotSettings:

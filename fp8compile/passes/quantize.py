@@ -43,14 +43,10 @@ def quantize(joint: Joint) -> int:
     """Rewrite the decided matmuls; returns how many tensors have a scale from one amax."""
     if joint.high_precision and joint.state is None:
         return 0
-    writer = _Quantizer(joint.graph, joint.plan, joint.state)
-    for backward in (False, True):
-        operands = joint.plan.direction(backward)
-        if operands:
-            # first: its readers are inserted right after inputs, and after views of inputs
-            writer.snapshot(backward)
-        if joint.high_precision:  # a phase that keeps histories, and leaves the matmuls as they are
-            for operand in operands:
+    writer = _Quantizer(joint.graph, joint.plan, joint.state[0] if joint.state is not None else None)
+    if joint.high_precision:  # a phase that keeps histories, and leaves the matmuls as they are
+        for backward in (False, True):
+            for operand in joint.plan.direction(backward):
                 writer.amax(operand)
     for matmul in joint.matmuls:
         if matmul.fp8 and not joint.high_precision:
@@ -60,10 +56,10 @@ def quantize(joint: Joint) -> int:
 
 
 class _Quantizer:
-    """`pages`: the state inputs of forward and backward; None: no state."""
+    """`stored`: the input with the scales of the state; None: no state."""
 
-    def __init__(self, graph: Graph, plan: Plan, pages: tuple[Node, Node] | None):
-        self.graph, self.plan, self.pages = graph, plan, pages
+    def __init__(self, graph: Graph, plan: Plan, stored: Node | None):
+        self.graph, self.plan, self.stored = graph, plan, stored
         self.written = Written(graph, next(node for node in graph.nodes if node.op != "placeholder"))
         self.after = self.written.after
         self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which the next matmul may read
@@ -140,13 +136,12 @@ class _Quantizer:
         emit = self.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
         if not operand.scaling.delayed:
             return current(emit, operand, amax)
-        snapshot = self.snapshot(operand.backward)
-        scale = emit(ops.delayed_scale, snapshot, amax, operand.slot, *delayed(operand))
+        scale = emit(ops.delayed_scale, self.stored, amax, operand.slot, *delayed(operand))
         if operand.offs is not None or operand.matrix.stack > 1:
             # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. The
-            # snapshot is at one, a stored inverse is not: the backward takes it from the snapshot
+            # first of the stored scales is at one, a view of another is not: the backward takes it from them
             emit.meta["recompute"] = compat.inductor.MUST_RECOMPUTE
-        return scale, emit(ops.delayed_inverse, snapshot, scale, operand.slot)
+        return scale, emit(ops.delayed_inverse, self.stored, scale, operand.slot)
 
     def scales_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
         """The scales of the blocks of one layout."""
@@ -181,16 +176,6 @@ class _Quantizer:
             emit = self.after(max([source, *rows]), operand, recompute=None, ac_graph_id=None)
             self.written.amaxes[operand] = emit(ops.amax, source, *rows)
         return self.written.amaxes[operand]
-
-    def snapshot(self, backward: bool) -> Node:
-        if backward not in self.written.snapshots:
-            assert self.pages is not None
-            page = self.pages[backward]
-            tag = "is_backward" if backward else "is_forward"
-            kept = compat.inductor.MUST_SAVE
-            emit = Emitter(self.graph, self.written.start, page, partitioner_tag=tag, recompute=kept)
-            self.written.snapshots[backward] = emit(ops.snapshot, page)
-        return self.written.snapshots[backward]
 
     def matrix(self, matrix: Matrix, operand: Operand) -> Node:
         """The base in 2-D: a view, or if strides allow none, a copy, which Inductor fuses into the casts."""

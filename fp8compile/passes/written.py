@@ -35,16 +35,15 @@ class Copy(NamedTuple):
 @dataclass
 class Written:
     """`casts`: the node of each copy. `scales`: (scale, inverse) by copy; an operand with one scale has it
-    under `whole`. `amaxes`: of each operand that has one scale. `snapshots`: of the state, by direction
-    (backward: True). `products`: the FP8 matmul of each matmul. `late`: the operands that are read in
-    backward. `groups`: for operands whose amax is that of a rank's part, the ranks with the other parts."""
+    under `whole`. `amaxes`: of each operand that has one scale. `products`: the FP8 matmul of each matmul.
+    `late`: the operands that are read in backward. `groups`: for operands whose amax is that of a rank's
+    part, the ranks with the other parts."""
 
     graph: Graph
     start: Node  # readers of inputs go before it
     casts: dict[Copy, Node] = field(default_factory=dict)
     scales: dict[Copy, tuple[Node, Node]] = field(default_factory=dict)
     amaxes: dict[Operand, Node] = field(default_factory=dict)
-    snapshots: dict[bool, Node] = field(default_factory=dict)
     products: dict[Matmul, Node] = field(default_factory=dict)
     late: set[Operand] = field(default_factory=set)
     groups: dict[Operand, str] = field(default_factory=dict)

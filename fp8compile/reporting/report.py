@@ -133,6 +133,8 @@ class Report:
                     "note": graph.note,
                     "device": graph.device,
                     "remarks": list(graph.remarks),
+                    "cold_calls": graph.cold_calls,
+                    "later_cold_calls": graph.later_cold_calls,
                     "edges": [list(edge) for edge in graph.edges],
                     "matmuls": [{**dataclasses.asdict(r), "flops": r.flops} for r in graph.matmuls],
                     "opaque": [dataclasses.asdict(record) for record in graph.opaque],
@@ -239,6 +241,13 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
     if any(record.dynamic for record in graph.matmuls):
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
+    if later := graph.later_cold_calls:
+        calls = (
+            "1 cold call after the first of its"
+            if later == 1
+            else f"{later} cold calls after the first of their"
+        )
+        text += f"\n* {calls} weights: unfused, as in eager mode"
     added = tables(graph.added)
     text += "".join(f"\n\n{table}" for table in added)
     gap = "\n\n" if added else "\n"

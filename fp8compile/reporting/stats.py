@@ -181,7 +181,7 @@ def tensor_of(row: dict[str, Any]) -> str:
 
 def _state(slot: Slot, pages: dict[Page, Tensor]) -> dict[str, Any]:
     if slot.page not in pages:
-        pages[slot.page] = slot.page.tensor.detach().cpu()
+        pages[slot.page] = slot.page.now().detach().cpu()
     row = Rows(pages[slot.page][slot.row])
     amax, scale, inverse = row.newest.item(), row.scale.item(), row.scale_inv.item()
     if row.lost:  # then the row did not move: it has an older amax

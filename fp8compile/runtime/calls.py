@@ -1,21 +1,21 @@
-"""How each call of a compiled graph runs: which pages it gets, and whether it is warm or cold.
+"""How each call of a compiled graph runs: which page it gets, and whether it is warm or cold.
 
-| call | its forward runs | with the scales of | the state |
+| call | its forward runs | with the scales of | amaxes |
 |---|---|---|---|
-| training, warm | the code that Inductor made | the state | moves |
-| training, cold | eagerly (`ir.ops`) | the current amax, where a slot has no scale yet | moves |
-| measured (see `probe`) | eagerly | the state | moves |
-| observed: a phase of high precision | the code | none: nothing is cast, and it is never cold | moves |
-| recomputation (see `repeats`) | as its original did | that call, from a copy of its page | stays |
-| dry: `freeze_scaling_state`, shape inference | as a training call | the state, from a copy | stays |
+| training, warm | the code that Inductor made | the state | kept |
+| training, cold | eagerly (`ir.ops`) | the current amax, where a slot has no scale yet | kept |
+| measured (see `probe`) | eagerly | the state | kept |
+| observed: a phase of high precision | the code | none: nothing is cast, and it is never cold | kept |
+| dry: `freeze_scaling_state`, shape inference | as a training call | the state | lost |
 
 A backward runs as its forward did: layouts and random numbers of saved tensors differ between the two ways.
 
-When a call is cold: see `life`.
+When a call is cold: see `life`. When the state moves: see `arena`.
 
-A forward inside of a running backward is a recomputation (eager checkpointing) if the forward of the same
-call has run before. In a reentrant checkpoint, the forward in the backward counts as the first one: the
-forward before it ran without gradients, as an evaluation.
+A forward inside of a running backward is a recomputation (eager checkpointing) if a forward of its weights
+waits for a backward. It runs as that one did, since the state has not moved, and raises no amax further. In a
+reentrant checkpoint, the forward in the backward is the first one: the forward before it ran without
+gradients, as an evaluation.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import compat
+from .. import compat, process
 from ..errors import Fp8CompileError
 from ..passes.joint import Rewritten
 from . import leftovers, notices, probe
 from .agreement import agree
+from .arena import Arenas, Where
 from .interpreter import How
+from .ledger import Ledger
 from .life import Book, PageSet
-from .repeats import Ran
 
 CAPTURED = (
     "a CUDA graph is being captured, and scales of this graph are not known yet: finding them waits for the "
@@ -70,6 +71,7 @@ class Interface:
     names: tuple[str, ...]  # of its inputs
     history: int  # amaxes that a slot keeps
     stateful: bool  # it has two inputs for its state
+    fixed: bool  # CUDA graphs are recorded for the addresses of both
     observes: bool  # the graph moves the state but multiplies in high precision; its calls are never cold
     together: bool  # no rank may run a call eagerly alone: warm calls have other collectives
     trains: bool  # the graph is for training, not for evaluation
@@ -80,9 +82,6 @@ class Call(NamedTuple):
 
     pages: PageSet | None  # its state
     look: probe.Look | None  # set if the call is measured
-    again: bool = False  # it is a recomputation
-    dry: bool = False  # it leaves the state as it is
-    ran: Ran | None = None  # how its forward runs
 
 
 NO_CALL = Call(None, None)
@@ -94,6 +93,7 @@ class Calls:
     def __init__(self, interface: Interface):
         self.interface = interface
         self.looking = probe.Looking()
+        self.record: int | None = None  # the graph's index in the ledger
         self.book: Book | None = None  # None if no tensor of the graph has a slot
         self.groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
         self.decisions: tuple[str, ...] = ()  # about each matmul of a weight
@@ -105,7 +105,8 @@ class Calls:
         """Make the book of a graph with slots. Forward and backward, compiled one by one, share it."""
         known = self.interface
         if self.book is None:
-            self.book = Book(done.forward, done.backward, known.history, known.observes, known.together)
+            where = Where(torch.device("cpu"), known.history, done.state_groups, known.fixed)
+            self.book = Book(done.slots, where, not done.inference, known.observes, known.together)
 
     @property
     def current(self) -> Call:
@@ -130,34 +131,41 @@ class Calls:
     def open(
         self, args: Sequence[Any], device: torch.device, look: probe.Look | None
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
-        """Begin a call with these arguments: the `Call`, and the graph's pages of forward and backward."""
+        """Begin a call with these arguments: the `Call`, and the scales and amaxes of its page."""
         assert self.book is not None
+        dry = DRY.get() or compat.process_groups.inferring_shapes()
+        inside, hooked = compat.autograd.in_backward(), compat.autograd.recomputing()
+        arenas = process.of(Arenas)
+        moves = not hooked and arenas.move(alone=dry)
         pages = self.book.open(args, device)
-        forward, backward = pages.forward.tensor, pages.backward.tensor
-        if DRY.get() or compat.process_groups.inferring_shapes():
-            with compat.autograd.unseen():
-                forward, backward = pages.aside()
-                return Call(pages, look, dry=True), forward, backward
-        if pages.runs_cold() and compat.autograd.capturing():
-            raise Fp8CompileError(CAPTURED)
-        self.agree()
-        if compat.autograd.hooked() and self._again(pages):
-            ran, forward = pages.recompute()
-            return Call(pages, look, True, False, ran), forward, backward
-        notices.look()
-        return Call(pages, look, ran=pages.begin()), forward, backward
+        again = inside and pages.is_again(hooked)
+        if not dry and not again:
+            if pages.will_run_cold() and compat.autograd.capturing():
+                raise Fp8CompileError(CAPTURED)
+            self.agree(pages)
+            notices.look()
+            moves = moves or arenas.move()
+            if not moves and pages.is_held_up():
+                arenas.give_up()
+                moves = arenas.move()
+        pages.arena.ready(moves)
+        if not again:
+            pages.decide()
+        if not again and not dry:
+            if pages.runs_cold and self.record is not None:
+                process.of(Ledger).ran_cold(self.record, later=pages.called)
+            pages.begin()
+        return Call(pages, look), *pages.state(dry)
 
-    def _again(self, pages: PageSet) -> bool:
-        """Is this forward a recomputation?"""
-        return (pages.pending > 0 and compat.autograd.recomputing()) or compat.autograd.repeating()
-
-    def agree(self) -> None:
-        """Compare with other ranks, before the first all-reduce; after an error, again in the next call."""
-        if not self.agreed:
-            keys = (*self.book.keys[0], *self.book.keys[1]) if self.book is not None else ()
+    def agree(self, pages: PageSet | None = None) -> None:
+        """Compare with other ranks, before the first all-reduce; after an error, again in the next call. The
+        rows of the pages of a group have to be the same on all of its ranks."""
+        if not self.agreed or (pages is not None and not pages.called and pages.arena.where.groups):
+            keys = self.book.keys if self.book is not None else ()
             known = self.interface
             names = [name.removeprefix(known.prefix) for name in known.names]
             slots = ", ".join(f"{names[key.input]} {key.role} {key.use}" for key in keys)
+            slots += f", rows from {pages.page.first}" if pages is not None else ""
             agree(self.groups, slots, self.decisions)
             self.agreed = True
 
@@ -165,35 +173,20 @@ class Calls:
 
     def forward(self, call: Call) -> How | None:
         """How to run the forward of a call eagerly; None: run the compiled code."""
-        pages, look, again, _, ran = call
-        cold, eagerly = False, look is not None
-        if again and ran is not None:
-            cold, eagerly = ran.cold, eagerly or ran.eager
-        elif pages is not None:
-            cold = pages.runs_cold()
-            if pages.first:
-                leftovers.before_call(pages, cold)
-            eagerly = eagerly or cold
-            if ran is not None:
-                ran.cold, ran.eager, pages.was_cold = cold, eagerly, cold
-        return How(cold, look) if eagerly else None
-
-    def forward_done(self, call: Call) -> None:
-        if call.pages is not None and not (call.again or call.dry) and not call.pages.backward.homes:
-            call.pages.end()
+        pages, look = call
+        cold = pages is not None and pages.runs_cold
+        if pages is not None and pages.first:
+            leftovers.before_call(pages, cold)
+        return How(cold, look) if cold or look is not None else None
 
     def backward(self, pages: PageSet | None, marker: torch.Tensor | None) -> How | None:
         """As `forward`. `marker`: a tensor that the forward saved; its mark tells how the forward ran."""
         if marker is not None:
             how = self.marks.note(marker)
         else:
-            how = How(True) if pages is not None and pages.backward_runs_cold() else None
+            how = How(True) if pages is not None and pages.runs_cold else None
         if pages is not None:
             pages.begin_backward()
         if how is not None and how.look is not None:
             self.looking.backward(how.look)
         return how
-
-    def backward_done(self, pages: PageSet | None) -> None:
-        if pages is not None:
-            pages.end()

@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import compat
+from .. import compat, process
 from ..errors import StateError
 from ..ir import state_page
 from ..ir.state_page import ODD, REACH
 from ..logs import get_logger
+from .arena import Arenas
 from .state import named_weights, refuse_or_warn
 from .state_dict import SHORTEST, VERSION, VERSION_KEY, current, prepare_load, scaling_state
 
@@ -90,6 +91,8 @@ class ScalingState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`. DCP calls it to save, and to know what to load."""
+        if self.all_ranks and self.group is None:
+            process.of(Arenas).move()  # with `reduce_amax` a collective
         state: dict[str, Tensor] = {}
         for model in self.models:
             state |= scaling_state(model)

@@ -23,6 +23,11 @@ from .parameters import record_of, share_records
 from .state import check_unwanted
 
 
+def new_state(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and amaxes of so many rows."""
+    return state_page.new_scales(rows, device), state_page.new_amaxes(rows, device)
+
+
 class CompiledGraph:
     """Passes the state inputs to the graph, and records which parameters it is called with.
 
@@ -46,10 +51,12 @@ class CompiledGraph:
         self.function = compat.dynamo.undisabled(function)  # Dynamo disables itself around the whole call
         self.interface, self.calls, self.owners = interface, calls, owners
         self.record, self.converts, self.parts = record, converts, parts
+        calls.record = record
         self.options, self.sites = options, sites
         self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
         self.unread: torch.Tensor | None = None  # for inputs of features that the graph does not read
-        self.idle: torch.Tensor | None = None  # a stand-in for state inputs that the graph does not read
+        # stand-ins for state inputs that the graph does not read
+        self.idle: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, *args: Any) -> Any:
         interface = self.interface
@@ -58,10 +65,9 @@ class CompiledGraph:
         first = args[interface.weights[0]]
         if isinstance(first, compat.FakeTensor):  # DDPOptimizer asks for the shapes of the outputs
             with fake_mode_of(first):
-                sizes = [1, 1] if interface.stateful else []  # as traced, where the graph does not read them
-                if self.calls.book is not None:
-                    sizes = [state_page.rows_for(len(slots)) for slots in self.calls.book.keys]
-                pages = [state_page.new_page(rows, interface.history, first.device) for rows in sizes]
+                book = self.calls.book
+                rows = state_page.rows_for(len(book.keys)) if book is not None else 1
+                pages = new_state(rows, first.device) if interface.stateful else ()
                 fakes = [part.stand_ins(first.device) for part in self.giving]
                 return self.function(*args, *pages, *self._filled(fakes, torch.empty(1, device=first.device)))
         # the parameters that the user holds
@@ -77,15 +83,15 @@ class CompiledGraph:
                 part.measure(known, look)
         given = self._given(args, first.device, look) if self.giving else ()
         if self.calls.book is not None:
-            call, forward, backward = self.calls.open(known, first.device, look)
-            return self.calls.run(self.function, (*args, forward, backward, *given), call)
+            call, scales, amaxes = self.calls.open(known, first.device, look)
+            return self.calls.run(self.function, (*args, scales, amaxes, *given), call)
         if self.calls.groups and not self.calls.agreed and interface.trains:
             if not (DRY.get() or compat.process_groups.inferring_shapes()):
                 self.calls.agree()
         if interface.stateful:  # the graph does not read its state inputs
             if self.idle is None:  # of the sizes that were traced: Inductor of 2.11 compares them
-                self.idle = state_page.new_page(1, interface.history, first.device)
-            args = (*args, self.idle, self.idle)
+                self.idle = new_state(1, first.device)
+            args = (*args, *self.idle)
         args = (*args, *given)
         if not looked_at:
             return self.function(*args)
@@ -145,6 +151,7 @@ class CompiledGraph:
         scaled = interface.trains and self.converts and not interface.observes
         if not scaled or compat.autograd.compiled_autograd():
             return None
-        may_begin = not compat.autograd.recomputing() and not compat.autograd.repeating()
-        may_begin = may_begin and not DRY.get() and not compat.process_groups.inferring_shapes()
+        may_begin = not (
+            compat.autograd.in_backward() or DRY.get() or compat.process_groups.inferring_shapes()
+        )
         return self.calls.looking.at(args, interface.weights, compat.autograd.in_backward(), may_begin)

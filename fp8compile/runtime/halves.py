@@ -62,11 +62,11 @@ class Halves:
         if backward:
             compat.inductor.keep_saved_tensors()
         example_inputs = self._sized(gm, example_inputs)
-        if not self.inner.computes or done is None or not (done.pages or (self.converts and trains)):
+        if not self.inner.computes or done is None or not (done.slots or (self.converts and trains)):
             compiled = self.inner.compile(gm, example_inputs, **kwargs)
             return self._kept(compiled, compiled, Half(), None, backward)
-        if done.pages:
-            _check_update(gm, done.pages[backward], done.backward if backward else done.forward)
+        if done.slots:
+            _check_amaxes(gm, done.state_inputs[1])
         kept = compat.dynamo.copy_graph(gm)
         warm = self.inner.compile(gm, example_inputs, **kwargs)
         half = _half(kept, backward)
@@ -104,7 +104,7 @@ class Halves:
     def _run(
         self, half: Half, eager: Callable[..., Any], warm: Boxed, done: Rewritten, backward: bool
     ) -> Boxed:
-        if done.pages:
+        if done.slots:
             self.calls.keep_state(done)
         self.owners.know(half.casts)
         return self._backward(half, eager, warm, done) if backward else self._forward(half, eager, warm)
@@ -124,7 +124,6 @@ class Halves:
                 result = eager(args, how)
                 if marker is not None:
                     calls.marks.add(result[marker], how)
-            calls.forward_done(call)
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -132,17 +131,15 @@ class Halves:
 
     def _backward(self, half: Half, eager: Callable[..., Any], warm: Boxed, done: Rewritten) -> Boxed:
         calls, book, device, names = self.calls, self.calls.book, half.device, half.inputs
-        page = done.pages[1] if book is not None else None
-        page_at, marker_at = (names.index(x) if x in names else None for x in (page, self.marker))
+        amaxes = done.state_inputs[1] if book is not None else None
+        state_at, marker_at = (names.index(x) if x in names else None for x in (amaxes, self.marker))
 
         def run(args: list[Any]) -> Any:
             pages = None
-            if book is not None and page_at is not None:
-                pages = book.by_pointer.get(args[page_at].data_ptr())
+            if book is not None and state_at is not None:
+                pages = book.by_pointer.get(args[state_at].data_ptr())
             how = calls.backward(pages, args[marker_at] if marker_at is not None else None)
-            result = eager(args, how) if how is not None and _on(device, args) else warm(args)
-            calls.backward_done(pages)
-            return result
+            return eager(args, how) if how is not None and _on(device, args) else warm(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
@@ -164,10 +161,10 @@ def _half(gm: GraphModule, backward: bool) -> Half:
     return Half(True, device, tuple(node.name for node in placeholders), marker, probe.casts_of(gm.graph))
 
 
-def _check_update(gm: GraphModule, page: str, slots: Sequence[Any]) -> None:
-    """Fp8CompileError if the state's update is missing: the partitioner drops mutations that fit no half."""
+def _check_amaxes(gm: GraphModule, amaxes: str) -> None:
+    """Fp8CompileError if the state would learn nothing: the partitioner drops mutations that fit no half."""
     writes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    if slots and not any(getattr(node.args[0], "name", None) == page for node in writes):
+    if not any(getattr(node.args[0], "name", None) == amaxes for node in writes):
         raise Fp8CompileError(
             'the update of the scaling state was lost in this graph; options={"recipe": '
             '"tensorwise"} does without state'

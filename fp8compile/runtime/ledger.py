@@ -36,6 +36,13 @@ class Ledger:
             if index in self._graphs:
                 self._graphs[index] = self._graphs[index].plus(added)
 
+    def ran_cold(self, index: int, later: bool) -> None:
+        """Count a cold call of graph `index`; `later`: not the first one of its weights."""
+        with self._lock:
+            if (graph := self._graphs.get(index)) is not None:
+                every, late = graph.cold_calls + 1, graph.later_cold_calls + later
+                self._graphs[index] = dataclasses.replace(graph, cold_calls=every, later_cold_calls=late)
+
     def graph(self, index: int) -> GraphReport:
         """One graph. KeyError if clear() has dropped it."""
         return self._graphs[index]

@@ -21,7 +21,7 @@ class Leftovers:
 def before_call(pages: PageSet, cold: bool) -> None:
     """A forward with these pages begins, and is cold or warm."""
     leftovers = process.of(Leftovers)
-    if not _allocates(pages.forward.tensor.device):
+    if not _allocates(pages.page.tensor.device):
         pages.first = False
         return
     if cold:

@@ -8,13 +8,13 @@
 | event | method | after it |
 |---|---|---|
 | the first call of these parameters | `Book.open` | cold |
-| a forward begins | `begin` | its backward is `pending` |
-| and weights were loaded (`loads`) | `take_changes` | cold |
-| and a scaling state was loaded | `take_changes` | cold where its slots are |
-| and another graph has taken the slots over | `take_changes` | as there: the values come back |
-| a recomputation begins (`repeats`) | `recompute` | as before |
-| a backward begins | `begin_backward` | it is `pending` no more |
-| the last update of a call | `end` | a cold call is counted; warm if that was the last one |
+| a forward begins, and the state has moved | `begin` | a cold call is counted; warm if it was the last one |
+| weights were loaded (`loads`) | `take_changes` | cold |
+| a scaling state was loaded | `take_changes` | cold where its slots are |
+| another graph has taken the slots over | `take_changes` | as there: the values come back |
+| a backward begins | `begin_backward` | its forward waits no more |
+
+Between two moves (`arena`) all calls run alike. So a recomputation runs as its forward did.
 
 A slot that has seen nothing, or only zeros (after a zero-initialised projection all gradients are zero), has
 a scale of 1, which would flush small gradients to zero. The state update does not know how a call ran.
@@ -29,147 +29,149 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .. import compat
-from ..ir import state_page
-from ..ir.state_page import SlotKey
-from .repeats import Ran, Repeats, repeats_of
-from .state import LOCK, PATIENCE, Page, check_loaded, page_for
+from ..ir.state_page import SlotKey, new_amaxes
+from .arena import LOCK, MOST, PATIENCE, Pending, Where
+from .parameters import record_of
+from .state import Page, check_loaded, page_for
 
 
 @dataclass(eq=False)
 class PageSet:
-    """The pages of one graph for one set of parameters, and what the host knows about them."""
+    """The page of one graph for one set of parameters, and what the host knows about it."""
 
-    forward: Page
-    backward: Page
+    page: Page
     owners: tuple[weakref.ref, ...]
-    repeats: Repeats
+    pending: Pending
     observes: bool
     together: bool
-    was_cold: bool = True  # the last forward was cold
+    has_backward: bool
+    runs_cold: bool = False  # calls are cold, until the next move
+    moves: int = -1  # of the arena, when that was decided; -1: it is open
+    called: bool = False  # there was a call that was not dry
+    forwards: int = 0  # since the last move
+    overdue: int = 0  # cold calls after the last one that had to be
+    repeats: int = 0  # recomputations since then of forwards that do not wait any more
     first: bool = True  # no forward was warm yet
-    pending: int = 0  # training forwards whose backward has not run
-    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # pages of forwards, to recompute them
-    spare: tuple[torch.Tensor, ...] = ()  # pages for calls that leave the state as it is
+    spare: torch.Tensor | None = None  # amaxes of calls that leave the state as it is
 
     def __post_init__(self) -> None:
-        self.cold = self.forward.cold() or self.backward.cold()
-
-    @property
-    def pages(self) -> tuple[Page, Page]:
-        return self.forward, self.backward
+        assert self.page.arena is not None
+        self.arena, self.cold = self.page.arena, self.page.cold()
+        self.amaxes, self.scales = self.page.amaxes, self.page.scales
+        self._of = self.arena.scales
 
     # -- a call --
 
-    def begin(self) -> Ran:
-        """A forward begins, which will move the page."""
-        self.pending += 1
-        ran = self.repeats.begin(self)
-        if self.cold and self.pending > PATIENCE:  # the backwards of these forwards do not come
-            self._count()
-        return ran
+    def decide(self) -> None:
+        """Before a call, find out whether it is cold; count a cold call before the last move. `together`:
+        only the first call is cold, for then it is on all ranks."""
+        if self.moves != self.arena.moves:
+            with compat.autograd.unseen():
+                if self.cold and self.forwards and (self.runs_cold or self.together):
+                    self.page.patience = max(0, self.page.patience - 1)
+                    self.cold = self._has_cold_slots()
+                cold = self.cold and not self.observes
+                if self.together:
+                    cold &= not (self.called or self.page.begun())
+                # recomputations of cold forwards have to be cold, too
+                elif self.runs_cold and self.pending.open and self.overdue < PATIENCE:
+                    self.overdue += not cold
+                    cold = True
+                self.runs_cold = cold
+            self.moves, self.forwards, self.repeats = self.arena.moves, 0, 0
 
-    def recompute(self) -> tuple[Ran | None, torch.Tensor]:
-        """A recomputation begins: how its original ran, and a page with the scales of that. It is another
-        page for each call of a checkpoint, since their backwards read them, but always at one address,
-        because a CUDA graph is recorded for addresses."""
-        ran = self.repeats.original()
-        with compat.autograd.unseen():
-            page = ran.page if ran is not None else None
-            if page is None:
-                page = state_page.page_before(self.forward.tensor)
-            number = self.repeats.number
-            if number in self.copies:
-                self.copies[number].data.copy_(page)
-        # no slots in backward, so it has no page by which its begin could be noticed
-        if not self.backward.homes:
-            self.pending = max(0, self.pending - 1)
-        return ran, self.copies.setdefault(number, page)
+    def is_again(self, hooked: bool) -> bool:
+        """Is a forward inside of a backward a recomputation? `hooked`: as for non-reentrant checkpoints. Then
+        it may be that of a second backward through one graph."""
+        if self.pending.open:
+            return True
+        self.repeats += hooked
+        return hooked and self.moves == self.arena.moves and 0 < self.repeats <= PATIENCE
 
-    def aside(self) -> tuple[torch.Tensor, ...]:
-        """Copies of both pages as they are, for a dry call; at one address, as above."""
-        self.spare = self.spare or tuple(page.tensor.clone() for page in self.pages)
-        for spare, page in zip(self.spare, self.pages, strict=True):
-            spare.data.copy_(page.tensor)
+    def is_held_up(self) -> bool:
+        """Should the state have moved, but for forwards that wait? These weights wait no more, or for too
+        long: a forward of theirs had no backward."""
+        if not self.has_backward or self.moves != self.arena.moves or not self.forwards:
+            return False
+        return not self.pending.count or self.forwards > (PATIENCE if self.cold else MOST)
+
+    def begin(self) -> None:
+        """A forward begins that is no recomputation."""
+        self.called = self.arena.raised = True
+        self.forwards += 1
+        if self.has_backward:
+            self.pending.begin()
+
+    def state(self, dry: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales and amaxes for a call."""
+        if self._of is not self.arena.scales:
+            with compat.autograd.unseen():
+                self._of, self.scales = self.arena.scales, self.page.scales
+        return self.scales, self._aside() if dry else self.amaxes
+
+    def will_run_cold(self) -> bool:
+        """Will a forward that begins now be cold, as far as is known?"""
+        return self.cold and not self.observes and not self.together
+
+    def _aside(self) -> torch.Tensor:
+        """Amaxes for a dry call; at one address, because a CUDA graph is recorded for addresses."""
+        if self.spare is None:
+            with compat.autograd.unseen():
+                self.spare = new_amaxes(self.amaxes.shape[0], self.amaxes.device)
         return self.spare
 
-    def runs_cold(self) -> bool:
-        """Is the forward that begins cold? `together`: only the first one is, for then it is on all ranks."""
-        if self.observes or not self.cold:
-            return False
-        return not self.together or self.first and not (self.forward.begun() or self.backward.begun())
-
     def begin_backward(self) -> None:
-        self.pending = max(0, self.pending - 1)
-        if self.backward.stale:
+        self.arena.raised = True
+        self.pending.end()
+        if self.page.stale:
             with compat.autograd.unseen(), LOCK:
-                self.backward.refresh()
-
-    def backward_runs_cold(self) -> bool:
-        """Is a backward cold whose forward has left no mark?"""
-        return not self.observes and (self.was_cold if self.together else self.cold)
-
-    def end(self) -> None:
-        """After the last update of a training call."""
-        if self.cold and (self.was_cold or self.together):
-            self._count()
+                self.page.refresh()
 
     # -- between calls --
 
-    @property
-    def changed(self) -> bool:
-        return self.forward.changed or self.backward.changed
-
     def take_changes(self) -> None:
         """Of the slots: by other graphs, and by what was loaded."""
-        for page in self.pages:
-            page.refresh()
-        if any(page.loaded or page.restarted for page in self.pages):
-            patience = max((page.patience for page in self.pages if page.homes), default=PATIENCE)
-            for page in self.pages:
-                page.patience = PATIENCE if page.restarted else patience
-                page.loaded = page.restarted = False
-            self.cold = self._has_cold_slots()
-
-    def _count(self) -> None:
-        """Count a cold call, and find out whether it was the last."""
-        for page in self.pages:
-            page.patience = max(0, page.patience - 1)
-        with compat.autograd.unseen():
-            self.cold = self._has_cold_slots()
+        page = self.page
+        page.refresh()
+        if page.loaded or page.restarted:
+            page.patience = PATIENCE if page.restarted else page.patience
+            page.loaded = page.restarted = False
+            self.cold, self.moves, self.forwards = self._has_cold_slots(), -1, 0
 
     def _has_cold_slots(self) -> bool:
-        return self.forward.patience > 0 and (self.forward.cold() or self.backward.cold())
+        return self.page.patience > 0 and self.page.cold()
 
 
 class Book:
-    """The pages of one compiled graph, found at each call by the identity of the call's parameters."""
+    """The pages of one compiled graph, found at each call by the identity of the call's parameters. `keys`:
+    its slots; `where`: where their pages are, on whatever device."""
 
     def __init__(
         self,
-        forward: Sequence[SlotKey],
-        backward: Sequence[SlotKey],
-        history: int,
+        keys: Sequence[SlotKey],
+        where: Where,
+        has_backward: bool = True,
         observes: bool = False,
         together: bool = False,
     ):
-        self.keys = (tuple(forward), tuple(backward))
-        self.history, self.observes, self.together = history, observes, together
-        self.inputs = tuple(dict.fromkeys(key.input for key in (*forward, *backward)))
+        self.keys, self.where, self.has_backward = tuple(keys), where, has_backward
+        self.observes, self.together = observes, together
+        self.inputs = tuple(dict.fromkeys(key.input for key in keys))
         self.sets: dict[tuple[int, ...], PageSet] = {}
-        self.by_pointer: dict[int, PageSet] = {}
+        self.by_pointer: dict[int, PageSet] = {}  # by the amaxes of their pages
 
     def open(self, args: Sequence[Any], device: torch.device) -> PageSet:
         """The pages for a call with these inputs, with the state that earlier calls of any graph left."""
         key = tuple([id(args[i]) for i in self.inputs])
         with LOCK:
             found = self.sets.get(key)
-            if found is None or found.changed:
+            if found is None or found.page.changed:
                 with compat.autograd.unseen():
                     found = found or self._new(key, [args[i] for i in self.inputs], device)
                     found.take_changes()
@@ -180,23 +182,24 @@ class Book:
         self.sets.clear()
         self.by_pointer.clear()
 
-    def _slots(self, keys: Sequence[SlotKey], owners: Sequence[Any]) -> list[tuple[Any, tuple[str, int]]]:
-        owner = dict(zip(self.inputs, owners, strict=True))
-        return [(owner[key.input], (key.role, key.use)) for key in keys]
-
     def _new(self, key: tuple[int, ...], owners: Sequence[Any], device: torch.device) -> PageSet:
-        halves = [(self._slots(keys, owners), tuple(key.settings for key in keys)) for keys in self.keys]
-        wanted = [pair for slots, settings in halves for pair in zip(slots, settings, strict=True)]
-        check_loaded(wanted, self.history)
-        forward, backward = (page_for(slots, settings, self.history, device) for slots, settings in halves)
-        book = weakref.ref(self)
+        owner = dict(zip(self.inputs, owners, strict=True))
+        slots = [(owner[key.input], (key.role, key.use)) for key in self.keys]
+        settings = tuple(key.settings for key in self.keys)
+        check_loaded(list(zip(slots, settings, strict=True)), self.where.history)
+        page, book = page_for(slots, settings, replace(self.where, device=device)), weakref.ref(self)
 
         def forget(_: Any) -> None:
             if (alive := book()) is not None and (gone := alive.sets.pop(key, None)) is not None:
-                alive.by_pointer.pop(gone.backward.tensor.data_ptr(), None)
+                alive.by_pointer.pop(gone.amaxes.data_ptr(), None)
 
         refs = tuple(weakref.ref(owner, forget) for owner in owners)
-        made = PageSet(forward, backward, refs, repeats_of(owners), self.observes, self.together)
-        self.sets[key] = made
-        self.by_pointer[backward.tensor.data_ptr()] = made
+        made = PageSet(page, refs, pending_of(owners), self.observes, self.together, self.has_backward)
+        self.sets[key] = self.by_pointer[made.amaxes.data_ptr()] = made
         return made
+
+
+def pending_of(owners: Sequence[Any]) -> Pending:
+    """Of a set of weights."""
+    records = {id(record): record for record in map(record_of, owners)}
+    return records[min(records)].pending.setdefault(frozenset(records), Pending())

@@ -16,9 +16,9 @@ from weakref import WeakSet
 
 from torch import nn
 
-from .. import compat
+from .. import compat, process
+from .arena import LOCK, Arenas
 from .parameters import find
-from .state import LOCK
 
 _listening: WeakSet[nn.Module] = WeakSet()
 
@@ -29,6 +29,7 @@ class _LoadListener:
 
     def __call__(self, module: nn.Module, _keys: Any) -> None:
         with LOCK:
+            process.of(Arenas).clear()
             for weight in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 for slot in find(weight).slots.values():
                     slot.restart()

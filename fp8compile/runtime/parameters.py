@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..config.options import Options
+    from .arena import Pending
     from .optimizer_steps import Steps
     from .probe import CastKind, Name
-    from .repeats import Repeats
     from .state import Slot
 
 
@@ -37,7 +37,7 @@ class ParameterRecord:
     # scaling state: see `state` and `state_dict`
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
     said: dict[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)  # their counts: `notices`
-    repeats: dict[frozenset[int], Repeats] = field(default_factory=dict)  # by records of a graph's weights
+    pending: dict[frozenset[int], Pending] = field(default_factory=dict)  # by records of a graph's weights
     loaded: str | None = None  # its name in a state that was loaded for it
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`
     casts: dict[Name, CastKind] = field(default_factory=dict)

@@ -1,15 +1,13 @@
 """Where delayed scaling keeps its history: outside the graphs, by parameter.
 
-A *slot* is one tensor's scaling state; it belongs to a parameter object and is named by (role, use). A
-compiled graph reads and writes its slots as rows of a *page* (see `state_page`), one page a direction, handed
-to it as an input at every call. So one piece of code serves every layer that it fits, a recompiled graph
-finds the history that its predecessor left, two layers never share a slot, and a model that is deleted takes
-its state with it.
+A *slot* is one tensor's scaling state; it belongs to a parameter object and is named by (role, use). The
+slots of a compiled graph are rows of a *page* (see `state_page`), whose scales and amaxes it gets as inputs
+at every call. So one piece of code serves every layer that it fits, a recompiled graph finds the history that
+its predecessor left, two layers never share a slot, and a model that is deleted takes its state with it.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,18 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat
+from .. import compat, process
 from ..errors import StateError, at_most
 from ..ir import state_page
 from ..ir.inputs import plain
 from ..ir.state_page import Rows, SlotSettings
 from ..logs import get_logger
+from .arena import PATIENCE, Arena, Arenas, Where
 from .parameters import find, record_of, share_records
 
 logger = get_logger(__name__)
-
-LOCK = threading.RLock()  # guards which page has which slots: several threads may train
-PATIENCE = 16  # cold calls; afterwards a slot that saw only zeros is used with scale 1
 
 
 @dataclass(eq=False)
@@ -48,13 +44,16 @@ class Loading:
 
 @dataclass(eq=False)
 class Page:
-    """`tensor`: float32 `[rows, 10 + history]` (`state_page`). Row i: slot `homes[i]`: owner, (role, use)."""
+    """`tensor`: float32 `[rows, 13 + history]` (`state_page`). Row i: slot `homes[i]`: owner, (role, use). It
+    lies in `arena`, from row `first` on; without one, it was loaded and no graph has taken it."""
 
     tensor: torch.Tensor
     homes: list[tuple[weakref.ref, tuple[str, int]]]
     settings: tuple[SlotSettings, ...]
+    arena: Arena | None = None
+    first: int = 0
     stale: bool = False  # another page has taken over some of the slots
-    patience: int = PATIENCE  # cold calls left
+    patience: int = PATIENCE  # cold calls left; then a slot that saw only zeros is used with scale 1
     loaded: bool = False  # values and patience were loaded, and no call has used them yet
     restarted: bool = False  # weights were loaded since the last call, and some slots are cold: see `loads`
     name: str = ""  # of the only slot of a loaded page, while no graph has taken it over
@@ -64,6 +63,20 @@ class Page:
     def waits(self) -> bool:
         """Was it loaded, and may a graph still take it?"""
         return self.loading is not None and not self.loading.quiet
+
+    @property
+    def amaxes(self) -> torch.Tensor:
+        assert self.arena is not None  # .data: no new version of what a later backward may have saved
+        return self.arena.amaxes.data[self.first : self.first + self.tensor.shape[0]]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        assert self.arena is not None
+        return self.arena.scales[self.first : self.first + self.tensor.shape[0]]
+
+    def now(self) -> torch.Tensor:
+        """The page for reading, moved by all that calls have raised."""
+        return self.tensor if self.arena is None else self.arena.now(self.first, self.tensor.shape[0])
 
     def cold(self) -> bool:
         """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
@@ -104,7 +117,26 @@ class Page:
     def take(self, row: int, page: Page, before: int = 0) -> None:
         """Copy row `before` of another page into `row`."""
         factor = self.settings[row].reach / page.settings[before].reach
-        state_page.copy_row(self.tensor, row, page.tensor, before, factor)
+        state_page.copy_row(self.tensor[row], page.tensor[before], factor)
+        if page.arena is not None:
+            self.amaxes[row].clamp_(min=page.amaxes[before].to(self.tensor.device))
+            page.amaxes[before] = state_page.UNSEEN
+            self._edited(page.arena.raised)
+        else:
+            self.write(row)
+
+    def write(self, row: int, values: torch.Tensor | None = None) -> None:
+        """Write the values of a slot; what calls have raised is of the slot before."""
+        if values is not None:
+            self.tensor[row] = values
+        if self.arena is not None:
+            self.amaxes[row] = state_page.UNSEEN
+            self._edited()
+
+    def _edited(self, raised: bool = False) -> None:
+        assert self.arena is not None
+        self.arena.edited = True
+        self.arena.raised |= raised
 
 
 @dataclass(frozen=True)
@@ -116,12 +148,13 @@ class Slot:
 
     @property
     def numbers(self) -> Rows:
-        return Rows(self.page.tensor[self.row])
+        return Rows(self.page.now()[self.row])
 
     def restart(self) -> None:
         """Start cold, unless a state was loaded since the last call."""
         if not self.page.loaded:
-            state_page.restart(self.page.tensor.data[self.row])
+            state_page.restart(self.page.tensor[self.row])
+            self.page.write(self.row)
             self.page.restarted = True
 
     def scale(self) -> float:
@@ -237,8 +270,7 @@ def differing(name: str, saved: SlotSettings, kept: int, settings: SlotSettings,
 def page_for(
     slots: list[tuple[Any, tuple[str, int]]],
     settings: tuple[SlotSettings, ...],
-    history: int,
-    device: torch.device,
+    where: Where,
 ) -> Page:
     """The page with just these slots in this order (after a recompilation), or a new one that takes them."""
     rows = state_page.rows_for(len(slots))
@@ -246,11 +278,14 @@ def page_for(
     pages = {id(slot.page): slot.page for slot in held if slot is not None}
     if len(pages) == 1 and all(slot is not None and slot.row == i for i, slot in enumerate(held)):
         (page,) = pages.values()
-        same = page.tensor.shape[0] == rows and Rows(page.tensor).length == history
-        same = same and page.tensor.device == device and page.settings == settings
-        if same and not page.stale:
+        same = page.arena is not None and page.arena.where == where and page.settings == settings
+        if same and page.tensor.shape[0] == rows and not page.stale:
             return page
-    tensor = state_page.new_page(rows, history, device, settings)
-    page = Page(tensor, [(weakref.ref(owner), name) for owner, name in slots], settings)
+    backward = sum(role == "gradient" for _, (role, _) in slots)
+    arena, first = process.of(Arenas).allot(where, rows, (len(slots) - backward, backward))
+    tensor = arena.page[first : first + rows]
+    tensor.copy_(state_page.new_page(rows, where.history, where.device, settings))
+    homes = [(weakref.ref(owner), name) for owner, name in slots]
+    page = Page(tensor, homes, settings, arena, first)
     page.claim()
     return page

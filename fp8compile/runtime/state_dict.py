@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import process
 from ..config.recipe import ROLES
 from ..errors import StateError
 from ..ir import state_page
 from ..ir.state_page import Rows
 from ..logs import get_logger
+from .arena import Arenas
 from .parameters import record_of
 from .state import Loading, Page, Slot, differing, named_weights, slots_of, unwrapped
 
@@ -47,7 +49,7 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     for (name, role, use), slot in slots_of(model).items():
         page = slot.page
         if page not in copies:
-            copies[page] = page.tensor.detach().to("cpu", copy=True)
+            copies[page] = page.now().detach().to("cpu", copy=True)
         patience = torch.tensor([float(page.patience)])
         state[f"{name}.{role}.{use}"] = torch.cat((copies[page][slot.row], patience))
     return state
@@ -75,6 +77,7 @@ def prepare_load(
 
     def change() -> None:
         loading.differs(differences)
+        process.of(Arenas).clear()
         for key, slot in live.items():
             if key not in rows:  # only where `state` is None or {}, or not `strict`
                 _start_cold(slot)
@@ -165,5 +168,5 @@ def _take(key: Key, weight: Tensor, row: Tensor, slot: Slot | None, loading: Loa
 def _start_cold(slot: Slot) -> None:
     page = slot.page
     cold = state_page.new_page(1, slot.numbers.length, page.tensor.device, [page.settings[slot.row]])
-    page.tensor.data[slot.row] = cold[0]
+    page.write(slot.row, cold[0])
     page.patience, page.loaded = max(page.patience, type(page).patience), True

@@ -22,12 +22,12 @@ def x(seed: int = 0) -> Tensor:
 
 def test_calls_that_leave_the_state_read_one_place() -> None:
     run = compiled(linear(), "delayed")
-    with hooks.pages_of_forwards() as pages:
+    with hooks.states_of_forwards() as states:
         for seed in range(3):
             run(x(seed)).sum().backward()
             with fp8compile.freeze_scaling_state():
                 run(x(seed)).sum().backward()
-    assert len({page.data_ptr() for page, _ in pages}) == 2
+    assert len({amaxes.data_ptr() for _, amaxes in states}) == 2
 
 
 def test_a_capture_by_hand_of_a_graph_without_scales() -> None:

@@ -2,8 +2,7 @@
 gradients, state.
 
 test_agreement.py interprets graphs. The tests here also cover the steps after the graph: the schedule, reused
-buffers, the strides that Inductor chooses, Inductor's kernels around ours, the order of the state's update
-and its readers.
+buffers, the strides that Inductor chooses, Inductor's kernels around ours, the order of what raises amaxes.
 """
 
 from __future__ import annotations
@@ -121,19 +120,15 @@ def test_training_steps(name: str, recipe: str, dtype: torch.dtype, choice: int)
     assert any(kernel.ours for kernel in plan.kernels)
     if (name, recipe) == ("rotary", "delayed"):  # our kernels turn the gradients of q and k back
         assert plan.launches("fp8_mul_slice_neg_cat") >= 2
-    if name == "checkpointed":  # one launch begins a direction, and one ends it
-        warm = plan.scaled // 12
-        assert warm and plan.launches("fp8_begin") == plan.launches("fp8_update") == 2 * warm
 
 
 @pytest.mark.slow
 def test_one_launch_collects_what_inductor_reduces() -> None:
-    """Amaxes that Inductor reduces go into the vector of all amaxes by one launch."""
+    """Amaxes that Inductor reduces join the state by one launch."""
     with executed() as plan:
         steps(pair_of(make(Concatenated), deep=True), (2, 24, 128))
     warm = plan.scaled // 9
-    assert warm and plan.launches("fp8_begin") == plan.launches("fp8_update") == 2 * warm
-    assert plan.launches("fp8_raise") == warm
+    assert warm and plan.launches("fp8_raise") == warm
 
 
 @pytest.mark.slow

@@ -107,12 +107,12 @@ def test_bytes_kept_for_backward(recipe):
 
 def test_scales_are_read_from_where_they_are():
     """Four tensors, four slots: each matmul of the forward reads the inverses of its own slots. (In torch
-    2.11, `as_strided` without an offset becomes the first number of the snapshot: pytorch#175325.)"""
+    2.11, `as_strided` without an offset becomes the first number of the scales: pytorch#175325.)"""
     calls = [line for line in mlp_step().graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line]
     offsets = [int(offset) for line in calls for offset in re.findall(r"\(1, 1\), \(1, 1\), (\d+)\)", line)]
     assert len(calls) == 2 and len(set(offsets)) == len(offsets) == 4
     assert {offset % state_page.APART for offset in offsets} == {0}  # 16-byte aligned
-    assert {offset // state_page.APART % state_page.BEFORE for offset in offsets} == {state_page.SCALE_INV}
+    assert {offset // state_page.APART % state_page.READ for offset in offsets} == {state_page.SCALE_INV}
 
 
 @functools.cache
@@ -135,7 +135,7 @@ def test_a_weight_is_cast_where_it_is_read(recipe):
         if re.search(r"fp8_(cast|gemm)\w*\.run\(|_scaled_mm\(", line)
     ]
     what = "".join(
-        "w" if "fp8_cast" in line and "primals" in line else "x" if "fp8_cast" in line else "m"
+        "w" if re.search(r"fp8_cast\w*\.run\(primals", line) else "x" if "fp8_cast" in line else "m"
         for line in lines
     )
     # casts of the weights and, at first, the input

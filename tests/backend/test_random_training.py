@@ -98,14 +98,10 @@ def test_errors_of_the_state_are_seen() -> None:
     assert not wrong(case)
 
     def next_slot(call: Any, target: Any, args: tuple, kwargs: dict) -> Any:
-        made = call(target, args, kwargs)
-        return made.roll(1, 0) if target == ops.snapshot else made
-
-    def twice(call: Any, target: Any, args: tuple, kwargs: dict) -> Any:
-        made = call(target, args, kwargs)
-        return call(target, (made, *args[1:]), kwargs) if target == ops.update else made
+        args = (args[0].roll(1, 0), *args[1:]) if target == ops.delayed_scale else args
+        return call(target, args, kwargs)
 
     with hooks.through(next_slot):
         assert "dB" in wrong(case)
-    with hooks.through(twice):
+    with hooks.moving_twice():
         assert "in 1 calls, moved" in wrong(small())

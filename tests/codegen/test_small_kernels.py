@@ -1,5 +1,5 @@
-"""The kernels that serve a whole direction, or reduce partial results, in Triton's interpreter; and their
-machine code."""
+"""The kernels that reduce partial results, in Triton's interpreter; and their machine code, with that of the
+kernel that moves the scaling state (`tests/runtime/test_arena.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8compile.codegen import launch, state_kernels, triton_kernels
-from fp8compile.ir import ops, state_page
+from fp8compile.ir import ops
 from tests.support.interpreter import Interpreted
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
 
@@ -18,22 +18,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def programs(count: int, block: int) -> tuple[int, int, int]:
     return -(-count // block), 1, 1
-
-
-@pytest.mark.parametrize(("slots", "history", "count"), [(1, 1, 4), (48, 16, 80), (3, 5, 2000), (700, 2, 12)])
-def test_the_begin_kernel_is_a_snapshot_and_zeros(slots, history, count):
-    """Fewer amaxes than numbers in the snapshot, and more; more than one program."""
-    page = torch.rand(slots, state_page.HISTORY + history)
-    before, scales = page.clone(), torch.full((slots, state_page.BEFORE, state_page.APART), math.nan)
-    amaxes = torch.full((count + 1,), -1, dtype=torch.int32)
-    block = state_kernels.NUMBERS_AT_BEGIN
-    kernel = Interpreted(triton_kernels.fp8_begin, (block, 1, 4))
-    grid = programs(max(scales.numel(), count), block)
-    kernel[grid](page=page, scales=scales, amaxes=amaxes, SLOTS=slots, WIDTH=page.shape[1], COUNT=count)
-    assert torch.equal(*map(state_page.numbers_of, (scales, state_page.snapshot_of(before)))) and torch.equal(
-        page, before
-    )
-    assert not amaxes[:count].any() and amaxes[count] == -1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,25 +67,20 @@ def test_raised_amaxes(tensors, count, known):
 def test_they_compile_to_machine_code(target):
     """Nothing spills."""
     rows = {f"rows{i}": "*fp32" for i in range(3)} | {f"amax{i}": "*i32" for i in range(3)} | {"n": "i32"}
-    functions = {
-        "fp8_begin": (
-            {"page": "*fp32", "scales": "*fp32", "amaxes": "*i32"},
-            {"SLOTS": 48, "WIDTH": 26, "COUNT": 80},
-            None,
-        ),
-        "fp8_column_sums": (
-            {"partial": "*fp32", "total": "*bf16"},
-            {"ROWS": 256, "COLUMNS": 4096},
-            launch.PARTIAL_SUMS,
-        ),
-        "fp8_raise": (rows, {"COUNT": None, "rows3": None, "amax3": None}, launch.RAISED),
-    }
-    for name, (types, constants, configs) in functions.items():
-        ((height, width, warps),) = configs or ((state_kernels.NUMBERS_AT_BEGIN, 1, 4),)
+    page = {"page": "*fp32", "scales": "*fp32", "amaxes": "*i32", "parts": "*i32"}
+    sums = {"partial": "*fp32", "total": "*bf16"}
+    functions = [
+        ("fp8_column_sums", sums, {"ROWS": 256, "COLUMNS": 4096}, *launch.PARTIAL_SUMS),
+        ("fp8_raise", rows, {"COUNT": None, "rows3": None, "amax3": None}, *launch.RAISED),
+    ]
+    for history in (1, 16, 1024, state_kernels.LONGEST):
+        config = (*state_kernels.configuration(history), state_kernels.WARPS)
+        functions.append(("fp8_move", page, {"LENGTH": history}, config))
+    for name, types, constants, (height, width, warps) in functions:
         constants = {**constants, "BLOCK_R": height, "BLOCK_C": width}
         jitted = getattr(triton_kernels, name)
         took = resources(compile_function(jitted, types, constants, TARGETS[target], num_warps=warps))
-        assert not took.spills and took.shared <= SHARED[target], (name, took)
+        assert not took.spills and took.shared <= SHARED[target], (name, constants, took)
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (16, 64), (33, 70), (128, 512)])

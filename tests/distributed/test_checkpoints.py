@@ -17,7 +17,16 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import fp8compile
 from fp8compile.errors import StateError
-from fp8compile.ir.state_page import HISTORY, ODD, SlotSettings, merged, new_page, next_page, snapshot_of
+from fp8compile.ir.state_page import (
+    HISTORY,
+    ODD,
+    SlotSettings,
+    merged,
+    new_amaxes,
+    new_page,
+    next_page,
+    raised,
+)
 from tests.distributed.ranks import Way, build, parallel
 from tests.support.harness import scaling_tensors
 from tests.support.models import ResidualMlp
@@ -303,9 +312,15 @@ def test_merged_rows_cover_what_each_covers(interval: int) -> None:
     """The merged scale is the one that the merged history gives; equal rows stay as they are; an overflow is
     not forgotten."""
     settings = SlotSettings(448.0, 4, interval, 896.0)
-    page = new_page(3, 4, torch.device("cpu"), [settings] * 3)
+    cpu = torch.device("cpu")
+
+    def after(page: torch.Tensor, amaxes: list[float]) -> torch.Tensor:
+        seen = raised(new_amaxes(3, cpu), [torch.tensor(amaxes)], [0])
+        return next_page(page, seen, torch.arange(3))
+
+    page = new_page(3, 4, cpu, [settings] * 3)
     for amaxes in ([1.0, 2.0, 0.0], [3.0, 0.5, 0.0], [0.25, 2.5, 0.0]):
-        page = next_page(page, snapshot_of(page), torch.tensor(amaxes))
+        page = after(page, amaxes)
     one = merged(page)
     assert one[HISTORY:].tolist() == [2.5, 3.0, 2.0, 0.0]
     assert one[0] == page[:2, 0].min() and one[1] == page[:2, 1].max() and one[2] == page[:2, 2].max()
@@ -314,6 +329,6 @@ def test_merged_rows_cover_what_each_covers(interval: int) -> None:
     for row in page:
         assert torch.equal(merged(torch.stack([row, row])), row)
     assert torch.equal(merged(page[2:]), page[2])
-    overflowed = next_page(page, snapshot_of(page), torch.tensor([100.0, 0.5, 0.0]))
+    overflowed = after(page, [100.0, 0.5, 0.0])
     assert overflowed[:, ODD].tolist() == [1, 0, 0] and merged(overflowed)[ODD] == 1
     assert merged(overflowed)[0] == overflowed[0, 0]

@@ -72,6 +72,7 @@ def _trained(rank: int) -> dict[str, Any]:
                 backend="fp8", fullgraph=True, options={"recipe": "delayed", "reduce_amax": parts > 1}
             )
         made = gradients(model, parts, rank)
+        torch.optim.SGD(model.parameters()).step()  # the state moves, on all ranks
         exact = exact or made
         decisions = {(r.fqn, r.gemm) for r in fp8compile.report(model).matmuls if r.decision == "fp8"}
         moved = {".".join(map(str, key)): history[:STEPS] for key, (history, _) in histories(model).items()}

@@ -45,7 +45,7 @@ def _exact(rank: int, name: str) -> dict[str, Any]:
     high = gradients(train("gated", Way("one", compiled="not"), "fbz fbz"))
     found: dict[str, Any] = {"ratios": [], "facts": [], "slots": []}
     for one in (Way("one", options), way):
-        run = train("gated", one, "fbz fbz")
+        run = train("gated", one, "fbz fbz s")
         found["ratios"].append([sqnr(x, gradients(run)[key]) for key, x in high.items()])
         found["facts"].append(facts(run, []))
         found["slots"].append(histories(run))

@@ -27,7 +27,7 @@ def small_tensors() -> Iterator[None]:
 
 
 def difference(case: Case, on: Sequence[Feature]) -> str:
-    """"" if the training with these features keeps their promises. Promises of bits are kept beside features
+    """ "" if the training with these features keeps their promises. Promises of bits are kept beside features
     of another promise: these are on, on both sides."""
     bitwise = [f for f in on if f.bitwise]
     others = tuple(f for f in on if not f.bitwise)
@@ -39,7 +39,7 @@ def difference(case: Case, on: Sequence[Feature]) -> str:
 
 
 def compared(got: dict[str, Tensor], expected: dict[str, Tensor], promises: Sequence[Feature]) -> str:
-    """"" if all is the same, or as near as `promises` say."""
+    """ "" if all is the same, or as near as `promises` say."""
     if got.keys() != expected.keys():
         return f"on one side only: {sorted(got.keys() ^ expected.keys())}"
     low = []

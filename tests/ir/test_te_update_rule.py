@@ -42,6 +42,15 @@ def divided(a: float, b: float) -> float:
     return float32(a / b)
 
 
+def moved(page: Tensor, *calls: list[float] | Tensor, first: int = 0, parts: tuple[int, ...] = ()) -> Tensor:
+    """The page after calls whose amaxes are these, of rows from `first` on. `parts`: of each row; one part,
+    if none is given."""
+    amaxes = state_page.new_amaxes(page.shape[0], page.device)
+    for seen in calls:
+        amaxes = state_page.raised(amaxes, [torch.as_tensor(seen)], [first])
+    return state_page.next_page(page, amaxes, torch.tensor(parts or [0] * page.shape[0]))
+
+
 class TransformerEngine:
     """One tensor's state: `history[0]` is the entry that a step writes to."""
 
@@ -75,9 +84,9 @@ class Ours:
 
     def step(self, amax: float) -> float:
         seen = torch.tensor([amax])
-        snapshot = state_page.snapshot_of(self.page)
-        used = ops.delayed_scale(snapshot, seen, 0, self.fp8_max, self.margin).item()
-        self.page = state_page.next_page(self.page, snapshot, seen)
+        scales = state_page.scales_of(self.page)
+        used = ops.delayed_scale(scales, seen, 0, self.fp8_max, self.margin).item()
+        self.page = moved(self.page, seen)
         return used
 
     def column(self, index: int) -> float:
@@ -191,16 +200,57 @@ def test_nan_leaves_no_trace(algo: str) -> None:
     assert mine.scale == (112.0 if algo == "max" else 448.0)  # and still in ours of three counted steps
 
 
-def test_one_tensor_that_is_not_finite_stops_all() -> None:
-    """Slots of one direction of a graph move together: in a step with a bad tensor, no amax is reliable."""
+@pytest.mark.parametrize("bad", [INF, -INF, NAN, math.copysign(NAN, -1.0)])
+def test_one_tensor_that_is_not_finite_stops_its_part(bad: float) -> None:
+    """Slots of one direction of a graph move together: in a step with a bad tensor, no amax is reliable. The
+    other direction, and other graphs, move."""
+    parts = 3, 3, 0, 3, 2  # numbers mean nothing but which rows belong together
     slot = state_page.SlotSettings(E4M3, 4, 1)
-    page = state_page.new_page(2, 4, torch.device("cpu"), [slot, slot])
-    page = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor([1.0, 2.0]))
-    for bad in (INF, -INF, NAN):
-        marked = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor([8.0, bad]))
-        assert torch.equal(unmarked(marked), page)
-        seen = state_page.Rows(marked)
-        assert seen.lost.tolist() == seen.not_finite.tolist() == [0, 1]
+    page = state_page.new_page(5, 4, torch.device("cpu"), [slot] * 5)
+    page = moved(page, [1.0, 2.0, 4.0, 8.0, 16.0], parts=parts)
+    assert state_page.Rows(page).scale.tolist() == [448.0, 224.0, 112.0, 56.0, 28.0]
+    after = moved(page, [32.0, bad, 32.0, 32.0, 32.0], parts=parts)
+    stopped, others = [0, 1, 3], [2, 4]
+    assert torch.equal(unmarked(after)[stopped], page[stopped])
+    assert torch.equal(after[others], moved(page, [32.0] * 5, parts=parts)[others])
+    assert state_page.Rows(after).scale[others].tolist() == [14.0, 14.0]
+    seen = state_page.Rows(after)
+    assert seen.lost.tolist() == seen.not_finite.tolist() == [0, 1, 0, 0, 0]
+    again = state_page.Rows(moved(after, [bad, 1.0, 1.0, 1.0, 1.0], parts=parts))
+    assert again.lost.tolist() == [1, 0, 0, 0, 0] and again.not_finite.tolist() == [1, 1, 0, 0, 0]
+
+
+def test_rows_that_no_call_has_raised_stay() -> None:
+    """So does what they say of amaxes that were not finite; also in a part that moves, or that stops. An amax
+    of zero has been seen."""
+    slot = state_page.SlotSettings(E4M3, 4, 1)
+    page = state_page.new_page(5, 4, torch.device("cpu"), [slot] * 5)
+    page = moved(page, [1.0, 2.0, 4.0, 8.0, 16.0])
+    page = moved(page, [1.0, 2.0, 4.0, 8.0, INF])  # the last row is marked
+    assert state_page.Rows(page).lost.tolist() == [0, 0, 0, 0, 1]
+    assert torch.equal(moved(page), page)
+    after = moved(page, [32.0, 0.0], first=1)
+    assert torch.equal(after[[0, 3, 4]], page[[0, 3, 4]])
+    assert state_page.Rows(after).scale[1:3].tolist() == [14.0, 112.0]
+    assert state_page.Rows(after).history[1:3].tolist() == [[32.0, 2.0, 0.0, 0.0], [0.0, 4.0, 0.0, 0.0]]
+    stopped = moved(page, [NAN, 32.0], first=1)
+    assert torch.equal(stopped[[0, 3, 4]], page[[0, 3, 4]])
+    assert torch.equal(unmarked(stopped)[:3], unmarked(page)[:3])
+    assert state_page.Rows(stopped).not_finite.tolist() == [0, 1, 0, 0, 1]
+    # a row of another part that was not raised does not care what its neighbours meet
+    assert torch.equal(moved(page, [NAN], parts=(0, 1, 1, 1, 1))[1:], page[1:])
+
+
+@pytest.mark.parametrize("odd", [0.0, NAN, INF])
+def test_calls_between_two_moves_are_one_of_their_largest_amaxes(odd: float) -> None:
+    """NaN is above infinity, and infinity above all numbers; a recomputation changes nothing."""
+    slot = state_page.SlotSettings(E4M3, 4, 1)
+    page = moved(state_page.new_page(3, 4, torch.device("cpu"), [slot] * 3), [1.0, 2.0, 4.0])
+    one, other, largest = [3.0, 0.0, 5.0], [2.0, odd, 7.0], [3.0, odd, 7.0]
+    expected = moved(page, largest)
+    assert torch.equal(moved(page, one, other), expected) and torch.equal(moved(page, other, one), expected)
+    assert torch.equal(moved(page, other, one, other), expected) and not torch.equal(expected, page)
+    assert torch.equal(moved(page, [NAN], [INF]), moved(page, [NAN]))
 
 
 def test_an_overflow_changes_nothing_where_scales_move_in_each_step() -> None:
@@ -222,7 +272,7 @@ def test_a_page_moves_every_slot_by_its_own_rule() -> None:
     page: Tensor = state_page.new_page(4, 4, torch.device("cpu"), slots)
     for step, factor in enumerate(MOVING):
         amaxes = [float32(factor * (step + 1 + i)) for i in range(3)]
-        page = state_page.next_page(page, state_page.snapshot_of(page), torch.tensor(amaxes))
+        page = moved(page, amaxes)
         for rule, amax in zip(theirs, amaxes, strict=True):
             rule.step(amax)
         assert page[:3, state_page.SCALE].tolist() == [rule.scale for rule in theirs]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 from fp8compile import compat
-from fp8compile.codegen import launch, state_kernels, triton_kernels
-from fp8compile.ir import state_page
+from fp8compile.ir.fx_utils import element_of
 from tests.support import hooks
 from tests.support.harness import sqnr
 from tests.support.interpreter import Interpreted, kernels_on_cpu
@@ -38,12 +37,13 @@ class Alone(nn.Module):
 
 class Trained(NamedTuple):
     """Outputs and gradients (also of inputs) of each step, the kernels in the order of their launches, their
-    descriptions, and the arguments of each launch."""
+    descriptions, the arguments of each launch, and the amaxes of each slot afterwards, newest first."""
 
     steps: list[dict[str, Tensor]]
     made: list[Interpreted]
     kernels: list[Any]
     arguments: list[dict[str, Any]]
+    amaxes: dict[tuple[str, str, int], list[float]]
 
     @property
     def names(self) -> list[str]:
@@ -69,7 +69,8 @@ def train(build: Callable[[], nn.Module], shapes: list[tuple], fused: bool = Tru
             y.backward(torch.randn(y.shape, generator=generator).to(BF16))
             grads = {name: p.grad.clone() for name, p in model.named_parameters()}
             results.append({"y": y.detach(), "dx": x.grad, **grads})
-    return Trained(results, made, kernels, arguments)
+    amaxes = {key: slot.history()[: len(shapes)] for key, slot in hooks.slots_of(model).items()}
+    return Trained(results, made, kernels, arguments, amaxes)
 
 
 def compared(build: Callable[[], nn.Module], shapes: list[tuple], **options: Any) -> Trained:
@@ -79,6 +80,10 @@ def compared(build: Callable[[], nn.Module], shapes: list[tuple], **options: Any
     for number, (a, b) in enumerate(zip(expected.steps, found.steps, strict=True)):
         for name in a:
             assert sqnr(a[name], b[name]) > 40, f"step {number}: {name}"
+    assert found.amaxes.keys() == expected.amaxes.keys()
+    for slot, seen in expected.amaxes.items():
+        assert found.amaxes[slot] == pytest.approx(seen, rel=2**-6), slot
+        assert min(seen) > 0 and len(set(seen)) == (1 if slot[1] == "weight" else len(seen)), slot
     return found
 
 
@@ -110,7 +115,32 @@ CASES += [("experts", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", 
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_fused_training_is_training(name: str, recipe: str) -> None:
-    assert any("update" in kernel for kernel in of(name, recipe).names) == (recipe == "delayed")
+    found = of(name, recipe)
+    assert bool(found.amaxes) == (recipe == "delayed")
+    places = [x for given in found.arguments for name, x in given.items() if name.startswith("amax")]
+    raised = [x for x in places if element_of(x)[0].op == "placeholder"]  # type: ignore[index]
+    assert len(raised) == len(found.amaxes), "kernels raise the state's amaxes where they are"
+
+
+class Branches(nn.Module):
+    """Two linears of one input, whose outputs have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Linear(128, 128, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other(x)
+
+
+def test_an_amax_of_several_slots_raises_them_all() -> None:
+    """The graph takes it once: of the input with two margins, and of the gradient for two weights."""
+    rules = {"rules": [{"module": "other", "margin": 2}]}
+    found = compared(Branches, [(40, 128)] * 3, policy=rules, merge_matmuls=False)
+    assert len(found.amaxes) == 6
+    for role in ("input", "gradient"):
+        one, other = (found.amaxes[f"{name}.weight", role, 0] for name in ("one", "other"))
+        assert one == other and len(one) == 3
 
 
 @pytest.mark.slow
@@ -170,64 +200,6 @@ def test_the_log_says_what_stays_with_inductor_and_why(caplog: pytest.LogCapture
     with caplog.at_level(logging.DEBUG, "fp8compile.passes.fuse"):
         train(lambda: Alone(lambda x: x.cumsum(0)), [(32, 128)])
     assert "cumsum" in caplog.text and "bytes" in caplog.text
-
-
-@pytest.mark.cases(test=2, slow=2)
-@pytest.mark.parametrize(
-    ("slots", "history", "count", "interval", "most_recent", "margin", "bits"),
-    [
-        (48, 16, 33, 1, False, 0, True),
-        (70, 16, 70, 1, False, 1, False),
-        (5, 1, 5, 2, False, 0, True),
-        (16, 3, 7, 3, True, 0, False),
-        (130, 2, 130, 1, False, 0, True),
-    ],
-)
-def test_the_update_kernel_is_next_page(
-    slots: int, history: int, count: int, interval: int, most_recent: bool, margin: int, bits: bool
-) -> None:
-    """Equal bit by bit, over steps with zeros, a NaN and an infinity, overflows and underflows; some slots
-    without an amax; more slots than a block."""
-    watched = state_page.limit_of(448.0, margin, False), state_page.limit_of(57344.0, 11, True)
-    settings = [
-        state_page.SlotSettings(448.0 / 2**margin, 1 if most_recent else history, interval, watched[0])
-    ] * slots
-    recipes = (
-        state_page.SlotSettings(28.0, max(1, history - 1), 2, watched[1]),
-        state_page.SlotSettings(57344.0, 1, 1),
-    )
-    for i, other in enumerate(recipes):  # recipes may share a page
-        settings[i::3] = [other] * len(settings[i::3])
-    kernel = Interpreted(triton_kernels.fp8_update, state_kernels.configuration(history))
-    sizes = {"SLOTS": slots, "LENGTH": history, "COUNT": count, "STRIDE": launch.AMAX_STRIDE if bits else 1}
-    generator = torch.Generator().manual_seed(0)
-    expected = state_page.new_page(slots, history, torch.device("cpu"), settings)
-    page, forgotten, marked = expected.clone(), 0, set()
-    for step in range(9):
-        amax = torch.rand(count, generator=generator) * 10.0 ** torch.randint(
-            -6, 6, (count,), generator=generator
-        )
-        amax[torch.rand(count, generator=generator) < 0.2] = 0
-        amax[step % count] = {4: float("nan"), 6: float("inf")}.get(step, 1.0)
-        snapshot = state_page.snapshot_of(expected)
-        expected = state_page.next_page(expected, snapshot, amax)
-        vector = torch.zeros(count, launch.AMAX_STRIDE)
-        vector[:, 0] = amax
-        kernel[(1, 1, 1)](
-            page=page, scales=snapshot, amaxes=vector.view(torch.int32) if bits else amax, **sizes
-        )
-        assert torch.equal(page, expected), step
-        marked |= set() if amax.isfinite().all() else {step % count}
-        assert {*torch.nonzero(state_page.Rows(page).not_finite).flatten().tolist()} == marked, step
-        cold = state_page.Rows(state_page.numbers_of(snapshot)).cold
-        forgotten += int((cold & (state_page.Rows(page).history > 0).sum(1).eq(1)).sum())
-    assert forgotten or history == 1
-
-
-def test_a_long_history_takes_fewer_slots_at_a_time() -> None:
-    assert [state_kernels.configuration(history)[0] for history in (16, 1024, 4096)] == [64, 4, 1]
-    found = train(lambda: nn.Linear(128, 128), [(16, 128)], amax_history_len=1024)
-    assert {kernel.block["BLOCK_R"] for kernel in found.made if kernel.name == "fp8_update"} == {4}
 
 
 def test_a_graph_that_inductor_reorders_gets_no_kernels() -> None:

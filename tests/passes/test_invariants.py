@@ -38,7 +38,7 @@ def joint(**options: Any) -> Graph:
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_scales_and_inverses_are_saved(recipe: str) -> None:
     """On a GPU, a recomputed activation need not have the bits of the one whose amax was taken."""
-    made = {ops.delayed_scale, ops.delayed_inverse, ops.current_scale, ops.inverse, ops.snapshot}
+    made = {ops.delayed_scale, ops.delayed_inverse, ops.current_scale, ops.inverse}
     seen = [node for node in joint(recipe=recipe).nodes if node.op == "call_function" and node.target in made]
     assert len(seen) >= 12  # scale and inverse of two inputs, two weights and two gradients
     whole = recipe in ("delayed", "tensorwise")
@@ -46,10 +46,13 @@ def test_scales_and_inverses_are_saved(recipe: str) -> None:
     assert saved and all(node.meta["recompute"] is compat.inductor.MUST_SAVE for node in saved)
 
 
-def test_each_half_writes_its_page() -> None:
+def test_each_half_raises_its_amaxes() -> None:
     """The partitioner silently drops a mutation that does not fit into its half of the graph."""
     writes = joint().find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     assert [node.meta["partitioner_tag"] for node in writes] == ["must_be_in_forward", "must_be_in_backward"]
+    assert all(node.args[1].target is ops.raised for node in writes)
+    slots = [slot for node in writes for slot in node.args[1].args[2]]
+    assert slots == [*range(6)], "those of forward first"
 
 
 def test_a_lost_write_is_an_error() -> None:
@@ -138,7 +141,7 @@ def test_the_debug_log_tells_what_a_pass_changed(caplog: pytest.LogCaptureFixtur
     with caplog.at_level("DEBUG", "fp8compile.passes.pipeline"), hooks.lowered():
         torch.compile(make(Mlp), backend="fp8")(noise(128, 128)).sum().backward()
     told = {line.split(":")[0]: line for line in caplog.messages}
-    steps = "collect decide weigh plan quantize update_state lower_scales fuse lower"
+    steps = "collect decide weigh plan quantize raise_amaxes lower_scales fuse lower"
     assert {*steps.split()} <= told.keys()
     assert (
         "+6 fp8compile.scaled_mm.default" in told["quantize"]

@@ -122,11 +122,17 @@ def test_one_copy_of_an_experts_weight_on_blackwell():
     for key, copies in (("b200", 1), ("rtx5090", 2), ("h100", 2)):
         got, (forward, backward) = of_experts(recast_weights=False, device=key)
         assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
-        weights = [node for node in forward.find_nodes(op="call_function", target=ops.quantize)
-                   if tuple(node.meta["val"].shape) in stacks]
+        weights = [
+            node
+            for node in forward.find_nodes(op="call_function", target=ops.quantize)
+            if tuple(node.meta["val"].shape) in stacks
+        ]
         assert len(weights) == (2 if copies == 1 else 0), key
-        kept = [x.numel() for node in backward.find_nodes(op="placeholder")
-                if isinstance(x := node.meta["val"], Tensor) and x.dtype == E4M3]
+        kept = [
+            x.numel()
+            for node in backward.find_nodes(op="placeholder")
+            if isinstance(x := node.meta["val"], Tensor) and x.dtype == E4M3
+        ]
         # either one: the copy that dgrad reads
         assert sizes <= set(kept) and sum(size in sizes for size in kept) == 2, key
         assert count(backward, grouped.grouped_mm) == 4 and [32, 32] not in blocks_of(backward)
@@ -136,8 +142,11 @@ def test_experts_that_are_cast_again():
     expected, _ = of_experts(recast_weights=False)
     got, (forward, backward) = of_experts(recast_weights=True, device="b200")
     assert all(torch.equal(got[name], expected[name]) for name in expected)
-    kept = {x.numel() for node in backward.find_nodes(op="placeholder")
-            if isinstance(x := node.meta["val"], Tensor) and x.dtype == E4M3}
+    kept = {
+        x.numel()
+        for node in backward.find_nodes(op="placeholder")
+        if isinstance(x := node.meta["val"], Tensor) and x.dtype == E4M3
+    }
     assert not kept & {4 * 256 * 128, 4 * 128 * 128}
 
 

@@ -75,10 +75,10 @@ EXCEPTIONS: dict[str, str] = {
     "hosts": "runtime",
     "ir": "config",
     "optim": "devices dryrun",
-    "passes": "codegen compat devices dryrun ir passes reporting",
+    "passes": "compat devices dryrun ir passes reporting",
     "project": "cli config devices",
     "reporting": "cli dryrun ir logs reporting runtime",
-    "runtime": "compat config devices ir runtime",
+    "runtime": "codegen compat config devices ir runtime",
     "support": "codegen compat config devices dryrun ir passes runtime",
 }
 

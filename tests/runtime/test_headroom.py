@@ -63,7 +63,8 @@ def overflows(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.cases(test=1, slow=2)
 @pytest.mark.parametrize(
-    ("options", "fits"), [({}, 2000.0), ({"margin": (0, 0, 2)}, 7.5), ({"margin": 0}, 7.5)],
+    ("options", "fits"),
+    [({}, 2000.0), ({"margin": (0, 0, 2)}, 7.5), ({"margin": 0}, 7.5)],
     ids=["default", "margin 2", "margin 0"],
 )
 def test_the_line_about_an_overflow(

@@ -48,7 +48,7 @@ ZERO = 0.0  # the gradient; None: no backward
         ({"interval": 9}, [(1.0, 1.0), (1.9, 1.0), (1.9, 1.0), (2.1, 1.0), (2.1, 2.1)]),
         (
             {"interval": 9},
-            [(1.0, 1.0), (100.0, 1.0, None), (100.0, 100.0, None), (900.0, 100.0), (900.0, 900.0)],
+            [(1.0, 1.0), (100.0, 1.0), (100.0, 100.0), (900.0, 100.0), (900.0, 900.0)],
         ),
         ({"interval": 9, "on_overflow": "saturate"}, [(1.0, 1.0), (100.0, 1.0), (100.0, 1.0)]),
         # a gradient that has only been zero makes calls cold: a slot that has a scale uses it

@@ -71,8 +71,10 @@ class Side:
     run: Callable[..., Any] = None  # type: ignore[assignment]
     rng: random.Random = field(default_factory=random.Random)
     shape: tuple[int, ...] = ()
-    forwards: int = 0  # number of training forwards
-    backwards: int = 0
+    forwards: int = 0  # how often a training forward began while none waited
+    backwards: int = 0  # how often such forwards had a backward
+    waiting: int = 0
+    fresh: bool = False  # no backward of these forwards has run
     # every forward and every backward so far covered all slots once, so all histories have moved equally
     even: bool = True
     kept: list[Any] = field(default_factory=list)
@@ -87,7 +89,7 @@ class Side:
         options = {"recipe": self.case.recipe, "policy": ALL_FP8, **self.case.options}
         how: dict[str, Any] = {"backend": "fp8", "dynamic": self.case.dynamic, "options": options}
         model = self.run = self.model
-        self.forwards = self.backwards = 0
+        self.forwards = self.backwards = self.waiting = 0
         if not self.fp8:
             return
         if self.case.how == "whole":
@@ -134,7 +136,10 @@ class Side:
         x = self.x(requires_grad)
         outs = (call or self.plain)(x)
         # else all parameters are frozen, and this is an evaluation
-        self.forwards += any(y.requires_grad for y in outs)
+        if any(y.requires_grad for y in outs):
+            self.forwards += self.waiting == 0
+            self.fresh |= self.waiting == 0
+            self.waiting += 1
         self.calls.append((x, outs))
         self.open.append(outs)
         return outs
@@ -168,10 +173,10 @@ class Side:
         self.calls.pop()
 
     def dry(self) -> None:
-        before = self.forwards  # a dry run moves no history
+        before = self.forwards, self.waiting, self.fresh  # a dry run moves no history
         with fp8compile.freeze_scaling_state():
             self.forward()
-        self.forwards, outs = before, self.open.pop()
+        (self.forwards, self.waiting, self.fresh), outs = before, self.open.pop()
         if self.rng.random() < 0.5:
             self.even = False
             self.backward(outs)
@@ -194,7 +199,8 @@ class Side:
     def backward(self, outs: list[Tensor], times: int = 1) -> None:
         pairs = [pair for pair in zip(outs, self.gradients(outs), strict=True) if pair[0].requires_grad]
         if pairs:
-            self.backwards += times
+            self.backwards += self.fresh
+            self.fresh, self.waiting = False, max(0, self.waiting - times)
             torch.autograd.backward(*zip(*pairs, strict=True))
 
     def together(self) -> None:

@@ -151,7 +151,7 @@ def _cancels(name: str, expected: Tensor, got: Tensor) -> bool:
 
 
 def moved_once(side: Side, where: str) -> None:
-    """Each training forward moves its operands' histories once, and each backward those of gradients."""
+    """Histories move once for all training forwards that wait together, and once for their backwards."""
     for gradient, calls in ((False, side.forwards), (True, side.backwards)):
         found = {
             key: history

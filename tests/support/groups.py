@@ -29,7 +29,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import compat
-from fp8compile.ir import ops
+from fp8compile.ir import ops, state_page
 from fp8compile.passes.pipeline import run_post_grad
 from tests.support import hooks
 from tests.support.interpreter import kernels_on_cpu
@@ -188,15 +188,15 @@ def current_scaling(cast: Cast, x: Tensor) -> tuple:
     return amax, *cast.both(x, ops.current_scale(amax, cast.largest, 0))
 
 
-def _page(s: Source) -> tuple:
+def _scales(s: Source) -> tuple:
     page = torch.arange(1.0, 1 + 3 * 8).reshape(3, 8) / 16  # ages are not negative: every slot is warm
-    return s.full(), s(s.columns, s.rows), page
+    return s.full(), s(s.columns, s.rows), state_page.scales_of(page)
 
 
-@case(_page, "copy transposed copy transposed other", "amax copy transposed", "amax copy transposed")
-def delayed_scaling(cast: Cast, x: Tensor, w: Tensor, page: Tensor) -> tuple:
-    """Scales are read at their slots in one snapshot; amaxes are neighbours in one vector."""
-    scales, results, amaxes = ops.snapshot(page), [], []
+@case(_scales, "copy transposed copy transposed other", "amax copy transposed", "amax copy transposed")
+def delayed_scaling(cast: Cast, x: Tensor, w: Tensor, scales: Tensor) -> tuple:
+    """Scales are read at their slots in one input; amaxes are neighbours in one vector."""
+    results, amaxes = [], []
     for slot, tensor in ((2, x), (0, w)):
         amaxes.append(ops.amax(tensor))
         results += cast.both(tensor, ops.delayed_scale(scales, amaxes[-1], slot, cast.largest, 0))

@@ -247,11 +247,8 @@ class Pair:
         if not any(self.reference.of(name).delayed(role) for name in self.reference.names for role in ROLES):
             assert not slots, f"current scaling has no state, yet {sorted(slots)}"
             return
-        expected = {
-            key: slot
-            for key, slot in self.reference.slots.items()
-            if any(slot.history) or slot.scale is not None
-        }
+        moved = self.reference.slots
+        expected = {key: slot for key, slot in moved.items() if any(slot.history) or slot.scale is not None}
         rtol = DEEP_AMAX_RTOL if self.deep else AMAX_RTOL[self.dtype]
         assert slots.keys() <= expected.keys(), f"slots of nothing: {sorted(slots.keys() - expected.keys())}"
         where = f"step {self.steps}"

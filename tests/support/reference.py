@@ -70,9 +70,10 @@ class Slot:
 class Path:
     """What the calls of one path through the model have in common."""
 
-    cold: bool = True  # whether the next call is cold
+    cold: bool = True  # whether calls are cold, until the next move
     patience: int = 16  # how many more calls may be cold because a slot has seen only zeros
     slots: list[Slot] = field(default_factory=list)
+    moves: int = -1  # of the state, at its last call
 
 
 @dataclass
@@ -100,7 +101,8 @@ class Reference:
     options: the fields of `Settings`, named as in the package.
     exclude: parameters to keep in high precision, besides output heads and shapes that FP8 does not support.
     overrides: options of single parameters, by name.
-    The whole model is one graph: one non-finite amax keeps all slots of its direction unchanged.
+    The whole model is one graph: one non-finite amax keeps all slots of its direction unchanged. The state
+    moves when a forward begins and no other one waits for its backward, by the largest amaxes since then.
     """
 
     def __init__(
@@ -116,7 +118,9 @@ class Reference:
         self.settings = {name: replace(self.default, **given) for name, given in overrides.items()}
         every = (self.default, *self.settings.values())
         self.length = max([s.amax_history_len for s in every if any(map(s.delayed, ROLES))], default=1)
-        self.slots: dict[Key, Slot] = {}
+        self._slots: dict[Key, Slot] = {}
+        self.raised: dict[bool, dict[Key, float]] = {False: {}, True: {}}  # by direction, since the last move
+        self.waiting = self.moves = 0
         self.call: Call | None = None  # the training forward that is running, if any
         self.calls: list[Call] = []
         self.paths: dict[tuple[Any, ...], Path] = {}
@@ -163,6 +167,7 @@ class Reference:
         path = self.paths.setdefault(
             tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)), Path()
         )
+        self._begin_call(path)
         self.call = Call(path, path.cold, torch._C._autograd._get_sequence_nr())
         try:
             out = self.model(*args, **kwargs)
@@ -171,8 +176,9 @@ class Reference:
         finally:
             call, self.call = self.call, None
         keys = [key for key in (*call.forward, *call.expected) if self.of(key[0]).delayed(key[1])]
-        path.slots = [self.slots.setdefault(key, Slot(self.length)) for key in keys]
-        self._update(call.forward, call, last=not any(key in call.expected for key in keys))
+        path.slots = [self._slots.setdefault(key, Slot(self.length)) for key in keys]
+        self._raise(call.forward, False)
+        self.waiting += bool(call.expected)
         return out
 
     def grads(self) -> dict[str, Tensor]:
@@ -192,7 +198,7 @@ class Reference:
         settings, role = self.of(key[0]), key[1]
         if not settings.delayed(role):
             return None
-        slot = self.slots.setdefault(key, Slot(self.length))
+        slot = self._slots.setdefault(key, Slot(self.length))
         stored, fp8_max = slot.scale or 1.0, settings.format(role)[1]
         if call.cold and slot.cold and math.isfinite(amax):
             return scale_of(amax, fp8_max, settings.margin_of(role))
@@ -207,23 +213,42 @@ class Reference:
         least = min(least, fp8_max / 2 ** settings.margin_of(role) / 64)
         return settings.on_overflow == "current" and 0.0 < float32(amax * scale) < least
 
-    def _update(self, amaxes: dict[Key, float], call: Call, last: bool = True) -> None:
-        """Moves the state at the end of one direction of a call. After the `last` one, decides if the path
-        stays cold."""
-        self._move(amaxes)
-        path = call.path
-        if last and path.cold:
+    @property
+    def slots(self) -> dict[Key, Slot]:
+        """The state for reading: moved by what has been seen."""
+        slots = copy.deepcopy(self._slots) if self.waiting else self._slots
+        self._move(slots)
+        return slots
+
+    def _begin_call(self, path: Path) -> None:
+        """Moves the state if nothing waits, and decides if the path stays cold."""
+        if not self.waiting:
+            self._move(self._slots)
+            self.moves += 1
+        if path.cold and 0 <= path.moves < self.moves:
             path.patience = max(0, path.patience - 1)
             path.cold = path.patience > 0 and any(slot.cold for slot in path.slots)
+        path.moves = self.moves
 
-    def _move(self, amaxes: dict[Key, float]) -> None:
-        """Every slot moves, or none if any amax is not finite."""
-        amaxes = {key: amax for key, amax in amaxes.items() if self.of(key[0]).delayed(key[1])}
-        if not all(math.isfinite(amax) for amax in amaxes.values()):
-            return
+    def _raise(self, amaxes: dict[Key, float], backward: bool) -> None:
+        seen = self.raised[backward]
+        for key, amax in amaxes.items():
+            if self.of(key[0]).delayed(key[1]):
+                before = seen.get(key, 0.0)
+                seen[key] = amax if math.isnan(amax) or amax > before else before
+
+    def _move(self, slots: dict[Key, Slot]) -> None:
+        """Every slot of a direction moves, or none if any amax is not finite."""
+        for seen in self.raised.values():
+            if all(math.isfinite(amax) for amax in seen.values()):
+                self._move_by(seen, slots)
+            if slots is self._slots:
+                seen.clear()
+
+    def _move_by(self, amaxes: dict[Key, float], slots: dict[Key, Slot]) -> None:
         for key, amax in amaxes.items():
             settings = self.of(key[0])
-            slot = self.slots.setdefault(key, Slot(self.length))
+            slot = slots.setdefault(key, Slot(self.length))
             slot.history = [amax, *slot.history[:-1]]
             waits = slot.calls == 0
             if waits and amax == 0.0:
@@ -231,9 +256,7 @@ class Reference:
             fp8_max, margin = settings.format(key[1])[1], settings.margin_of(key[1])
             # an overflow saturates, and is more than 2 (gradients: 8) times the largest amax in the history
             limit = max(fp8_max, (8.0 if key[1] == "gradient" else 2.0) * fp8_max / 2**margin)
-            overflow = (
-                settings.on_overflow == "current" and not waits and float32(amax * slot.scale) > limit
-            )
+            overflow = settings.on_overflow == "current" and not waits and float32(amax * slot.scale) > limit
             underflow = slot.scale is not None and self._flushes(settings, key[1], amax, slot.scale)
             if underflow and waits:  # the second one, or after an overflow
                 slot.history = [amax] + [0.0] * (self.length - 1)
@@ -293,7 +316,8 @@ class Reference:
         if call.gradient:
             amaxes = {key: call.gradient.get(key, 0.0) for key in call.expected}
             call.gradient = {}
-            self._update(amaxes, call)
+            self._raise(amaxes, True)
+            self.waiting = max(0, self.waiting - 1)
 
     def matmul(self, weight: Weight, x: Tensor, other: Tensor | None, transposed: bool) -> Tensor:
         """x w^T + bias for a weight [n, k], or x w + bias for one [k, n] (`transposed`); x: [..., k] -> [...,

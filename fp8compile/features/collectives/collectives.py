@@ -203,9 +203,10 @@ def _agreed(joint: Joint, written: Written, operand: Operand, group: str) -> tup
     operands = sorted((x for x in stored if x.backward is backward), key=lambda x: x.slot)
     if (key := (backward, group)) in carried.agreements:
         return carried.agreements[key], operands.index(operand)
-    snapshot, tag = written.snapshots[backward], f"must_be_in_{'backward' if backward else 'forward'}"
-    emit = Emitter(written.graph, snapshot.next, snapshot, partitioner_tag=tag, recompute=None)
-    votes = emit(ops.votes, snapshot, [x.slot for x in operands])
+    assert joint.state is not None
+    scales, tag = joint.state[0], f"must_be_in_{'backward' if backward else 'forward'}"
+    emit = Emitter(written.graph, written.start, scales, partitioner_tag=tag, recompute=None)
+    votes = emit(ops.votes, scales, [x.slot for x in operands])
     started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
     emit.anchor = min(carried.by[x].node for x in operands)
     carried.agreements[key] = emit(torch.ops._c10d_functional.wait_tensor.default, started)

@@ -66,9 +66,7 @@ def broadcasts() -> list[tuple[str, str]]:
     return found
 
 
-def outputs(
-    x: Tensor, w: Tensor, v: Tensor, *, one: str, other: str, matrices: int
-) -> tuple[Tensor, ...]:
+def outputs(x: Tensor, w: Tensor, v: Tensor, *, one: str, other: str, matrices: int) -> tuple[Tensor, ...]:
     z = x @ w
     y = z if matrices == 1 else x @ v
     made = torch.tanh(LOOKS[one](z).float() - LOOKS[other](y))

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .base import Patched, noting
 from .kernels import lowered_as_for_a_gpu
+from .state import nothing_waits
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,6 +37,7 @@ def forget_trainings() -> None:
 
     # measurements that were asked for, and whose models no collection has freed yet
     process.of(probe.Active).clear()
+    nothing_waits()
     # optimizers that no collection has freed yet: a model that had none follows the others
     optimizer_steps.STEPS.of.clear()
     process.of(logs.Said).clear()  # messages that are logged once a process

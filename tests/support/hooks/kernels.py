@@ -213,14 +213,14 @@ def losing_updates() -> Patched:
     """Inside, graphs lose the writes of their scaling state before the check for them."""
     from fp8compile.runtime import halves
 
-    check = halves._check_update
+    check = halves._check_amaxes
 
-    def without_writes(gm: Any, page: str, slots: Any) -> None:
+    def without_writes(gm: Any, amaxes: str) -> None:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
             gm.graph.erase_node(node)
-        check(gm, page, slots)
+        check(gm, amaxes)
 
-    return mock.patch.object(halves, "_check_update", without_writes)
+    return mock.patch.object(halves, "_check_amaxes", without_writes)
 
 
 def without_lowerings() -> Patched:

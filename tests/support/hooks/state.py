@@ -27,12 +27,46 @@ def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
     return {key: bool(slot.numbers.cold) for key, slot in slots_of(model).items()}
 
 
-def pages_of_forwards() -> Patched:
-    """The page of state that each forward is given, and whether it is a recomputation. Keeps them alive: no
-    two share memory by chance."""
+def states_of_forwards() -> Patched:
+    """The scales and amaxes that each forward is given. Keeps them alive: no two share memory by chance."""
     from fp8compile.runtime.calls import Calls
 
-    return noting(Calls, "open", lambda opened, *_, **__: (opened[1], opened[0].again))
+    return noting(Calls, "open", lambda opened, *_, **__: opened[1:])
+
+
+def nothing_waits() -> None:
+    """Forwards without a backward hold nothing back, and arenas of process groups are forgotten."""
+    from fp8compile import process
+    from fp8compile.runtime.arena import Arenas
+
+    arenas = process.of(Arenas)
+    arenas.clear()
+    arenas.kept.clear()
+
+
+def moving_twice() -> Patched:
+    """Inside, a move adds what calls have raised to the histories twice. (On a CPU.)"""
+    from fp8compile.ir.state_page import next_page
+    from fp8compile.runtime import arena
+
+    def twice(page: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
+        return next_page(next_page(page, *seen), *seen)
+
+    return mock.patch.object(arena, "next_page", twice)
+
+
+@contextlib.contextmanager
+def waiting_apart(known: dict[int, Any], key: int) -> Iterator[None]:
+    """Inside, forwards wait for their backwards apart from those of other keys, as in another process."""
+    from fp8compile import process
+    from fp8compile.runtime.arena import Arenas
+
+    values, before = process._process._values, process.of(Arenas)
+    values[Arenas] = known.setdefault(key, Arenas())
+    try:
+        yield
+    finally:
+        values[Arenas] = before
 
 
 @contextlib.contextmanager

@@ -31,14 +31,15 @@ def comparing(model: Any, **options: Any) -> Callable[..., Any]:
 def wrong_scale(model: nn.Module, name: str, role: str, factor: float) -> Iterator[None]:
     """Inside, the scale of one tensor is the right one times a factor."""
     slot = slots_of(model)[name, role, 0]
-    row = slot.page.tensor[slot.row]
-    before = row.clone()
-    row[0] *= factor
-    row[1] /= factor
+    before = slot.numbers.tensor.clone()
+    wrong = before.clone()
+    wrong[0] *= factor
+    wrong[1] /= factor
+    slot.page.write(slot.row, wrong)
     try:
         yield
     finally:
-        row.copy_(before)
+        slot.page.write(slot.row, before)
 
 
 @contextlib.contextmanager

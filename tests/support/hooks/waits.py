@@ -67,13 +67,14 @@ class _Functions(TorchFunctionMode):
 def refusing_waits() -> Iterator[None]:
     """Inside, the host may not wait for what is on the GPU. What compiled code does is not seen."""
     from fp8compile.compat import autograd
+    from fp8compile.runtime.arena import Arena
     from fp8compile.runtime.calls import Calls
     from fp8compile.runtime.compiled_graph import CompiledGraph
 
     places: list[tuple[Any, str]] = [
         (CompiledGraph, "__call__"),
+        (Arena, "move"),
         (Calls, "backward"),
-        (Calls, "backward_done"),
     ]
     with contextlib.suppress(ModuleNotFoundError):  # in a copy without this feature
         from fp8compile.features.weight_cache.weight_cache import WeightCache
@@ -143,7 +144,7 @@ def addresses_of_copies() -> Patched:
 
 
 def planted(where: str, read: Callable[[Tensor], Any]) -> Any:
-    """Inside, this part of `Calls` reads the forward's page, too, in this way."""
+    """Inside, this part of `Calls` reads the page, too, in this way."""
     from fp8compile.runtime.calls import Calls
 
     stock = getattr(Calls, where)
@@ -151,7 +152,7 @@ def planted(where: str, read: Callable[[Tensor], Any]) -> Any:
     def call(self: Calls, *args: Any) -> Any:
         assert self.book is not None
         for pages in self.book.sets.values():
-            read(pages.forward.tensor)
+            read(pages.page.tensor)
         return stock(self, *args)
 
     return mock.patch.object(Calls, where, call)
