@@ -3,7 +3,7 @@
 Dynamo hands over a graph of the user's forward. We
 
 1. validate the options and load the policy (`config`),
-2. read the facts that only this graph holds: parameters' names, whether the model is training (`ir.inputs`),
+2. read what only this graph tells: parameters' names, whether the model is training (`frontend.inputs`),
 3. give the graph two more inputs, the scales of its scaling state and its amaxes (`ir.state_page`),
 4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul,
    decide, quantize, raise amaxes, and finally lower our operators (`passes.pipeline` has the order),
@@ -33,8 +33,8 @@ from .config.policy.match import treatment
 from .config.recipe import SETTINGS, Recipe
 from .devices import catalog, formats, support
 from .errors import OptionError, Retrace, StrictError, Unusable
-from .ir.inputs import Inputs, capture, roots, unchosen
-from .ir.owner import in_model, models_of, tell_apart
+from .frontend.inputs import Inputs, capture, roots, unchosen
+from .frontend.owner import in_model, models_of, tell_apart
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
 from .logs import get_logger, say_once
 from .passes.pipeline import skipped

@@ -21,8 +21,8 @@ from .config.options import Options
 from .devices import catalog, formats
 from .devices.catalog import Device
 from .extension import GraphFeature, features
+from .frontend.inputs import Inputs
 from .ir import cpu, ops
-from .ir.inputs import Inputs
 from .ir.merged import both_sides, side_by_side
 from .ir.records import FP8, HIGH_PRECISION, GraphReport
 from .logs import get_logger, say_once

@@ -72,7 +72,7 @@ class Unusable(Fp8CompileError):
     """Internal: what an earlier process has kept of a graph cannot be read."""
 
 
-class Unfrozen(Fp8CompileError):
+class Unpicklable(Fp8CompileError):
     """Internal: a graph holds something that cannot be written to a file as plain data."""
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .compilation import Job
     from .config.policy import Schedule
-    from .ir.inputs import Inputs
+    from .frontend.inputs import Inputs
     from .ir.records import GraphReport, TableRecord
     from .passes.joint import Joint, Partitioned, Rewritten
     from .runtime.compiled_graph import CompiledGraph

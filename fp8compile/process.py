@@ -1,9 +1,11 @@
 """What this process knows, in one place: one object of each class, made when it is first asked for.
 
 `of(Ledger)` is the list of compiled graphs, `of(Records)` has the records of parameters, and so on. What
-belongs to a model, a graph or a checkpoint is kept there, or weakly by it, and goes with it. The steps that
-optimizers have taken (`runtime.optimizer_steps`) and the phase that the user has set are facts of the
-training, which `set_aside` does not hide.
+belongs to a model, a graph or a checkpoint is kept there, or weakly by it, and goes with it.
+
+Two things are kept elsewhere, because `set_aside` must not hide them: facts of the training, which are the
+steps that optimizers have taken, with the callbacks that wait for them (`runtime.optimizer_steps`), and the
+phase that the user has set (`features.schedule`); and which features there are (`extension`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FEATURES = sorted(path.parent.name for path in (ROOT / "fp8compile" / "features").glob("*/__init__.py"))
-CORE = ("backend", "compat", "config", "devices", "ir", "passes", "runtime")  # rooms of tests/
+CORE = ("backend", "compat", "config", "devices", "frontend", "ir", "passes", "runtime")  # rooms of tests/
 LEFT_OUT = (".git", ".venv*", "out", "build", ".hypothesis", ".*_cache", "*.egg-info", "__pycache__")
 LIMIT = 1800  # seconds
 

@@ -5,7 +5,6 @@
     callbacks   what Dynamo is to call
     fsdp        what FSDP2 manages
     flat        what FSDP1 manages
-    shards      which part of a tensor a rank has, and the groups of its mesh
     inductor    compiling a graph with our passes
     aot_cache   callables of ours in AOTAutograd's cache
     triton      generated kernels in a graph
@@ -36,7 +35,6 @@ from . import (
     inductor,
     process_groups,
     regions,
-    shards,
     split,
     triton,
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -41,13 +41,15 @@ def sharded_pairs() -> Iterator[tuple[Any, Any]]:
                 yield parameter.sharded_param, read
 
 
-def specs_before_sharding() -> dict[int, Any]:
-    """By the id of a parameter that FSDP2 has sharded: how it was distributed before; None if not at all."""
+def local_shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The shapes that this rank multiplies by, of the tensors that it has in parts. FSDP2's own shards are no
+    parts: they are gathered."""
+    gathered = {id(p.sharded_param): p._orig_size for group in _groups() for p in group.fsdp_params}
     found = {}
-    for group in _groups():
-        for parameter in group.fsdp_params:  # _tp_spec up to 2.11, where a plain tensor has none
-            spec = getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None)
-            found[id(parameter.sharded_param)] = spec
+    for name, tensor in tensors.items():
+        shape = gathered.get(id(tensor), getattr(tensor, "_local_tensor", tensor).shape)
+        if shape != tensor.shape:
+            found[name] = list(shape)
     return found
 
 

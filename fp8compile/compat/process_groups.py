@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .dynamo import frames
+from .fsdp import sharded_pairs
 
 PATIENCE = 30.0  # seconds until a rank says for whom it waits
 
@@ -57,6 +58,26 @@ def group_name(given: bool | str, dimensions: Mapping[str, str]) -> str | None:
     if not is_alive(name):
         raise ValueError(name)
     return name
+
+
+def mesh_groups(tensors: Iterable[Any]) -> dict[str, str]:
+    """The names of process groups by the names of dimensions, of the meshes that these parameters live on; ""
+    where two meshes have a dimension of one name and of different ranks."""
+    sharded = {id(read): parameter for parameter, read in sharded_pairs()}
+    owners = [sharded.get(id(tensor), tensor) for tensor in tensors]
+    meshes = {id(mesh): mesh for owner in owners if (mesh := getattr(owner, "device_mesh", None)) is not None}
+    found: dict[str, str] = {}
+    outer: dict[str, str] = {}
+    for mesh in meshes.values():
+        _note_dimensions(mesh, found)
+        _note_dimensions(mesh._get_root_mesh(), outer)
+    return {**outer, **found}
+
+
+def _note_dimensions(mesh: Any, found: dict[str, str]) -> None:
+    for name in mesh.mesh_dim_names or ():
+        group = mesh.get_group(name).group_name
+        found[name] = group if found.get(name, group) == group else ""
 
 
 def is_alive(name: str) -> bool:

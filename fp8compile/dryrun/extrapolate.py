@@ -21,8 +21,9 @@ from dataclasses import dataclass, field, fields, replace
 from torch import nn
 
 from ..config.policy import Choice, Policy, Site
-from ..ir.inputs import plain
+from ..frontend.inputs import plain
 from ..ir.records import MatmulRecord
+from ..passes.recast import FULL, LITTLE
 from .estimate_result import Cost
 
 Costs = dict[str, Cost]  # by module
@@ -77,7 +78,9 @@ class Repeated:
         for record in matmuls:
             if (place := self.split(record.fqn)) is not None:
                 i, rest = place
-                how = (record.decision, record.recipe, record.overrides, len(record.merged))
+                # which weights are cast again depends on all blocks: each compilation decides it anew
+                changed = tuple(line for line in record.overrides if not line.endswith((FULL, LITTLE)))
+                how = (record.decision, record.recipe, changed, len(record.merged))
                 found[i].add((rest, record.gemm, record.m, record.n, record.k, how if decided else ()))
         return [frozenset(kind) for kind in found]
 

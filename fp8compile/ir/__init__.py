@@ -1,1 +1,1 @@
-"""The data that passes work on: operators, scales and their page, matmuls, and facts about graphs' inputs."""
+"""The data that passes work on: operators, scales and their page, and matmuls."""

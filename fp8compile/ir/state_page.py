@@ -182,23 +182,6 @@ def of_version_1(row: Tensor) -> Tensor:
     return new
 
 
-def merged(rows: Tensor) -> Tensor:
-    """One row for several `[n, 13 + history]` of one tensor and settings, which saw different batches.
-
-    Each amax is the largest of its call, and the scale is the smallest: it covers whatever one of the others
-    covered. It is the scale that the merged history gives. What one of them has met, it has met: counts are
-    the largest. Equal rows stay as they are.
-    """
-    every = Rows(rows)
-    seen = rows[~every.cold]  # the others know nothing
-    if not seen.shape[0]:
-        return rows[0].clone()
-    one = seen[Rows(seen).scale.argmin()].clone()
-    one[AGE] = Rows(seen).age.max()
-    one[ODD:] = seen[:, ODD:].amax(0)
-    return one
-
-
 def scales_of(page: Tensor) -> Tensor:
     """`[slots, 3, 4]`: scale, inverse and age of each slot, each followed by zeros. A copy, no view."""
     return torch.nn.functional.pad(page.narrow(1, 0, READ).unsqueeze(2), (0, APART - 1))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch.fx import Node
 
 from .. import compat
+from ..frontend.inputs import Inputs
 from ..ir.fx_utils import (
     CASTS,
     SAME,
@@ -31,7 +32,6 @@ from ..ir.fx_utils import (
     same_size,
     value,
 )
-from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from .output_heads import last_matmuls
 

@@ -20,9 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import compat
 from ..config.operators import MATMULS
+from ..frontend.inputs import Inputs, readable_module
 from ..ir import ops
 from ..ir.fx_utils import arg, known, value
-from ..ir.inputs import Inputs, readable_module
 from ..ir.matmul import Matmul, factors, form_of, offs_of, operands
 from ..ir.records import MatmulRecord, OpaqueRecord
 from .attribute import attribute, uncopied

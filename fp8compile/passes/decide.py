@@ -11,8 +11,8 @@ from collections import defaultdict
 from .. import compat
 from ..config.policy import Site, unmatched
 from ..devices.gpu import Gpu, gpu_of
+from ..frontend.inputs import Inputs
 from ..ir.fx_utils import hint, value
-from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 from . import legality
 from .classify import kinds

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..config.policy import Policy, Site
 from ..devices.catalog import Device
-from ..ir.inputs import Inputs
+from ..frontend.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import Findings, Gatherable, OpaqueRecord
 from ..ir.state_page import SlotKey

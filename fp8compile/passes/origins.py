@@ -19,7 +19,6 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..ir import ops
-from ..ir.all_gather_nodes import all_gather_of
 from ..ir.fx_utils import (
     CASTS,
     PERMUTES,
@@ -36,6 +35,7 @@ from ..ir.fx_utils import (
     value,
 )
 from ..ir.matmul import addend_of
+from .all_gather_nodes import all_gather_of
 
 # The result of a pointwise operator, or of one of these, on a weight is still a weight. An index is not among
 # them: it may look up tokens.

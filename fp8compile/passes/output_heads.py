@@ -20,6 +20,7 @@ from itertools import permutations
 from torch.fx import Graph, Node
 
 from .. import compat
+from ..frontend.inputs import Inputs
 from ..ir.fx_utils import (
     CASTS,
     SAME,
@@ -32,7 +33,6 @@ from ..ir.fx_utils import (
     same_size,
     value,
 )
-from ..ir.inputs import Inputs
 from ..ir.matmul import Matmul
 
 # names of operators that multiply features by data or weights and sum them up, rewritten or not

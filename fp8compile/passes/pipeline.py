@@ -23,6 +23,7 @@ from .. import compat
 from ..errors import OptionError
 from ..extension import Pass, with_passes
 from ..logs import SKIP_VARIABLE, dump, get_logger
+from . import specification
 from .amax_groups import amax_groups, reduce_current
 from .collect import collect
 from .decide import decide
@@ -84,7 +85,7 @@ def run_joint(joint: Joint) -> Rewritten:
 def run_partitioned(halves: Partitioned) -> None:
     """Rewrite a forward and its backward in place."""
     _run("partitioned", halves, halves.forward.graph)
-    halves.backward.graph.lint()
+    _lint(halves.backward.graph, "partitioned", "partitioned")
 
 
 def run_early_post_grad(graph: Graph) -> None:
@@ -111,7 +112,7 @@ def skipped() -> tuple[str, ...]:
 def _run(stage: str, subject: Any, graph: Graph) -> None:
     """Each pass in turn: log what changed, write the graph after it (FP8COMPILE_DUMP, tlparse). Check the
     graph: after the last pass, and while debugging after each."""
-    leave_out, told = skipped(), logger.isEnabledFor(logging.DEBUG)
+    leave_out, told, after = skipped(), logger.isEnabledFor(logging.DEBUG), stage
     for step in passes(stage):
         if step.name in leave_out:
             logger.info("fp8: %s is skipped (%s)", step.name, SKIP_VARIABLE)
@@ -119,13 +120,19 @@ def _run(stage: str, subject: Any, graph: Graph) -> None:
         before, start = _operators(graph) if told else Counter(), time.perf_counter()
         with compat.dynamo.symbolic_kernels():
             found = step.run(subject)
+        stage, after = step.name if step.name in specification.STAGES else stage, step.name
         if told:
-            graph.lint()
+            _lint(graph, stage, after)
             took = 1e3 * (time.perf_counter() - start)
             logger.debug("%s: %s, %.1f ms%s", step.name, found, took, _changes(before, _operators(graph)))
         dump(f"{step.name}.txt", lambda: str(graph))
     if not told:
-        graph.lint()
+        _lint(graph, stage, after)
+
+
+def _lint(graph: Graph, stage: str, after: str) -> None:
+    graph.lint()
+    specification.check(graph, stage, after)
 
 
 def _operators(graph: Graph) -> Counter[str]:

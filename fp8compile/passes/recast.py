@@ -16,8 +16,6 @@ all copies 0.91, for 0.8% of the step (estimated for an H200). The measured peak
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch.fx import Node
 
 from .. import compat
@@ -25,8 +23,11 @@ from ..devices.catalog import Device
 from ..ir.fx_utils import hint, value
 from ..ir.matmul import Matmul
 from .joint import Joint
+from .resolve import overridden
 
 CHEAP, DEAR = 0.015, 0.08
+LITTLE = f"casting again in backward takes at most {CHEAP:.1%} of the time of the weight's matmuls"
+FULL = "with a copy kept until backward, FP8 would keep more than bf16"
 
 
 def recast(joint: Joint) -> int:
@@ -52,8 +53,9 @@ def recast(joint: Joint) -> int:
             saved -= size
             continue
         again += 1
+        why = LITTLE if share <= CHEAP else FULL
         for matmul in its:
-            matmul.decision = replace(matmul.decision, recipe=replace(matmul.recipe, recast_weights=True))
+            matmul.decision = overridden(matmul.decision, why, recast_weights=True)
     return again
 
 

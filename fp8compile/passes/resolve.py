@@ -3,7 +3,7 @@
 A policy has settings for all layers, and its rules give others to some of them, also the rules of a shipped
 policy. What a graph does with a layer may rule some settings out; then others run. `OVERRIDES` lists what
 graphs change: when, what, and why. They apply in this order, after the rule, and the report prints each
-change.
+change. So it does what a pass changes later, when all decisions are known (`overridden`, by `recast`).
 """
 
 from __future__ import annotations
@@ -120,6 +120,14 @@ def settle(recipe: Recipe, facts: Facts) -> tuple[Recipe, tuple[str, ...]]:
             lines.append(f"{difference}: {override.why}")
         recipe = changed
     return recipe, tuple(lines)
+
+
+def overridden(decision: Decision, why: str, **settings: Any) -> Decision:
+    """The decision with these settings, and a line for the report. What passes find out later."""
+    recipe = replace(decision.recipe, **settings)
+    difference = _difference(decision.recipe, recipe)
+    lines = (f"{difference}: {why}",) if difference else ()
+    return replace(decision, recipe=recipe, overrides=(*decision.overrides, *lines))
 
 
 def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
-from .. import compat
+from .. import compat, process
 from ..codegen import scaled_grouped, scaled_mm
 from ..codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, GROUPED, MX, ROWWISE, TENSORWISE, TRITON
 from ..ir import ops
@@ -44,8 +44,13 @@ HOW = {
     EMULATED: "the FP8 values are multiplied in bf16",
 }
 
-replaced: dict[str, str] = {}  # what a report says of this process -> what the library said
-_found: dict[Any, str] = {}  # why a matmul was refused; "" if it was not
+
+class Attempts:
+    """What the libraries of this process's GPU have said."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, str] = {}  # why a matmul was refused; "" if it was not
+        self.replaced: dict[str, str] = {}  # what a report says of this process -> what the library said
 
 
 def try_matmuls(graph: Graph) -> int:
@@ -64,7 +69,7 @@ def try_matmuls(graph: Graph) -> int:
                 node.meta[FORM] = form
                 changed += 1
                 text = f"no {first} FP8 matmul of {_sizes(node)} on this GPU: {HOW[form]}"
-                replaced[text] = why
+                process.of(Attempts).replaced[text] = why
                 say_once(logger, logging.WARNING, f"fp8: {text} ({why})")
     return changed
 
@@ -82,16 +87,17 @@ def refusal(node: Node, form: str) -> str:
     """What the library says to a matmul in this form, "" if it multiplies. It is asked once a process."""
     function, args = _lowering(node).call_of(node, form)
     key = (function, *map(str, torch.fx.node.map_aggregate(args, _described)))
-    if key not in _found:
+    found = process.of(Attempts).found
+    if key not in found:
         try:
             with compat.autograd.unseen():
                 function(*map_arg(args, lambda x: _empty(value(x))))
-            _found[key] = ""
+            found[key] = ""
         except torch.OutOfMemoryError:  # says nothing about the matmul
             return ""
         except RuntimeError as error:
-            _found[key] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-    return _found[key]
+            found[key] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return found[key]
 
 
 def _described(x: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .. import compat
-from ..ir.inputs import capture
-from ..ir.owner import in_model
+from ..frontend.inputs import capture
+from ..frontend.owner import in_model
 from ..logs import get_logger
 from .classify import kinds
 from .collect import find

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .. import process
 from ..config.recipe import BUILT_IN
 from ..devices.catalog import Device
-from ..ir.inputs import Inputs
+from ..frontend.inputs import Inputs
 from ..ir.records import Findings, GraphReport
 from ..logs import get_logger
 from ..passes import legality

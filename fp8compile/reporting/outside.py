@@ -61,7 +61,7 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
     from torch.nn import Embedding, EmbeddingBag, Linear
 
     from .. import compat
-    from ..ir.inputs import plain
+    from ..frontend.inputs import plain
     from ..runtime.state import unwrapped
 
     found: dict[int, OutsideRecord] = {}

@@ -189,11 +189,12 @@ def report(model: nn.Module | None = None) -> Report:
         why = "torch.compile compiles at the first call, and leaves out what it cannot trace"
         return Report(empty=f"nothing was compiled yet ({why})")
     share_records(tensors)
-    from ..passes.try_matmuls import replaced  # imported late, because it imports Dynamo
+    from ..passes.try_matmuls import Attempts  # imported late, because it imports Dynamo
 
+    notes = process.of(Attempts).replaced
     graphs = process.of(Ledger).graphs()
     if model is None:
-        return Report((graph.at(reads.values()) for graph, reads in graphs.values()), notes=replaced)
+        return Report((graph.at(reads.values()) for graph, reads in graphs.values()), notes=notes)
     mine = set(map(id, tensors))
     chosen = [(graph, reads) for graph, reads in graphs.values() if reads.keys() & mine]
     if not chosen:
@@ -207,7 +208,7 @@ def report(model: nn.Module | None = None) -> Report:
     added = [record for feature in features() for record in feature.records(tensors)]
     mine_at = ((graph, (prefix for key, prefix in reads.items() if key in mine)) for graph, reads in chosen)
     placed = (graph.at(prefixes) for graph, prefixes in mine_at)
-    return Report(placed, outside=left_out, added=added, notes=replaced)
+    return Report(placed, outside=left_out, added=added, notes=notes)
 
 
 # -- text --

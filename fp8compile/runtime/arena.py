@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -66,7 +65,9 @@ class Arena:
         self.page = new_page(rows, where.history, device)
         self.amaxes = new_amaxes(rows, device)
         self.scales = scales_of(self.page)
+        self.by_page: Sequence[Tensor] = ()  # the scales of each page
         self.used = 0  # rows that pages have
+        self.pages: list[int] = []  # how many rows each has, in order
         self.parts: list[tuple[int, int]] = []  # rows that move together: the first, and how many
         self.raised = False  # amaxes may have been raised since the last move
         self.edited = False  # rows were written since `scales` were made
@@ -80,6 +81,7 @@ class Arena:
         if first + rows > self.page.shape[0]:
             return None
         self.used += rows
+        self.pages.append(rows)
         at = first
         for count in parts:
             self.parts += [(at, count)] if count else []
@@ -104,7 +106,8 @@ class Arena:
         if self.where.device.type == "cuda" and not self.where.fixed:
             stream = torch.cuda.current_stream(self.where.device).cuda_stream
             if stream != self.stream:  # the allocator knows of one stream only
-                self.scales, self.stream = self.scales.clone(), stream
+                with compat.autograd.unseen(), LOCK:
+                    self._renew(self.scales.clone())
 
     @property
     def alive(self) -> bool:
@@ -133,6 +136,7 @@ class Arena:
             self.scales[: self.used] = scales
         else:
             self.scales = scales
+        self.by_page = self.scales[: self.used].split(self.pages)
         self.edited = False
         if self.where.device.type == "cuda":
             self.stream = torch.cuda.current_stream(self.where.device).cuda_stream
@@ -153,7 +157,7 @@ class Arenas:
         self.made: list[weakref.ref[Arena]] = []
         # ranks count rows alike, so it must not matter when a rank collects its garbage
         self.kept: list[Arena] = []
-        self.waiting: WeakSet[Pending] = WeakSet()
+        self.waiting: set[Pending] = set()
 
     def __iter__(self) -> Iterator[Arena]:
         return (arena for made in list(self.made) if (arena := made()) is not None)

@@ -9,16 +9,15 @@
 
     state = {"model": model.state_dict(), "scaling": fp8compile.ScalingState(model)}
     dcp.save(state, checkpoint_id=path)  # torch.distributed.checkpoint
-    dcp.load(state, checkpoint_id=path)  # also before the first call, and on another number of ranks
+    dcp.load(state, checkpoint_id=path)  # also before the first call
 
 DCP takes plain tensors with one name for replicas, and keeps those of one rank. The state of a rank is its
 own. So all ranks gather their states, and the checkpoint has one item, "ranks", the same on all of them: the
-states, each that is equal on several ranks once. Whoever loads reads them all, and takes what is its own.
+states, each that is equal on several ranks once. Each rank that loads takes what it has saved.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,19 +28,18 @@ from torch import Tensor, nn
 
 from .. import compat, process
 from ..errors import StateError
-from ..ir import state_page
-from ..ir.state_page import ODD, REACH
 from ..logs import get_logger
 from .arena import Arenas
 from .state import named_weights, refuse_or_warn
-from .state_dict import SHORTEST, VERSION, VERSION_KEY, current, prepare_load, scaling_state
+from .state_dict import VERSION, VERSION_KEY, prepare_load, scaling_state
 
 logger = get_logger(__name__)
 
 ITEM, FORMAT = "ranks", 1
+LEAVE_OUT = "leave the scaling state out of the dict: then the run starts cold."
 FIX = (
-    "Load on ranks that divide the parameters as those that saved, or ScalingState(model) without "
-    "strict=True to load what fits; without the scaling state in the dict, the run starts cold."
+    "Load the models that were saved, with their parameters divided as they were, or without strict=True to "
+    f"load what fits, or {LEAVE_OUT}"
 )
 
 
@@ -69,12 +67,9 @@ class ScalingState:
     is that of this rank alone, as plain tensors, {"layers.0.up.weight.input.0": float32 vector, ...} and a
     version, and nothing is communicated. ``load_state_dict`` takes both.
 
-    On as many ranks as saved it, each rank takes its own state, and continues bitwise. On another number of
-    ranks each parameter takes over the histories of all ranks that had the same part of it, by the maximum of
-    each amax. Under DDP and FSDP2 these are all ranks. No tensor overflows then that would not have on one of
-    the ranks. A scale may be coarser than the rank's own would be, for as many steps as the history is long.
-    With `reduce_amax` all ranks have one state, so that nothing changes. Tensor parallel ranks take what fits
-    of ranks that had the same parts.
+    On as many ranks as saved it, each rank takes its own state, and continues bitwise. A parameter of which
+    tensor parallelism gives the rank a part of another shape starts cold, with the warning. On another number
+    of ranks the whole run starts cold, which a warning says.
     """
 
     def __init__(
@@ -99,77 +94,73 @@ class ScalingState:
         if not self.all_ranks:
             return state
         del state[VERSION_KEY]
-        values = torch.cat([torch.empty(0), *state.values()])
-        owners = set(map(_owner, state))
-        weights = {name: weight for name, weight in self._weights().items() if name in owners}
         own = {
             "slots": list(state),
             "lengths": [row.numel() for row in state.values()],
-            "values": values,
-            "parts": compat.shards.parts(weights),
+            "values": torch.cat([torch.empty(0), *state.values()]),
+            "shapes": compat.fsdp.local_shapes(self._weights()),
         }
-        text = repr([own["slots"], own["lengths"], own["parts"]]).encode()
-        known = self._gather(hashlib.sha256(text + bytes(values.view(torch.uint8).tolist())).hexdigest())
+        known = self._gather(_bytes(own))
         different = list(dict.fromkeys(known))
-        if len(different) == 1:
-            states = [own]
-        else:
-            first = known.index(known[self._rank]) == self._rank
-            gathered = self._gather(_bytes(own) if first else b"")
-            states = [_read(gathered[known.index(one)]) for one in different]
-        ranks = [different.index(one) for one in known]
+        ranks, states = [different.index(one) for one in known], [_read(one) for one in different]
         self._made = _bytes({"format": FORMAT, "version": VERSION, "ranks": ranks, "states": states})
         return {ITEM: self._made}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Take over a state that `state_dict` returned, of all ranks or of one; None: start cold."""
         if not isinstance(state_dict, Mapping) or ITEM not in state_dict:
-            self._load_own(state_dict)
+            for change in self._changes(state_dict):
+                change()
             return
         given = state_dict[ITEM]
         # DCP with allow_partial_load leaves what it was given
         if given is self._made and self.state_dict()[ITEM] == given:
             logger.warning("fp8: this checkpoint has no scaling state: the run starts cold")
             return
-        error, lacking = "", set()
-        changes: list[Callable[[], None]] = []
+        error, changes = "", []
         try:
-            saved = _opened(given)
-            weights = self._weights()
-            lacking = {name for state in saved["states"] for name in state["parts"]} - weights.keys()
-            found, different = _chosen(saved, self._rank, self._size, compat.shards.parts(weights))
-            if different:
-                refuse_or_warn(different, self.strict, FIX)
-            found[VERSION_KEY] = torch.tensor([VERSION])
-            changes = [prepare_load(model, _of(model, found), self.strict) for model in self.models]
+            changes = self._changes(self._own(_opened(given)))
         except StateError as problem:
             error = str(problem)
-        said = self._gather((error, lacking))
-        errors: dict[str, list[int]] = {}
-        for rank, (text, _) in enumerate(said):
-            errors.setdefault(text, []).append(rank)
-        nobody = set.intersection(*(names for _, names in said))
-        if errors.keys() == {""} and nobody:
-            unexpected = [f"unexpected: {name} (no rank has it)" for name in sorted(nobody)]
-            refuse_or_warn(unexpected, self.strict, FIX)
-        for text in filter(None, errors):
-            raise StateError(text if len(said) == 1 else f"on ranks {errors[text]}: {text}")
+        said = self._gather(error)
+        if error := next(filter(None, said), ""):
+            ranks = [rank for rank, text in enumerate(said) if text == error]
+            raise StateError(error if len(said) == 1 else f"on ranks {ranks}: {error}")
         for change in changes:
             change()
 
-    def _load_own(self, state: Mapping[str, Any] | None) -> None:
-        """Take over the state of one rank."""
+    def _own(self, saved: dict[str, Any]) -> dict[str, Tensor] | None:
+        """What this rank has saved, as `state_dict` has it with `all_ranks=False`; None: start cold."""
+        ranks, (rank, size) = saved["ranks"], self._place
+        if len(ranks) != size:
+            what = f"this scaling state is of another number of ranks ({len(ranks)}, here {size})"
+            if self.strict:
+                raise StateError(f"{what}. Load it on as many, or {LEAVE_OUT}")
+            logger.warning("fp8: %s: the run starts cold", what)
+            return None
+        own = saved["states"][ranks[rank]]
+        rows = dict(zip(own["slots"], own["values"].split(own["lengths"]), strict=True))
+        here = compat.fsdp.local_shapes(self._weights())
+        was = own.get("shapes", here)  # files of 0.3.0 have none
+        different = []
+        for name in dict.fromkeys(map(_owner, rows)):
+            before, now = was.get(name, "all of it"), here.get(name, "all of it")
+            if before != now:
+                different.append(f"{name}: this rank had {before} when it was saved, and now has {now}")
+                rows = {slot: row for slot, row in rows.items() if _owner(slot) != name}
+        if different:
+            refuse_or_warn(different, self.strict, FIX)
+        return {VERSION_KEY: torch.tensor([saved["version"]]), **rows}
+
+    def _changes(self, state: Mapping[str, Any] | None) -> list[Callable[[], None]]:
+        """Check the state of one rank; each call of what is returned loads a model's part of it."""
         if len(self.models) == 1 or not isinstance(state, Mapping):
-            changes = [prepare_load(model, state, self.strict) for model in self.models]
-        else:
-            known = self._weights()
-            slots = (slot for slot in state if slot != VERSION_KEY)
-            unexpected = [f"unexpected: {slot}" for slot in slots if _owner(slot) not in known]
-            if unexpected:
-                refuse_or_warn(unexpected, self.strict, FIX)
-            changes = [prepare_load(model, _of(model, state), self.strict) for model in self.models]
-        for change in changes:
-            change()
+            return [prepare_load(model, state, self.strict) for model in self.models]
+        known = self._weights()
+        other = [slot for slot in state if slot != VERSION_KEY and _owner(slot) not in known]
+        if other:
+            refuse_or_warn([f"unexpected: {slot}" for slot in other], self.strict, FIX)
+        return [prepare_load(model, _of(model, state), self.strict) for model in self.models]
 
     def _weights(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -183,18 +174,16 @@ class ScalingState:
         return found
 
     @property
-    def _size(self) -> int:
-        return dist.get_world_size(self.group) if compat.process_groups.has_groups() else 1
-
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank(self.group) if compat.process_groups.has_groups() else 0
+    def _place(self) -> tuple[int, int]:
+        """This rank, and of how many it is."""
+        if not compat.process_groups.has_groups():
+            return 0, 1
+        return dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def _gather(self, mine: Any) -> list[Any]:
-        if self._size == 1:
-            return [mine]
-        found: list[Any] = [None] * self._size
-        dist.all_gather_object(found, mine, group=self.group)
+        found = [mine] * self._place[1]
+        if len(found) > 1:
+            dist.all_gather_object(found, mine, group=self.group)
         return found
 
 
@@ -212,10 +201,8 @@ def _opened(given: Any) -> dict[str, Any]:
     if not isinstance(given, bytes):
         raise StateError(f"this checkpoint has a {type(given).__name__} where ScalingState has put bytes")
     saved = _read(given)
-    if saved["format"] != FORMAT or saved["version"] not in SHORTEST:
-        known = f"format {FORMAT}, version {' or '.join(map(str, SHORTEST))}"
-        have = f"format {saved['format']}, version {saved['version']}"
-        raise StateError(f"a scaling state of {known} can be read here; this checkpoint has {have}")
+    if saved["format"] != FORMAT:
+        raise StateError(f"this scaling state has format {saved['format']}; {FORMAT} can be read here")
     return saved
 
 
@@ -228,40 +215,3 @@ def _of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """What a state has for one of several models."""
     names = named_weights(model).keys()
     return {slot: row for slot, row in state.items() if slot == VERSION_KEY or _owner(slot) in names}
-
-
-def _rows(state: dict[str, Any], version: int) -> dict[str, Tensor]:
-    """The slots of one rank by name."""
-    rows = state["values"].split(state["lengths"])
-    return {slot: current(row, version) for slot, row in zip(state["slots"], rows, strict=True)}
-
-
-def _chosen(
-    saved: dict[str, Any], rank: int, size: int, parts: dict[str, str]
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The rows that a rank takes, by slot, and what does not fit. `parts`: those of its own parameters."""
-    states, ranks = saved["states"], saved["ranks"]
-    own = states[ranks[rank]] if len(ranks) == size else None
-    held: dict[str, list[Tensor]] = {}
-    others: dict[str, set[str]] = {}
-    for state in states:
-        for slot, row in _rows(state, saved["version"]).items():
-            name = _owner(slot)
-            if name not in parts:
-                continue
-            if state["parts"][name] != parts[name]:
-                others.setdefault(name, set()).add(state["parts"][name])
-            elif own is None or state is own or own["parts"].get(name) != parts[name]:
-                held.setdefault(slot, []).append(row)
-    found, different = {}, []
-    for slot, rows in held.items():
-        if len({tuple([row.numel(), *row[REACH:ODD].tolist()]) for row in rows}) > 1:
-            different.append(f"{slot}: the ranks that saved it had different options")
-            continue
-        row = state_page.merged(torch.stack([row[:-1] for row in rows]))
-        found[slot] = torch.cat((row, torch.stack([row[-1:] for row in rows]).amax(0)))
-    for name in sorted(others.keys() - set(map(_owner, held))):
-        was = " or ".join(part or "all of it" for part in sorted(others[name]))
-        here = parts[name] or "all of it"
-        different.append(f"{name}: the ranks that saved it had {was}; this one has {here}")
-    return found, different

@@ -12,9 +12,9 @@ from .. import compat, process
 from ..config.options import Options
 from ..config.policy import Site
 from ..extension import GraphFeature
+from ..frontend.owner import place_at_call
 from ..ir import state_page
 from ..ir.fx_utils import fake_mode_of
-from ..ir.owner import place_at_call
 from . import loads, open_rules, probe
 from .calls import DRY, Call, Calls, Interface
 from .ledger import Ledger

@@ -63,28 +63,32 @@ class PageSet:
     def __post_init__(self) -> None:
         assert self.page.arena is not None
         self.arena, self.cold = self.page.arena, self.page.cold()
-        self.amaxes, self.scales = self.page.amaxes, self.page.scales
-        self._of = self.arena.scales
+        self.amaxes = self.page.amaxes
 
     # -- a call --
 
     def decide(self) -> None:
         """Before a call, find out whether it is cold; count a cold call before the last move. `together`:
         only the first call is cold, for then it is on all ranks."""
-        if self.moves != self.arena.moves:
+        if self.moves == self.arena.moves:
+            return
+        if self.cold or self.runs_cold:
             with compat.autograd.unseen():
-                if self.cold and self.forwards and (self.runs_cold or self.together):
-                    self.page.patience = max(0, self.page.patience - 1)
-                    self.cold = self._has_cold_slots()
-                cold = self.cold and not self.observes
-                if self.together:
-                    cold &= not (self.called or self.page.begun())
-                # recomputations of cold forwards have to be cold, too
-                elif self.runs_cold and self.pending.open and self.overdue < PATIENCE:
-                    self.overdue += not cold
-                    cold = True
-                self.runs_cold = cold
-            self.moves, self.forwards, self.repeats = self.arena.moves, 0, 0
+                self.runs_cold = self._will_run_cold()
+        self.moves, self.forwards, self.repeats = self.arena.moves, 0, 0
+
+    def _will_run_cold(self) -> bool:
+        if self.cold and self.forwards and (self.runs_cold or self.together):
+            self.page.patience = max(0, self.page.patience - 1)
+            self.cold = self._has_cold_slots()
+        cold = self.cold and not self.observes
+        if self.together:
+            return cold and not (self.called or self.page.begun())
+        # recomputations of cold forwards have to be cold, too
+        if self.runs_cold and self.pending.open and self.overdue < PATIENCE:
+            self.overdue += not cold
+            return True
+        return cold
 
     def is_again(self, hooked: bool) -> bool:
         """Is a forward inside of a backward a recomputation? `hooked`: as for non-reentrant checkpoints. Then
@@ -110,10 +114,7 @@ class PageSet:
 
     def state(self, dry: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The scales and amaxes for a call."""
-        if self._of is not self.arena.scales:
-            with compat.autograd.unseen():
-                self._of, self.scales = self.arena.scales, self.page.scales
-        return self.scales, self._aside() if dry else self.amaxes
+        return self.arena.by_page[self.page.number], self._aside() if dry else self.amaxes
 
     def will_run_cold(self) -> bool:
         """Will a forward that begins now be cold, as far as is known?"""

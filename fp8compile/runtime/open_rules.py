@@ -16,7 +16,7 @@ from torch import nn
 from .. import process
 from ..config.options import Options
 from ..config.policy import Site, unmatched
-from ..ir.inputs import names_of
+from ..frontend.inputs import names_of
 from .optimizer_steps import listen
 
 

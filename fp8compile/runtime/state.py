@@ -18,8 +18,8 @@ from torch import nn
 
 from .. import compat, process
 from ..errors import StateError, at_most
+from ..frontend.inputs import plain
 from ..ir import state_page
-from ..ir.inputs import plain
 from ..ir.state_page import Rows, SlotSettings
 from ..logs import get_logger
 from .arena import PATIENCE, Arena, Arenas, Where
@@ -52,6 +52,7 @@ class Page:
     settings: tuple[SlotSettings, ...]
     arena: Arena | None = None
     first: int = 0
+    number: int = 0  # of the pages of its arena
     stale: bool = False  # another page has taken over some of the slots
     patience: int = PATIENCE  # cold calls left; then a slot that saw only zeros is used with scale 1
     loaded: bool = False  # values and patience were loaded, and no call has used them yet
@@ -68,11 +69,6 @@ class Page:
     def amaxes(self) -> torch.Tensor:
         assert self.arena is not None  # .data: no new version of what a later backward may have saved
         return self.arena.amaxes.data[self.first : self.first + self.tensor.shape[0]]
-
-    @property
-    def scales(self) -> torch.Tensor:
-        assert self.arena is not None
-        return self.arena.scales[self.first : self.first + self.tensor.shape[0]]
 
     def now(self) -> torch.Tensor:
         """The page for reading, moved by all that calls have raised."""
@@ -286,6 +282,6 @@ def page_for(
     tensor = arena.page[first : first + rows]
     tensor.copy_(state_page.new_page(rows, where.history, where.device, settings))
     homes = [(weakref.ref(owner), name) for owner, name in slots]
-    page = Page(tensor, homes, settings, arena, first)
+    page = Page(tensor, homes, settings, arena, first, len(arena.pages) - 1)
     page.claim()
     return page

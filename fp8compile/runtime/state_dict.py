@@ -117,13 +117,11 @@ def _parsed(state: Mapping[str, Any]) -> dict[Key, Tensor]:
         if not vector or row.numel() < shortest:
             wanted = f"a float32 vector of {shortest} numbers or more"
             raise StateError(f"{key!r} of this scaling state should be {wanted}; it is {_kind(row)}")
-        rows[name, role, int(use)] = current(row.detach().cpu(), int(version))
+        values, patience = row.detach().cpu().split([row.numel() - 1, 1])
+        if int(version) == 1:
+            values = state_page.of_version_1(values)
+        rows[name, role, int(use)] = torch.cat((values, patience))
     return rows
-
-
-def current(row: Tensor, version: int) -> Tensor:
-    """A slot of a file of some version, as files of today have it."""
-    return torch.cat([state_page.of_version_1(row[:-1]), row[-1:]]) if version == 1 else row
 
 
 def _kind(x: Any) -> str:

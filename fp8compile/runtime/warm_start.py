@@ -22,15 +22,15 @@ import torch
 from torch.fx import GraphModule
 
 from .. import compat
-from ..errors import Unfrozen, Unusable
-from ..ir.frozen_graph import NodeRecord, freeze, thaw
-from ..ir.inputs import Inputs
+from ..errors import Unpicklable, Unusable
+from ..frontend.inputs import Inputs
 from ..logs import dump_dir, get_logger
 from ..passes import pipeline
 from ..passes.joint import Rewritten
 from . import probe
 from .inner import Inner
 from .interpreter import How, boxed
+from .pickled_graph import PickledNode, pickled, unpickled
 
 logger = get_logger(__name__)
 
@@ -61,15 +61,15 @@ class Content:
     matmul became FP8; with the forward only."""
 
     half: Half
-    steps: tuple[NodeRecord, ...]
+    steps: tuple[PickledNode, ...]
     whole: tuple[Rewritten, bool] | None = None
 
 
 def packed(half: Half, graph: GraphModule | None, whole: tuple[Rewritten, bool] | None) -> bytes | None:
     """A half as bytes. None if it cannot be written."""
     try:
-        return pickle.dumps(Content(half, freeze(graph.graph) if graph is not None else (), whole))
-    except (Unfrozen, pickle.PicklingError, TypeError, AttributeError) as error:
+        return pickle.dumps(Content(half, pickled(graph.graph) if graph is not None else (), whole))
+    except (Unpicklable, pickle.PicklingError, TypeError, AttributeError) as error:
         logger.debug(
             "fp8: the next process compiles this graph again, which cannot be written to a file: %s", error
         )
@@ -88,15 +88,15 @@ def unpacked(content: bytes | None) -> Content:
 
 
 class Later:
-    """The interpreter of a frozen graph, which is made when a call first runs eagerly."""
+    """The interpreter of a pickled graph, which is made when a call first runs eagerly."""
 
-    def __init__(self, steps: tuple[NodeRecord, ...], inner: Inner):
+    def __init__(self, steps: tuple[PickledNode, ...], inner: Inner):
         self.steps, self.inner = steps, inner
         self.run: Any = None
 
     def __call__(self, args: list[Any], how: How) -> Any:
         if self.run is None:  # two threads may both make it: they are alike
-            self.run = boxed(self.inner.eager(thaw(self.steps)))
+            self.run = boxed(self.inner.eager(unpickled(self.steps)))
         return self.run(args, how)
 
 

@@ -19,6 +19,7 @@ import fp8compile
 from fp8compile.compat import process_groups
 from fp8compile.errors import Fp8CompileError, OptionError
 from fp8compile.runtime import agreement
+from tests.runtime.test_moves import by_schedule
 from tests.support.gpu_steps import compile_mlp
 from tests.support.harness import histories
 from tests.support.hooks import slots_of
@@ -230,3 +231,28 @@ def test_all_reduces_of_a_step(one_process: str) -> None:
             optimizer.step()
             counts.append(reduced.call_count)
     assert counts == [0, 1, 2, 2, 3, 4, 4, 5, 6]
+
+
+SCHEDULES = ("fbsfbs", "ffbbs?fbs", "fffbbrsefb?rs", "fefbfbbsfrs")
+
+
+def _schedules(rank: int) -> list[list[list[Tensor]]]:
+    """Trainings on batches of each rank's own: plain ones, and ones with recomputations, evaluations and
+    reads."""
+    found = []
+    for events in SCHEDULES:
+        torch._dynamo.reset()
+        ways = ((False, False), (True, True))
+        found.append([by_schedule(events, *way, rank=rank, reduce_amax=True) for way in ways])
+    return found
+
+
+@pytest.mark.slow
+def test_recomputations_and_reads_change_nothing_on_ranks() -> None:
+    """To the bit; and all ranks have one state, though their weights drift apart."""
+    first, second = on_ranks(2, _schedules)
+    for mine, theirs in zip(first, second, strict=True):
+        for plain, busy in (mine, theirs):
+            assert len(plain) == len(busy) and all(map(torch.equal, plain, busy))
+        inputs = [[x for x in plain if x.dim() == 1 and x.numel() == 30] for plain, _ in (mine, theirs)]
+        assert len(inputs[0]) == len(inputs[1]) == 12 and all(map(torch.equal, *inputs))

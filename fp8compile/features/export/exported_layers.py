@@ -20,9 +20,9 @@ from ...codegen.scaled_mm_kind import LINE, MX_BLOCK, MX_TILE, SQUARE
 from ...config.recipe import ROW, WHOLE, Block, Scaling
 from ...devices.formats import E4M3
 from ...errors import ExportError
+from ...frontend.inputs import plain
 from ...ir import ops
 from ...ir.frozen import FrozenWeight
-from ...ir.inputs import plain
 from ...ir.scale import inverse_of, scale_of
 from ...runtime.state import Slot
 from . import forwards

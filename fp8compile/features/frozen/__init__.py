@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...extension import Feature, GraphFeature, Pass
-from ...ir.inputs import Inputs
+from ...frontend.inputs import Inputs
 from ...ir.records import FP8
 from . import frozen_weights
 from .frozen_weights import FrozenInGraph

@@ -32,8 +32,8 @@ from ... import compat, process
 from ...devices.formats import pick
 from ...errors import Retrace
 from ...extension import GraphFeature
+from ...frontend.inputs import plain
 from ...ir.frozen import FrozenWeight, cast
-from ...ir.inputs import plain
 from ...ir.records import Gatherable, GraphReport, TableRecord
 from ...logs import get_logger, say_once
 from ...passes.joint import Joint, Rewritten

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...extension import Feature, GraphFeature
-from ...ir.inputs import Inputs
+from ...frontend.inputs import Inputs
 from ...ir.records import HIGH_PRECISION, TableRecord
 from ...logs import get_logger, say_once
 from ...runtime.parameters import find

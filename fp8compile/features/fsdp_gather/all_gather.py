@@ -43,8 +43,8 @@ from ...codegen.text import dtype_name
 from ...config.policy import Schedule
 from ...errors import ShardingError, StrictError
 from ...extension import GraphFeature, in_fp8
+from ...frontend.inputs import plain
 from ...ir.gathered_weight import GatheredWeight
-from ...ir.inputs import plain
 from ...ir.records import Gatherable
 from ...logs import get_logger, say_once
 from ...passes.joint import Rewritten

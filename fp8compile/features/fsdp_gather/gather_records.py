@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...codegen.text import dtype_name
-from ...ir.inputs import plain
+from ...frontend.inputs import plain
 from ...ir.records import FP8, HIGH_PRECISION, TableRecord
 from ...reporting.record_tables import WHY
 from ...runtime.parameters import find

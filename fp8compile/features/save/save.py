@@ -42,6 +42,7 @@ from torch.fx import Graph, Node, map_arg
 from ... import compat
 from ...config.recipe import WHOLE
 from ...devices.formats import Format, pick
+from ...frontend.inputs import readable_module
 from ...ir import ops
 from ...ir.fx_utils import (
     ALIASES,
@@ -61,7 +62,6 @@ from ...ir.fx_utils import (
     restride,
     value,
 )
-from ...ir.inputs import readable_module
 from ...ir.records import TableRecord
 from ...ir.schemas import copies_at
 from ...logs import get_logger

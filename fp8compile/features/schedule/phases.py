@@ -48,13 +48,19 @@ class ByHand:
 
 
 class _Phases:
-    """The state of this process; that of one parameter is in its record."""
+    """Facts of this process's training; that of one parameter is in its record."""
 
     def __init__(self) -> None:
         self.phase: str | None = None  # set by hand, for all models
         self.listeners = 0  # callbacks of `on_step`
-        self.loss: Tensor | None = None  # the last scalar that a scheduled graph returned, for them
-        self.scheduled: Any = WeakKeyDictionary()  # graphs with two phases
+
+
+class Scheduled:
+    """What this process knows of graphs with two phases."""
+
+    def __init__(self) -> None:
+        self.graphs: Any = WeakKeyDictionary()
+        self.loss: Tensor | None = None  # the last scalar that one returned, for callbacks of `on_step`
 
 
 _phases = _Phases()
@@ -74,7 +80,7 @@ def set_precision(precision: str | None, model: nn.Module | None = None) -> None
     for parameter in parameters_of(model):
         record_of(parameter).extras.put(ByHand(phase or ""))
     STEPS.ticks += 1
-    if phase is not None and process.of(Ledger) and not _phases.scheduled:
+    if phase is not None and process.of(Ledger) and not process.of(Scheduled).graphs:
         message = 'set_precision: no compiled graph has phases; give its policy a schedule: {"schedule": {}}'
         say_once(logger, logging.WARNING, message)
 
@@ -100,7 +106,8 @@ def on_step(callback: Callback, model: nn.Module | None = None, every: int = 1) 
     watched = weakref.ref(model) if model is not None else lambda: None
 
     def stepped(step: int) -> None:
-        precision = callback(step, float(_phases.loss) if _phases.loss is not None else None)
+        loss = process.of(Scheduled).loss
+        precision = callback(step, float(loss) if loss is not None else None)
         if precision is not None:
             _checked(precision, " (the callback's return value)")
             set_precision(precision, watched())
@@ -126,7 +133,7 @@ class ScheduledGraph:
         self.graphs, self.schedule = dict(graphs), schedule
         self.first = first  # the input whose identity tells which model this is
         self.known: Any = WeakIdKeyDictionary()  # parameter -> phase of its last call, ticks at that time
-        _phases.scheduled[self] = True
+        process.of(Scheduled).graphs[self] = True
         count_steps()
 
     def phase(self, parameter: Tensor) -> str:
@@ -152,7 +159,7 @@ class ScheduledGraph:
             outputs = result if isinstance(result, (tuple, list)) else (result,)
             scalars = [x for x in outputs if isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad]
             if scalars:
-                _phases.loss = scalars[-1].detach()
+                process.of(Scheduled).loss = scalars[-1].detach()
         return result
 
 

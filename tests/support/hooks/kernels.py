@@ -39,13 +39,13 @@ def lowered_as_for_a_gpu() -> Patched:
     from fp8compile.ir import grouped, ops
     from fp8compile.passes import lower
 
-    stays = lower._stays
+    stays = lower.stays
 
     def of_groups(node: torch.fx.Node) -> bool:
         ordered = node.target is not ops.quantize_both and grouped.order_of(node) is not None
         return (node.target in grouped.ALL or ordered) and stays(node)
 
-    return mock.patch.object(lower, "_stays", of_groups)
+    return mock.patch.object(lower, "stays", of_groups)
 
 
 @contextlib.contextmanager
@@ -111,6 +111,7 @@ def count_generated(graph: torch.fx.Graph) -> int:
 def refusing(*forms: str) -> Iterator[list[str]]:
     """Inside, a GPU is there whose libraries refuse FP8 matmuls in these forms. Gives the forms that they
     were asked for."""
+    from fp8compile import process
     from fp8compile.passes import try_matmuls
 
     asked: list[str] = []
@@ -120,7 +121,8 @@ def refusing(*forms: str) -> Iterator[list[str]]:
         return "CUBLAS_STATUS_NOT_SUPPORTED" if form in forms else ""
 
     here = mock.patch.object(try_matmuls, "there", lambda device: True)
-    with here, mock.patch.multiple(try_matmuls, refusal=refusal, replaced={}):
+    answers = mock.patch.object(try_matmuls, "refusal", refusal)
+    with here, answers, mock.patch.object(process.of(try_matmuls.Attempts), "replaced", {}):
         yield asked
 
 
@@ -221,11 +223,6 @@ def losing_updates() -> Patched:
         check(gm, amaxes)
 
     return mock.patch.object(halves, "_check_amaxes", without_writes)
-
-
-def without_lowerings() -> Patched:
-    """Inside, no operator of ours is lowered."""
-    return mock.patch("fp8compile.passes.lower.LOWERED", ())
 
 
 def ranks_agree() -> Patched:

@@ -224,6 +224,7 @@ def frozen(parameter: Any) -> bool:
 @contextlib.contextmanager
 def phases_afresh() -> Iterator[None]:
     """Inside, no optimizer has stepped and no phase, step or callback was set. After it, all is as before."""
+    from fp8compile import process
     from fp8compile.features.schedule import phases
     from fp8compile.runtime import optimizer_steps
 
@@ -233,6 +234,8 @@ def phases_afresh() -> Iterator[None]:
         for module in (optimizer_steps, phases):
             stack.enter_context(mock.patch.object(module, "STEPS", steps))
         stack.enter_context(mock.patch.object(phases, "_phases", phases._Phases()))
+        afresh = vars(phases.Scheduled())
+        stack.enter_context(mock.patch.multiple(process.of(phases.Scheduled), **afresh))
         yield
 
 

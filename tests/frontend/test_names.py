@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile.ir.inputs import readable, readable_module
+from fp8compile.frontend.inputs import readable, readable_module
 from tests.support import hooks
 from tests.support.harness import noise
 

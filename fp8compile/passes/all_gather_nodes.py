@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from .fx_utils import SAME, VIEWS, arg, aten, call_function, same_shape, same_size, value
+from ..ir.fx_utils import SAME, VIEWS, arg, aten, call_function, same_shape, same_size, value
 
 
 @dataclass(frozen=True)

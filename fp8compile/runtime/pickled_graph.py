@@ -1,7 +1,7 @@
 """A partitioned graph as data that can be pickled, for another process, and the graph of that data.
 
 It keeps what an interpreter needs: the operators and their arguments, the names of nodes, and which operand a
-cast quantizes. A graph that needs more (an attribute, a nested graph) is not frozen.
+cast quantizes. A graph that needs more (an attribute, a nested graph) is not pickled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from .. import compat
-from ..errors import Unfrozen
-from .metadata import OPERAND
+from ..errors import Unpicklable
+from ..ir.metadata import OPERAND
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class NodeRecord:
+class PickledNode:
     """One node. Its `target` and arguments have a `Ref` for each node and a `Named` for each operator."""
 
     op: str
@@ -53,8 +53,8 @@ class Interpreted(GraphModule):
         return None
 
 
-def freeze(graph: Graph) -> tuple[NodeRecord, ...]:
-    """The nodes of a graph in order. Unfrozen says what cannot be frozen."""
+def pickled(graph: Graph) -> tuple[PickledNode, ...]:
+    """The nodes of a graph in order. Unpicklable says what cannot be pickled."""
     numbers: dict[Node, int] = {}
 
     def plain(x: Any) -> Any:
@@ -63,14 +63,14 @@ def freeze(graph: Graph) -> tuple[NodeRecord, ...]:
     steps = []
     for node in graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
-            raise Unfrozen(f"{node.op} {node.name}")
+            raise Unpicklable(f"{node.op} {node.name}")
         target, args, kwargs = (map_aggregate(x, plain) for x in (node.target, node.args, node.kwargs))
-        steps.append(NodeRecord(node.op, node.name, target, args, kwargs, node.meta.get(OPERAND)))
+        steps.append(PickledNode(node.op, node.name, target, args, kwargs, node.meta.get(OPERAND)))
         numbers[node] = len(numbers)
     return tuple(steps)
 
 
-def thaw(steps: Iterable[NodeRecord]) -> GraphModule:
+def unpickled(steps: Iterable[PickledNode]) -> GraphModule:
     """A graph that computes the same, with the nodes' names, and no metadata but the operands of casts."""
     graph, nodes = Graph(), list[Node]()
 
@@ -92,7 +92,7 @@ def _named(x: Any) -> Any:
         return x
     made = Named(str(x) if isinstance(x, compat.OpOverload) else f"higher_order.{x.name()}")
     if _operator(made.name) is not x:
-        raise Unfrozen(f"the operator {x}")
+        raise Unpicklable(f"the operator {x}")
     return made
 
 

@@ -247,7 +247,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
         inlined=compat.autograd.compiled_autograd(),
         resharded=compat.fsdp.resharded(inputs) | compat.flat.freed(inputs),
         packed=packed,
-        groups=compat.shards.mesh_groups(inputs[i] for i in weights),
+        groups=compat.process_groups.mesh_groups(inputs[i] for i in weights),
     )
 
 
