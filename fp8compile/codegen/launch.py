@@ -35,8 +35,6 @@ from .kernel import Kernel
 
 DEVICES = ("cuda",)  # where Triton's kernels run
 
-AMAX_STRIDE = APART  # int32 elements from one amax to the next: 16 bytes
-
 # (BLOCK_R, BLOCK_C, warps) of kernels that are written by hand
 PARTIAL_SUMS = ((64, 32, 4),)  # numbers of a column at a time, columns, warps: 128 programs for 4096 columns
 MOST_PARTIAL_SUMS = 512  # of a column: a program reads 64 KB, in about the time of one launch
@@ -61,7 +59,7 @@ def tuned(kernel: Any, configs: tuple[tuple[int, ...], ...], restore: tuple[str,
 
 def aligned(size: int) -> int:
     """`size` int32 elements, rounded up to a multiple of 16 bytes."""
-    return -(-size // AMAX_STRIDE) * AMAX_STRIDE
+    return -(-size // APART) * APART
 
 
 def amax_bits(amaxes: Node) -> Node | None:
@@ -105,7 +103,7 @@ class Launcher:
         self.vector: Node | None = None
         self.parts = parts or {}
         self.wholes: dict[Node, Node] = {}  # what parts are written into: the node of the graph -> its memory
-        self.first_column = AMAX_STRIDE * amaxes
+        self.first_column = APART * amaxes
         if amaxes or columns:
             start = next(node for node in graph.nodes if node.op != "placeholder")
             self.vector = self._zeros(Emitter(graph, start, like), self.first_column + columns)
@@ -188,7 +186,7 @@ class Launcher:
     @staticmethod
     def _bits(emit: Emitter, place: AmaxPlace) -> Node:
         assert place.tensor is not None
-        return element(emit, place.tensor, AMAX_STRIDE * place.number)
+        return element(emit, place.tensor, APART * place.number)
 
     def amaxes(self, before: Node, first: AmaxPlace, count: int) -> Node:
         """[count] float32: amaxes that are neighbours, from `first` on."""
@@ -196,8 +194,8 @@ class Launcher:
         if count == 1:
             bits = self._bits(emit, first)
         else:
-            place = AMAX_STRIDE * first.number
-            bits = emit(aten.as_strided.default, first.tensor, [count], [AMAX_STRIDE], place)
+            place = APART * first.number
+            bits = emit(aten.as_strided.default, first.tensor, [count], [APART], place)
         amaxes = emit(aten.view.dtype, bits, torch.float32)
         amaxes.meta[AMAX_BITS] = True
         return amaxes

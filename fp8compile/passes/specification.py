@@ -139,12 +139,8 @@ def _raised(y: Node, amaxes: Node, found: Sequence[Node], rows: Sequence[int]) -
     yield "each amax has its row, in order", len(found) == len(rows) and [*rows] == sorted({*rows})
     writes = [(x.target, *x.args) for x in y.users]
     yield "a copy onto the input reads what is raised", writes == [(aten.copy_.default, amaxes, y)]
-    readers = (
-        "output",
-        ops.raised,
-        aten.copy_.default,
-        *VIEWS,
-    )  # forward hands them on; a launch raises a view
+    # forward hands them on, and a launch raises a view
+    readers = ("output", ops.raised, aten.copy_.default, *VIEWS)
     yield "nothing reads amaxes", all(x.target in readers and amaxes not in x.args[1:] for x in amaxes.users)
 
 

@@ -8,7 +8,7 @@
 | event | method | after it |
 |---|---|---|
 | the first call of these parameters | `Book.open` | cold |
-| a forward begins, and the state has moved | `begin` | a cold call is counted; warm if it was the last one |
+| a call begins, and the state has moved | `decide` | a cold call is counted; warm if it was the last one |
 | weights were loaded (`loads`) | `take_changes` | cold |
 | a scaling state was loaded | `take_changes` | cold where its slots are |
 | another graph has taken the slots over | `take_changes` | as there: the values come back |

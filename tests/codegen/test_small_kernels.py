@@ -46,7 +46,7 @@ def test_raised_amaxes(tensors, count, known):
         rows[1][count // 2] = math.inf
     if tensors > 2:
         rows[2][count // 2], rows[2][-1] = math.inf, -torch.tensor(math.nan)
-    vector = torch.zeros(launch.AMAX_STRIDE * tensors, dtype=torch.int32)
+    vector = torch.zeros(launch.APART * tensors, dtype=torch.int32)
     (config,) = launch.RAISED
     given = {f"rows{i}": rows[i] if i < tensors else None for i in range(launch.Launcher.MOST_RAISED)}
     places = {
@@ -57,7 +57,7 @@ def test_raised_amaxes(tensors, count, known):
         **given, **places, n=None if known else count, COUNT=count if known else None
     )
     expected = torch.stack([x.amax() for x in rows])
-    found = vector.view(torch.float32)[:: launch.AMAX_STRIDE]
+    found = vector.view(torch.float32)[:: launch.APART]
     assert torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
     assert not vector.view(tensors, -1)[:, 1:].any()
 
