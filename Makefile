@@ -25,7 +25,7 @@ JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() or 1))")
 TESTS  ?= tests benchmarks/tests
 ARGS   ?=
 FAST   := config devices cli compat project/test_docs.py project/test_imports.py codegen/test_expected_kernels.py \
-          codegen/test_scaled_mm.py ir/test_te_update_rule.py reporting/test_report.py reporting/test_html.py
+          codegen/test_scaled_mm.py features/delayed/test_te_update_rule.py reporting/test_report.py reporting/test_html.py
 
 EXTRAS := test
 VENV  := .venv-$(TORCH)

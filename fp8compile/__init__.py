@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .errors import StateError as StateError
     from .errors import StrictError as StrictError
     from .errors import TuneError as TuneError
+    from .features.delayed.checkpoint import ScalingState as ScalingState
     from .features.export.export import Exported as Exported
     from .features.export.export import export as export
     from .features.frozen.frozen_weights import restore_frozen_weights as restore_frozen_weights
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from .reporting.stats import Stats as Stats
     from .reporting.stats import stats as stats
     from .runtime.calls import freeze_scaling_state as freeze_scaling_state
-    from .runtime.checkpoint import ScalingState as ScalingState
     from .runtime.optimizer_steps import set_step as set_step
 
 __version__ = "0.3.0"
@@ -71,12 +71,12 @@ _MODULES = {
         "StrictError",
         "TuneError",
     ),
+    "features.delayed.checkpoint": ("ScalingState",),
     "features.export.export": ("Exported", "export"),
     "reporting.monitor": ("Monitor",),
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),
     "runtime.calls": ("freeze_scaling_state",),
-    "runtime.checkpoint": ("ScalingState",),
     "runtime.optimizer_steps": ("set_step",),
     "features.frozen.frozen_weights": ("restore_frozen_weights",),
     "features.schedule.phases": ("on_step", "set_precision"),

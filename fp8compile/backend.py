@@ -16,7 +16,6 @@ A graph with nothing to differentiate, or of a model in eval mode, takes the sam
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,16 +29,16 @@ from .compilation import Compilation, Job, lowering
 from .config.options import Options, parse
 from .config.policy import Policy, Site
 from .config.policy.match import treatment
-from .config.recipe import SETTINGS, Recipe
+from .config.recipe import SETTINGS, USUAL, Recipe
 from .devices import catalog, formats, support
 from .errors import OptionError, Retrace, StrictError, Unusable
-from .frontend.inputs import Inputs, capture, roots, unchosen
+from .frontend.inputs import Inputs, capture, unchosen
 from .frontend.owner import in_model, models_of, tell_apart
-from .ir.records import FP8, HIGH_PRECISION, GraphReport
-from .logs import get_logger, say_once
+from .ir.records import FP8, GraphReport
+from .logs import get_logger
 from .passes.pipeline import skipped
 from .passes.whole_model import whole_kinds
-from .runtime import loads, probe, warm_start
+from .runtime import probe, warm_start
 from .runtime.compiled_graph import CompiledGraph
 from .runtime.inner import INDUCTOR, Inner
 from .runtime.ledger import Ledger
@@ -50,10 +49,6 @@ FLAT = (
     "FullyShardedDataParallel (FSDP1) with use_orig_params=False: Dynamo leaves all of it to eager, so "
     "nothing becomes FP8. Wrap the model with use_orig_params=True (in Accelerate, fsdp_use_orig_params: "
     "true), or use FSDP2: fully_shard (in Accelerate, fsdp_version: 2)"
-)
-INLINED = (
-    "compiled autograd takes over the backward, in which delayed scaling cannot keep its state: every "
-    "tensor is scaled by its current amax, as with recipe 'tensorwise'"
 )
 
 
@@ -130,13 +125,7 @@ fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls 
 def _compile(
     gm: GraphModule, given: Sequence[Any], inputs: Inputs, options: Options, inner: Inner, only: str | None
 ) -> Callable:
-    histories = [recipe.amax_history_len for recipe in options.policy.possible if recipe.delayed]
-    job = Job(gm, given, inputs, options, inner, only, 0)
-    if inputs.inlined and job.learns and histories:
-        say_once(logger, logging.WARNING, f"fp8: {INLINED}")
-    if job.learns and histories and not inputs.inlined and only != HIGH_PRECISION:
-        job = replace(job, history=max(histories))
-        loads.listen(roots(gm, inputs.packed))
+    job = Job(gm, given, inputs, options, inner, only)
     for feature in extension.features():
         job = replace(job, inputs=feature.describe(job))
     if only is None and inner is INDUCTOR:
@@ -219,6 +208,8 @@ def _check_features(options: Options) -> None:
         for value in (getattr(recipe, key) for recipe in policy.possible):
             if value not in (False, default):
                 raise OptionError.of(key, value, f"{default!r}: features/{feature} is not here")
+    if "delayed" not in known and any(recipe.delayed for recipe in policy.possible):
+        raise OptionError.of("recipe", "delayed", f"{USUAL!r}: features/delayed is not here")
     for key, value, usually in (("save", policy.save, Policy().save), ("schedule", policy.schedule, None)):
         if value != usually and key not in known:
             raise OptionError.of(key, value, f"{usually!r}: features/{key} is not here")

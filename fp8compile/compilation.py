@@ -1,6 +1,6 @@
 """The compilation of one Dynamo graph: the core, and what features add to it.
 
-The graph gets inputs for the scaling state, and for what features give it. AOTAutograd traces forward and
+The graph gets inputs for what features give it. AOTAutograd traces forward and
 backward into one joint graph, which our passes rewrite. There, they give the new inputs the sizes that are
 needed. Then the partitioner makes a forward and a backward, and `runtime.halves` lets Inductor compile each.
 """
@@ -31,7 +31,7 @@ from .passes.pipeline import run_early_post_grad, run_joint, run_partitioned, ru
 from .process import Extras
 from .reporting.findings import findings, tell
 from .runtime.calls import Calls, Interface
-from .runtime.compiled_graph import CompiledGraph, new_state
+from .runtime.compiled_graph import CompiledGraph
 from .runtime.halves import Halves
 from .runtime.inner import Inner
 from .runtime.owners import Owners
@@ -44,10 +44,9 @@ RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed
 class Job:
     """A graph to compile, and what is known of it before it is traced.
 
-    `given`: the inputs of its first call, in Dynamo's own list. `only`: the phase that is asked for,
-    whatever the schedule says. `history`: how many amaxes its slots keep; 0: it has no scaling state.
-    `facts`: what a later process has to know for certain, see `runtime.warm_start`; None: without the cache.
-    `shared`: what features keep for both phases of one graph.
+    `given`: the inputs of its first call, in Dynamo's own list. `only`: the phase that is asked for, whatever
+    the schedule says. `facts`: what a later process has to know for certain, see `runtime.warm_start`; None:
+    without the cache. `shared`: what features keep for both phases of one graph.
     """
 
     gm: GraphModule
@@ -56,7 +55,6 @@ class Job:
     options: Options
     inner: Inner
     only: str | None
-    history: int
     facts: str | None = None
     shared: Extras = field(default_factory=Extras)
 
@@ -71,7 +69,7 @@ class Compilation:
 
     def __init__(self, job: Job, phase: str, record: int | None = None):
         self.job, self.phase, self.record, self.options = job, phase, record, job.options
-        inputs, stateful = job.inputs, bool(job.history)
+        inputs = job.inputs
         weights = tuple(sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i)))
         self.interface = Interface(
             weights=weights,
@@ -80,18 +78,15 @@ class Compilation:
             kind=inputs.root_class,
             prefix=inputs.prefix,
             names=tuple(inputs.names),
-            history=max(job.history, 1),
-            stateful=stateful,
-            fixed=compat.inductor.cuda_graphs(self.options.inductor),
             observes=phase == HIGH_PRECISION,
-            together=compat.inductor.changes_collectives(self.options.inductor),
             trains=inputs.training and inputs.grad,
         )
         made = (feature.of_graph(job, phase) for feature in features())
         self.parts: list[GraphFeature] = [part for part in made if part is not None]
         self.facts = job.facts if all(part.warm for part in self.parts) else None
         self.calls, self.owners = Calls(self.interface), Owners(self.interface)
-        self.halves = Halves(job.inner, self._rewrite, self._after, self.calls, self.owners)
+        known = self.calls, self.owners, self.parts
+        self.halves = Halves(job.inner, self._rewrite, self._after, *known)
         self.halves.keeps = self.facts is not None
 
     def run(self) -> CompiledGraph:
@@ -120,20 +115,17 @@ class Compilation:
         return made
 
     def _with_inputs(self) -> tuple[GraphModule, list[Any]]:
-        """A copy of the graph with inputs for the state and for features, and an example of each input."""
+        """A copy of the graph with inputs for features, and an example of each input."""
         # compile_fx takes ownership, and Dynamo still reads the original's placeholders
         gm = compat.dynamo.copy_graph(self.job.gm)
         examples = list(self.job.given)
         device = self._device()
-        if self.interface.stateful:
-            scales, amaxes = new_state(1, device)
-            examples.append(compat.dynamo.add_input(gm, "fp8_scales", scales, self.interface.fixed))
-            examples.append(compat.dynamo.add_input(gm, "fp8_amaxes", amaxes))
         for part in self.parts:
             part.place(len(examples))
             for i in range(part.inputs):
                 name, value = f"fp8_{type(part).__name__.lower()}_{i}", torch.empty(1, device=device)
-                examples.append(compat.dynamo.add_input(gm, name, value, part.stable))
+                stable = i < len(part.stable) and part.stable[i]
+                examples.append(compat.dynamo.add_input(gm, name, value, stable))
         return gm, examples
 
     def _device(self) -> torch.device:
@@ -149,7 +141,6 @@ class Compilation:
             policy=policy,
             device=device,
             fnuz=formats.fnuz(),
-            stateful=self.interface.stateful,
             high_precision=self.interface.observes,
         )
         for part in self.parts:
@@ -189,7 +180,8 @@ class Compilation:
             self.options.warn(
                 "save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept"
             )
-        of_graph = (self.interface.stateful, self.phase, inputs.inlined, sorted(inputs.gathered), skipped())
+        parts = [type(part).__name__ for part in self.parts]
+        of_graph = (parts, self.phase, inputs.inlined, sorted(inputs.gathered), skipped())
         key = "-".join(map(str, (policy.key, *of_graph)))
         names, run = [op.name() for op in RECOMPUTABLE], self._partitioned if after else None
         partitioner = compat.inductor.Partitioner(names, run, f"-{after}-{skipped()}", inputs.packed)

@@ -9,6 +9,7 @@ What is called in the life of a graph, in this order:
     describe, of_graph, place                     before it is traced
     before, passes, decisions, report, after      while it is traced; from AOTAutograd's cache, `after` alone
     partitioned                                   after the partitioner, with `partitions`; not from the cache
+    half, backward                                each half; from the cache, `backward` alone
     compiled, callable                            before it serves calls
     meet                                          at the first call with each set of parameters
     measure                                       at calls that are measured
@@ -22,11 +23,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.fx import GraphModule
     from torch.nn import Module
 
     from .compilation import Job
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from .frontend.inputs import Inputs
     from .ir.records import GraphReport, TableRecord
     from .passes.joint import Joint, Partitioned, Rewritten
+    from .runtime.calls import Call
     from .runtime.compiled_graph import CompiledGraph
     from .runtime.probe import CastKind, Look
 
@@ -48,6 +51,17 @@ class Pass:
     optional: bool = False
 
 
+class StoredScale(NamedTuple):
+    """The scale of a tensor that is kept between calls, its inverse, and the last amax. `cold`: there is no
+    scale yet. `counts`: by the names of statistics."""
+
+    amax: float
+    scale: float
+    scale_inv: float
+    cold: bool
+    counts: Mapping[str, int]
+
+
 class GraphFeature:
     """A feature's part in one compiled graph. It lives as long as the compiled code, and must not keep the
     `Job`, which holds the inputs of the first call."""
@@ -55,7 +69,8 @@ class GraphFeature:
     partitions: bool = False  # its passes after the partitioner are to run
     warm: bool = True  # AOTAutograd's cache may keep the graph for later processes
     inputs: int = 0  # how many tensors the graph gets from `arguments`; a pass gives each its dtype and sizes
-    stable: bool = False  # they keep their addresses, so that CUDA graphs need not copy them
+    stable: Sequence[bool] = ()  # which of them keep their addresses, so that CUDA graphs need not copy them
+    hears: bool = False  # of each backward, and of what runs eagerly, so these have to come to us
 
     def place(self, first: int) -> None:
         """The position of the first of its inputs among those of the graph."""
@@ -77,6 +92,14 @@ class GraphFeature:
     def partitioned(self, job: Job, halves: Partitioned, record: int | None) -> None:
         """The passes have run over both halves. `record`: the graph's index in the ledger."""
 
+    def half(self, graph: GraphModule) -> None:
+        """Forward or backward is about to be compiled. Fp8CompileError if it cannot be."""
+
+    def backward(self, names: Sequence[str]) -> Callable[[Sequence[Any]], bool] | None:
+        """A backward with inputs of these names was compiled, or comes from the cache. What is returned is
+        called before each of its calls, with its arguments; true if its forward was cold."""
+        return None
+
     def compiled(self, job: Job, graph: CompiledGraph) -> None:
         """The graph is about to serve calls. What has to see every call wraps `graph.function`; DDPOptimizer
         calls it with fake tensors, too."""
@@ -87,13 +110,17 @@ class GraphFeature:
     def measure(self, args: Sequence[Any], look: Look) -> None:
         """A call that is measured begins."""
 
-    def arguments(self, args: Sequence[Any], look: Look | None) -> Sequence[Tensor]:
-        """The tensors for its inputs in this call; fewer than `inputs` if the last ones are not read."""
+    def arguments(self, args: Sequence[Any], call: Call) -> Sequence[Tensor]:
+        """The tensors for its inputs in this call; fewer than `inputs` if the last ones are not read. It may
+        make the call cold."""
         return ()
 
     def stand_ins(self, device: torch.device) -> Sequence[Tensor]:
         """As `arguments`, for a call with fake tensors."""
         return ()
+
+    def forget(self) -> None:
+        """Forget every call: the next one is the first."""
 
 
 class Feature:
@@ -128,6 +155,14 @@ class Feature:
         and "format", and those of the other columns (`Stats.rows`) that it knows."""
         return ()
 
+    def stored_scales(self, weights: Iterable[Tensor]) -> Mapping[tuple[int, str, int], StoredScale]:
+        """The scales that it keeps, by the id of the weight, role and use."""
+        return {}
+
+    def keep(self, model: Module) -> Callable[[], None] | None:
+        """What brings back all that it knows of a model now."""
+        return None
+
     def cast_outside(self, weight: Tensor) -> tuple[CastKind, Callable[[], Mapping[str, float]]] | None:
         """How a weight is cast before graphs read it; amax, scale and inverse, by the names of statistics."""
         return None
@@ -160,6 +195,12 @@ def register(features: Iterable[Feature]) -> None:
 
 def features() -> Sequence[Feature]:
     return tuple(_features)
+
+
+def stored_scales(weights: Iterable[Tensor]) -> dict[tuple[int, str, int], StoredScale]:
+    """See `Feature.stored_scales`."""
+    known = list(weights)
+    return {key: x for feature in _features for key, x in feature.stored_scales(known).items()}
 
 
 def in_fp8(parameter: Tensor, schedule: Schedule) -> bool:

@@ -6,11 +6,11 @@
 Inductor treats the kernel as one of its own: it uses its own launcher, records launches in CUDA graphs, tunes
 over the kernel's configurations at the first launch, and caches the choice on disk.
 
-Amaxes are int32: elements of the scaling state's input (`ir.state_page`), and of one vector of the graph,
-zeroed once. Kernels raise them by atomic maxima on the bits of magnitudes: the bits of NaN are above those of
-infinity, and the order of the maxima does not matter. Amaxes of columns are parts of that vector. Scales and
-amaxes are passed as views of one element, each 16-byte aligned. With a slot's number as an argument, Inductor
-would tune each launch as another kernel.
+Amaxes are int32: elements of one vector of the graph, zeroed once, or of what outlives the call
+(`ops.raised`). Kernels raise them by atomic maxima on the bits of magnitudes: the bits of NaN are above those
+of infinity, and the order of the maxima does not matter. Amaxes of columns are parts of that vector. Scales
+and amaxes are passed as views of one element, each 16-byte aligned. With a slot's number as an argument,
+Inductor would tune each launch as another kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .. import compat
 from ..devices.gpu import gpu_of
 from ..ir.fx_utils import STACKS, Emitter, arg, aten, element, hint, value
 from ..ir.metadata import AMAX_BITS, READ_AGAIN
-from ..ir.state_page import APART
+from ..ir.ops import APART
 from . import blocks, walks
 from .group import Group, Output
 from .indexing import Domain, product, quotient, quotient_up, size_of, sizes

@@ -34,14 +34,14 @@ from .. import compat
 from ..config.options import parse
 from ..config.policy import Policy
 from ..errors import Fp8CompileError, OptionError, one_line_where
+from ..extension import features
 from ..ir.records import FP8, HIGH_PRECISION
 from ..logs import get_logger
 from ..reporting.report import Report, report
 from ..reporting.stats import table
+from ..runtime.named_weights import named_weights, unwrapped
 from ..runtime.parameters import find
 from ..runtime.probe import Measurement
-from ..runtime.state import named_weights, unwrapped
-from ..runtime.state_dict import prepare_load, scaling_state
 from .comparison import Comparison, assembled
 from .observe import Tap, Watched
 from .sandbox import entry, inputs, modules_of, roots_of, taken, untouched
@@ -160,7 +160,8 @@ class Session:
         check_places(weights, self.who)
         self._compile(self._options(weights))
         self.tap.names = {id(weight): name for name, weight in weights.items()}
-        saved = {name: scaling_state(root) for name, root in roots.items()}
+        kept = [feature.keep(root) for root in roots.values() for feature in features()]
+        bring_back = [step for step in kept if step is not None]
 
         def step(phase: str, watched: Watched | None) -> ComparedStep:
             seen, measurements = watched or Watched(), []
@@ -168,10 +169,12 @@ class Session:
                 for graph in self.graphs:
                     if hasattr(graph, "forget"):
                         graph.forget()
-                for prefix, root in roots.items() if phase == FP8 else ():
-                    prepare_load(root, saved[prefix], strict=False, quiet=True)()
-                    if watched is not None:
-                        measurements.append((prefix, root, Measurement(root).begin()))
+                for again in bring_back if phase == FP8 else ():
+                    again()
+                if phase == FP8 and watched is not None:
+                    measurements = [
+                        (prefix, root, Measurement(root).begin()) for prefix, root in roots.items()
+                    ]
                 self.tap.watched = watched
                 try:
                     result = self.steps[phase](*inputs(args), **inputs(kwargs))

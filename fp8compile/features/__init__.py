@@ -9,6 +9,7 @@ from .async_tp import AsyncTensorParallel
 from .chunked_logits import ChunkedLogits
 from .collectives import FP8Collectives
 from .compression import CompressedGradients
+from .delayed import DelayedScaling
 from .experts import Experts
 from .export import Export
 from .frozen import FrozenWeights
@@ -19,6 +20,7 @@ from .schedule import Phases
 from .weight_cache import CachedWeights
 
 FEATURES = (
+    DelayedScaling(),
     Experts(),
     ChunkedLogits(),
     GatheredWeights(),

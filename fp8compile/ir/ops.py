@@ -6,16 +6,17 @@ implementations below, plain torch on any device, are the reference: cold calls 
     amax(x)                                         [..] -> [1] float32
     amax_blocks(x, transposed, block)               [R, C] -> one amax a block of the copy
     current_scale(amax, ...)                        the scale from the tensor's own amax
-    delayed_scale(scales, amax, slot, ...)          the slot's scale; in a cold call from the current amax
-    votes(scales, slots); agreed_scale(...)         the same scale on all ranks that gather one tensor
-    inverse(scale) / delayed_inverse(...)           1 / scale, which divides back
+    inverse(scale)                                  1 / scale, which divides back
     quantize(x, scale, dtype, fp8_max, transposed)  [R, C] -> FP8 [R, C], or [C, R padded to 16]
     quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
     transposed(x8)                                  FP8 [R, C] -> [C, R padded to 16]
     scaled_mm(a, b, a_inv, b_inv, bias, ...)        [M, K], [N, K] -> [M, N]
     block_mm(a, b, a_inv, b_inv, bias, ...)         the same, where an operand has more than one scale
     dequantize(data, inv, dtype)                    a weight that came in FP8 (`ir.gathered_weight`)
-    gather(amaxes) -> vector; raised(amaxes, found, rows) -> amaxes     (`state_page`)
+    gather(amaxes)                                  several amaxes as one vector
+    raised(amaxes, found, rows)                     amaxes that outlive a call, after a call that found these
+
+Features may have operators of their own (`define_op`).
 
 Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor
 cores take). A tensor whose rows are contracted (tokens, in wgrad) is quantized transposed, its rows padded
@@ -40,7 +41,6 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import Fp8CompileError
-from . import state_page
 from .fx_utils import fakes, is_data
 from .products import block_product, product, spread
 from .scale import inverse_of, scale_of
@@ -164,59 +164,6 @@ inverse = define_op("inverse(Tensor scale) -> Tensor", _like)(inverse_of)
 
 
 @define_op(
-    "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, int margin) -> Tensor", _number
-)
-def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int) -> Tensor:
-    """The slot's scale; while the slot is cold that of the current amax, if it is finite. (The lowering
-    always takes the slot's.)"""
-    row = state_page.Rows(state_page.numbers_of(scales[slot]))
-    return _stored_or_current(row.scale.reshape(1), row.cold, amax, fp8_max, margin)
-
-
-def _stored_or_current(stored: Tensor, cold: Tensor, amax: Tensor, fp8_max: float, margin: int) -> Tensor:
-    return torch.where(cold & amax.isfinite(), scale_of(amax, fp8_max, margin), stored)
-
-
-def votes_of(scales: Tensor, slots: Sequence[int], cold: bool = True) -> Tensor:
-    """`[len(slots) + 1]` float32: what this rank knows of the scales of tensors that are gathered from
-    several ranks. The minimum over the ranks is what they agree on. `cold`: this call is cold. (The lowering
-    always takes a warm call.)
-
-    The scale of each slot, infinite while it has none in a cold call; then 1 in a cold call, 0 in a warm one.
-    """
-    rows = [state_page.Rows(state_page.numbers_of(scales.select(0, slot))) for slot in slots]
-    stored = [
-        (torch.where(row.cold, float("inf"), row.scale) if cold else row.scale).reshape(1) for row in rows
-    ]
-    return torch.cat([*stored, scales.new_full((1,), float(cold))])
-
-
-votes = define_op("votes(Tensor scales, int[] slots, bool cold=True) -> Tensor")(votes_of)
-
-
-@define_op(
-    "agreed_scale(Tensor agreed, Tensor amax, int index, str group, float fp8_max, int margin) -> Tensor",
-    _number,
-)
-def agreed_scale(agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int) -> Tensor:
-    """The scale of this rank's part of a tensor, the same on all ranks. `agreed`: the minimum of their votes.
-
-    It is the scale that they agree on. Only if the call is cold on all ranks, they reduce their amaxes, and
-    decide as `delayed_scale`: so all ranks wait for this all-reduce, or none. (The lowering takes `agreed`.)
-    """
-    stored = agreed[index : index + 1]
-    if not bool(agreed[-1]):
-        return stored
-    amax = compat.process_groups.largest(amax, group)
-    return _stored_or_current(stored.nan_to_num(posinf=1.0), stored.isinf(), amax, fp8_max, margin)
-
-
-@define_op("delayed_inverse(Tensor scales, Tensor scale, int slot) -> Tensor", _number)
-def delayed_inverse(scales: Tensor, scale: Tensor, slot: int) -> Tensor:
-    return inverse_of(scale)
-
-
-@define_op(
     "quantize(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed, int[] block=[0, 0], "
     "Tensor? rows=None) -> Tensor",
     _copy,
@@ -295,6 +242,12 @@ dequantize = define_op(_DEQUANTIZE, _dequantized)(values)
 gather = define_op("gather(Tensor[] amaxes) -> Tensor")(lambda amaxes: torch.cat(amaxes))
 
 
+# Numbers of `raised`'s amaxes from one to the next. With four, each is 16-byte aligned, so that one kernel of
+# ours serves all
+APART = 4
+UNSEEN = -1  # an amax that no call has raised. As integers, the bits of all amaxes are above it
+
+
 def _raised(amaxes: Tensor, *_) -> Tensor:
     if compat.autograd.in_compiled_autograd():
         raise Fp8CompileError(
@@ -305,4 +258,19 @@ def _raised(amaxes: Tensor, *_) -> Tensor:
     return torch.empty_like(amaxes)
 
 
-raised = define_op("raised(Tensor amaxes, Tensor[] found, int[] rows) -> Tensor", _raised)(state_page.raised)
+def raised_of(amaxes: Tensor, found: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """`amaxes`, int32 `[rows, APART]`, raised to `found`, float32 [n] each. The first column has the bits of
+    the largest amaxes. `rows`: of the first of each, ascending."""
+    pieces, end = [], 0
+    for vector, row in zip(found, rows, strict=True):
+        if row > end:
+            pieces.append(amaxes.new_full((row - end,), UNSEEN))
+        pieces.append(vector.view(torch.int32).bitwise_and(0x7FFFFFFF))  # a NaN may have a sign
+        end = row + vector.shape[0]
+    if not pieces:
+        return amaxes.clone()
+    seen = torch.nn.functional.pad(torch.cat(pieces), (0, amaxes.shape[0] - end), value=UNSEEN)
+    return torch.maximum(amaxes, torch.nn.functional.pad(seen.unsqueeze(1), (0, APART - 1), value=UNSEEN))
+
+
+raised = define_op("raised(Tensor amaxes, Tensor[] found, int[] rows) -> Tensor", _raised)(raised_of)

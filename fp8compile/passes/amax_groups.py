@@ -1,4 +1,4 @@
-"""amax_groups: over which ranks the amaxes of a graph are reduced, by `reduce_amax` and `amax_group`."""
+"""amax_groups: over which ranks current amaxes are reduced, by `amax_group`."""
 
 from __future__ import annotations
 
@@ -33,32 +33,20 @@ class AmaxGroups:
 
 
 def amax_groups(joint: Joint) -> int:
-    """OptionError where that is impossible: for two groups in one graph, for a name of nothing, and for all
-    ranks in a pipeline, because each stage runs other graphs and waits for the stage before."""
-    operands, dimensions = joint.plan.operands.values(), joint.inputs.groups
-    every = _named("reduce_amax", {x.recipe.reduce_amax for x in operands if x.slot >= 0}, dimensions)
+    """OptionError where that is impossible: for two groups in one graph, and for a name of nothing."""
+    operands = joint.plan.operands.values()
     shared = {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}
-    shards = _named("amax_group", shared, dimensions)
-    groups = compat.process_groups
-    if any(map(groups.is_default_group, every.values())) and groups.in_pipeline():
-        allowed = f"the process group of the ranks that share a pipeline stage{FIX}"
-        raise OptionError.of("reduce_amax", True, allowed)
-    with_history = {x.recipe.amax_group for x in operands if x.slot >= 0} & shards.keys()
-    names = (*every.values(), *(shards[given] for given in with_history))
-    ranks = {groups.ranks_of(name): name for name in names}
-    # max covers its parts
-    needed = tuple(name for group, name in ranks.items() if not any(group < other for other in ranks))
-    joint.amax_groups = AmaxGroups(shards)
-    joint.state_groups = needed if joint.state is not None else ()
-    if not joint.high_precision or joint.state is not None:
-        joint.groups |= dict.fromkeys((*needed, *shards.values()))
+    joint.amax_groups = AmaxGroups(named_groups("amax_group", shared, joint.inputs.groups))
+    if not joint.high_precision:
+        joint.groups |= dict.fromkeys(joint.amax_groups.shards.values())
     return len(joint.groups)
 
 
-FIX = ", e.g. options={'reduce_amax': mesh.get_group('dp')}"
-
-
-def _named(key: str, given: Collection[bool | str], dimensions: Mapping[str, str]) -> dict[bool | str, str]:
+def named_groups(
+    key: str, given: Collection[bool | str], dimensions: Mapping[str, str]
+) -> dict[bool | str, str]:
+    """The names of the process groups that an option gives, by what it gives. `dimensions`: those of the
+    parameters' DeviceMesh, and their groups."""
     found: dict[bool | str, str] = {}
     for one in given:
         if one is False:

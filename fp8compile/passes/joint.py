@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from ..config.policy import Policy, Site
 from ..devices.catalog import Device
 from ..frontend.inputs import Inputs
 from ..ir.matmul import Matmul
 from ..ir.records import Findings, Gatherable, OpaqueRecord
-from ..ir.state_page import SlotKey
 from ..process import Extras
 from .amax_groups import AmaxGroups
 from .plan import Plan
@@ -33,9 +32,6 @@ class Rewritten:
     opaque: list[OpaqueRecord] = field(default_factory=list)
     edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
     inference: bool = False  # nothing to differentiate
-    slots: tuple[SlotKey, ...] = ()  # by row of the page
-    state_inputs: tuple[str, ...] = ()  # the names of those for scales and amaxes, where a slot needs them
-    state_groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced before the state moves
     added: list[str] = field(default_factory=list)  # inputs that a pass has given their sizes
     complaints: list[str] = field(default_factory=list)  # what the policy's author should know
     sites: tuple[Site, ...] = ()  # of a part of a model, for rules that only the whole model can judge
@@ -55,14 +51,12 @@ class Joint(Rewritten):
     policy: Policy
     device: Device | None  # decides what pays; None: everything pays
     fnuz: bool  # the device uses the fnuz FP8 encodings
-    stateful: bool  # the graph has two inputs for the scaling state, after those of the user
-    high_precision: bool = False  # only observe the tensors that would be quantized
+    high_precision: bool = False  # a phase in which the matmuls stay as they are
     saves: bool = False  # large tensors that forward keeps will be kept in FP8
     cached: frozenset[int] = frozenset()  # parameters whose copies may be kept between calls
     freezable: frozenset[int] = frozenset()  # parameters that may be kept in FP8 only
 
     plan: Plan = field(default_factory=Plan)
-    state: tuple[Node, Node] | None = None  # the inputs for scales and amaxes
     amax_groups: AmaxGroups = field(default_factory=AmaxGroups)
     written: Written | None = None
     extras: Extras = field(default_factory=Extras)  # of features, for their own passes

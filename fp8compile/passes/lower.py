@@ -8,7 +8,6 @@ becomes, on a GPU,
     f = x.to(float32) * scale; x8 = where(isinf(x), nan, clamp(f)).to(e4m3)
     y = aten._scaled_mm(x8, permute(w8), inv_x, inv_w, None, None, bf16, True)
 
-This is the warm graph: a delayed scale is the stored one, and no cast waits for its tensor's amax.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ from ..codegen import launch, scaled_grouped, scaled_mm
 from ..codegen import lowerings as forms
 from ..codegen.inline import Inliner
 from ..errors import Fp8CompileError
-from ..ir import grouped, merged, ops, state_page
-from ..ir.fx_utils import Emitter, arg, aten, element, is_data, is_tensor, value
+from ..ir import grouped, merged, ops
+from ..ir.fx_utils import arg, is_data, is_tensor, value
 from ..ir.scale import inverse_of, scale_of
 from ..ir.schemas import copies_at
 
-STORED = (ops.delayed_scale, ops.delayed_inverse, ops.votes, ops.agreed_scale)
 COMPUTED = (ops.current_scale, ops.inverse, merged.largest, merged.least)
 # operators that a plain function of the same arguments replaces
 FUNCTIONS: dict[Any, Callable] = {
@@ -51,12 +49,9 @@ LOWERED = tuple(op for op in ops.OPERATORS if op not in (ops.quantize_both, merg
 
 
 def lower_scales(graph: Graph) -> int:
-    """Lower the stored scales; returns how many nodes were replaced. The first pass after the partitioner: a
-    delayed scale becomes a load, so no cast waits for its tensor's amax. Scales of whole tensors that are
-    computed follow, unless `fuse` may put them into the kernels that cast."""
-    lowering = _Lowering(graph)
-    stored = lowering.run(STORED)
-    return stored + lowering.run(COMPUTED, lambda node: value(node).dim() != 2 and not _in_kernels(node))
+    """Lower the scales of whole tensors, unless `fuse` may put them into the kernels that cast; returns how
+    many nodes were replaced."""
+    return _Lowering(graph).run(COMPUTED, lambda node: value(node).dim() != 2 and not _in_kernels(node))
 
 
 def _in_kernels(node: Node) -> bool:
@@ -172,7 +167,7 @@ class _Lowering:
             for _, count in vectors:
                 firsts.append(rows[first])
                 first += count
-            return self.inline(node, state_page.raised, amaxes, [x for x, _ in vectors], tuple(firsts))
+            return self.inline(node, ops.raised_of, amaxes, [x for x, _ in vectors], tuple(firsts))
         by_size: dict[str, list[tuple[launch.AmaxPlace, Node]]] = {}
         for x, row in zip(found, rows, strict=True):
             numbers = self.rows.get(x, x)
@@ -183,24 +178,6 @@ class _Lowering:
                 launcher.raise_amaxes(write, dict(pairs[start : start + launcher.MOST_RAISED]))
         self.graph.erase_node(write)
         return None
-
-    def delayed_scale(self, node: Node, scales: Node, amax: Node, slot: int, *_) -> Node:
-        return self.stored(node, scales, slot, state_page.SCALE)
-
-    def delayed_inverse(self, node: Node, scales: Node, scale: Node, slot: int) -> Node:
-        return self.stored(node, scales, slot, state_page.SCALE_INV)
-
-    def votes(self, node: Node, scales: Node, slots: list[int], *_) -> Node:
-        return self.inline(node, ops.votes_of, scales, tuple(slots), False)
-
-    def agreed_scale(self, node: Node, agreed: Node, amax: Node, index: int, *_) -> Node:
-        return Emitter(node.graph, node, node)(aten.as_strided.default, agreed, [1], [1], index)
-
-    @staticmethod
-    def stored(node: Node, scales: Node, slot: int, column: int) -> Node:
-        """One number of the stored scales, as a view."""
-        place = state_page.APART * (state_page.READ * slot + column)
-        return element(Emitter(node.graph, node, node), scales, place)
 
     def amax_blocks(
         self, node: Node, x: Node, transposed: bool, block: list[int], order: Node | None = None

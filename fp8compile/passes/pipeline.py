@@ -35,7 +35,6 @@ from .lower import lower, lower_scales, split_casts
 from .plan import plan
 from .profitability import weigh
 from .quantize import quantize
-from .raise_amaxes import raise_amaxes
 from .recast import recast
 from .try_matmuls import try_matmuls
 
@@ -48,16 +47,15 @@ JOINT = (  # each a function of a `Joint`
     Pass("recast", recast, optional=True),  # which weights are cast again in backward, rather than kept
     Pass("weigh", weigh, optional=True),  # what FP8 would not make faster stays in high precision
     Pass("gather", gather),  # which weights may arrive in FP8
-    Pass("plan", plan),  # which tensors are quantized, and in which slot the scale of each lives
-    Pass("amax_groups", amax_groups),  # over which ranks amaxes are reduced
+    Pass("plan", plan),  # which tensors are quantized, each once for all its readers
+    Pass("amax_groups", amax_groups),  # over which ranks current amaxes are reduced
     Pass("quantize", quantize),  # casts and FP8 matmuls: the canonical form, which the following rewrite
     Pass("substitute", substitute),  # weights that arrive in FP8
     Pass("layouts", layouts),  # which copies are kept for backward
     Pass("reduce_current", reduce_current),  # current amaxes over the ranks that share a tensor
-    Pass("raise_amaxes", raise_amaxes),  # what the scaling state learns from a call
 )
 POST_GRAD = (  # each a function of a graph
-    Pass("lower_scales", lower_scales),  # scales of whole tensors; delayed ones become loads from the state
+    Pass("lower_scales", lower_scales),  # scales of whole tensors
     Pass("split_casts", split_casts),  # a cast into both layouts becomes two
     Pass("try_matmuls", try_matmuls, optional=True),  # which FP8 matmuls the GPU's libraries refuse
     Pass("fuse", fuse, optional=True),  # casts, with what makes their tensors, become generated kernels
@@ -74,8 +72,7 @@ def passes(stage: str) -> tuple[Pass, ...]:
 
 
 def run_joint(joint: Joint) -> Rewritten:
-    """Rewrite a joint graph in place. With `high_precision` the matmuls stay as they are, but amaxes are
-    recorded, so that histories exist when FP8 begins."""
+    """Rewrite a joint graph in place. With `high_precision` the matmuls stay as they are."""
     joint.inference = not compat.dynamo.tag_backward(joint.graph)
     _run("joint", joint, joint.graph)
     joint.graph.eliminate_dead_code()

@@ -2,10 +2,9 @@
 
     mm = mm(view(x), permute(w))
 
-becomes (delayed; `tensorwise` has `current_scale(amax)` instead of `delayed_scale`)
+becomes
 
-    amax_x = amax(x2d)
-    scale_x = delayed_scale(scales, amax_x, 0); inv_x = delayed_inverse(scales, scale_x, 0)
+    amax_x = amax(x2d); scale_x = current_scale(amax_x); inv_x = inverse(scale_x)
     amax_w = ...
     x8 = quantize(x2d, scale_x, transposed=False); w8 = quantize(w, scale_w, transposed=False)
     mm = scaled_mm(x8, w8, inv_x, inv_w)
@@ -17,7 +16,8 @@ With one scale a row or a block, the two layouts of a tensor have scales of thei
 
 This is the canonical form. Everything else rewrites it: `substitute` (weights that arrive in FP8),
 `move_all_gathers` and `move_all_to_alls` (tensors that a collective carries in FP8), `layouts` (what is kept
-for backward), `write_merged` (one matmul for several), `reduce_current`, `hoist`.
+for backward), `write_merged` (one matmul for several), `reduce_current`, `store` (scales from the scaling
+state, with delayed scaling), `hoist`.
 
 The backward needs the scales of the forward unchanged, so scales are tagged MUST_SAVE.
 """
@@ -41,25 +41,21 @@ from .written import Copy, Written, whole
 
 def quantize(joint: Joint) -> int:
     """Rewrite the decided matmuls; returns how many tensors have a scale from one amax."""
-    if joint.high_precision and joint.state is None:
+    if joint.high_precision:
         return 0
-    writer = _Quantizer(joint.graph, joint.plan, joint.state[0] if joint.state is not None else None)
-    if joint.high_precision:  # a phase that keeps histories, and leaves the matmuls as they are
-        for backward in (False, True):
-            for operand in joint.plan.direction(backward):
-                writer.amax(operand)
+    writer = Quantizer(joint.graph, joint.plan)
     for matmul in joint.matmuls:
-        if matmul.fp8 and not joint.high_precision:
+        if matmul.fp8:
             writer.replace(matmul)
     joint.written = writer.written
     return len(writer.written.amaxes)
 
 
-class _Quantizer:
-    """`stored`: the input with the scales of the state; None: no state."""
+class Quantizer:
+    """Writes the canonical form. What it has written is in `written`."""
 
-    def __init__(self, graph: Graph, plan: Plan, stored: Node | None):
-        self.graph, self.plan, self.stored = graph, plan, stored
+    def __init__(self, graph: Graph, plan: Plan):
+        self.graph, self.plan = graph, plan
         self.written = Written(graph, next(node for node in graph.nodes if node.op != "placeholder"))
         self.after = self.written.after
         self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which the next matmul may read
@@ -134,14 +130,7 @@ class _Quantizer:
     def whole_scale(self, operand: Operand) -> tuple[Node, Node]:
         amax = self.amax(operand)
         emit = self.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
-        if not operand.scaling.delayed:
-            return current(emit, operand, amax)
-        scale = emit(ops.delayed_scale, self.stored, amax, operand.slot, *delayed(operand))
-        if operand.offs is not None or operand.matrix.stack > 1:
-            # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. The
-            # first of the stored scales is at one, a view of another is not: the backward takes it from them
-            emit.meta["recompute"] = compat.inductor.MUST_RECOMPUTE
-        return scale, emit(ops.delayed_inverse, self.stored, scale, operand.slot)
+        return current(emit, operand, amax)
 
     def scales_of(self, operand: Operand, matrix: Matrix, transposed: bool) -> tuple[Node, Node]:
         """The scales of the blocks of one layout."""
@@ -170,6 +159,7 @@ class _Quantizer:
         return scale, inverse
 
     def amax(self, operand: Operand) -> Node:
+        """The amax of an operand; written once."""
         if operand not in self.written.amaxes:
             source = self.matrix(operand.matrix, operand)
             rows = self.groups.order(operand, source)[:1]
@@ -203,11 +193,6 @@ def current(emit: Emitter, operand: Operand, amax: Node) -> tuple[Node, Node]:
     scaling = operand.scaling
     scale = emit(ops.current_scale, amax, operand.format.max, scaling.margin, scaling.power_of_2)
     return scale, emit(ops.inverse, scale)
-
-
-def delayed(operand: Operand) -> tuple[float, int]:
-    """What a stored scale is computed with: the format's maximum, and the margin."""
-    return operand.format.max, operand.scaling.margin
 
 
 def split_addend(matmul: Matmul) -> tuple[Node | None, Node | None]:

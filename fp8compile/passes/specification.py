@@ -6,7 +6,7 @@ compared by their hints, so that no check adds a guard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,13 +14,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from ..compat.inductor import MUST_RECOMPUTE, MUST_SAVE
+from ..compat.inductor import MUST_SAVE
 from ..devices.formats import FORMATS
 from ..errors import Fp8CompileError
 from ..ir import grouped, merged, ops
 from ..ir.fx_utils import FLOATS, VIEWS, aten, hint, value
 from ..ir.schemas import copies_at, product_of
-from ..ir.state_page import APART, READ
 from . import lower
 
 
@@ -35,23 +34,32 @@ class Stage(NamedTuple):
 
 ARRIVED = frozenset({ops.dequantize})  # a weight that is an input in FP8
 CANONICAL = ARRIVED | {ops.amax, ops.amax_blocks, ops.quantize, ops.scaled_mm, ops.block_mm, *grouped.ALL}
-CANONICAL |= {ops.current_scale, ops.inverse, ops.delayed_scale, ops.delayed_inverse}
-CARRIED = CANONICAL | {ops.votes, ops.agreed_scale, ops.transposed}
+CANONICAL |= {ops.current_scale, ops.inverse}
+CARRIED = CANONICAL | {ops.transposed}
 BOTH = frozenset({ops.quantize_both, merged.both_sides})
 KEPT = CARRIED | BOTH | {merged.largest, merged.least, merged.side_by_side}
 EVERY = KEPT | {ops.gather, ops.raised}
-LOADED = EVERY.difference(lower.STORED)
 STAGES = {  # by the pass that begins it; "joint", "partitioned" and so on: before the first pass
     "joint": Stage(ARRIVED, joint=True),
     "quantize": Stage(CANONICAL, joint=True),
     "substitute": Stage(CARRIED, joint=True),
     "layouts": Stage(KEPT, joint=True),
-    "raise_amaxes": Stage(EVERY, joint=True),
-    **dict.fromkeys(("partitioned", "early_post_grad", "post_grad"), Stage(EVERY)),
-    "lower_scales": Stage(LOADED),
-    "split_casts": Stage(LOADED - BOTH, BOTH),
+    "reduce_current": Stage(EVERY, joint=True),
+    **dict.fromkeys(("partitioned", "early_post_grad", "post_grad", "lower_scales"), Stage(EVERY)),
+    "split_casts": Stage(EVERY - BOTH, BOTH),
     "lower": Stage(frozenset(), frozenset(lower.CALLED)),
 }
+# scales, and what the partitioner may be told of each
+SCALES = dict.fromkeys((ops.current_scale, ops.inverse), (MUST_SAVE,))
+Rules = Iterable[tuple[str, bool]]
+
+
+def admit(rules: Mapping[Any, Callable[..., Rules]], since: str, until: str) -> None:
+    """Operators of a feature, each with its rules: from the stage `since` to the one before `until`."""
+    RULES.update(rules)
+    names = list(STAGES)
+    for name in names[names.index(since) : names.index(until)]:
+        STAGES[name] = STAGES[name]._replace(anywhere=STAGES[name].anywhere | rules.keys())
 
 
 def check(graph: Graph, stage: str, after: str) -> None:
@@ -76,12 +84,11 @@ def check(graph: Graph, stage: str, after: str) -> None:
 
 # -- rules: of a node y, given its arguments --
 
-Rules = Iterable[tuple[str, bool]]
 FP8, WIDE, INT = [form.dtype for form in FORMATS.values()], [torch.float32], [torch.int32]
 ONE, MATRIX = (1,), (None, None)
 
 
-def _is(dtypes: Sequence[torch.dtype], *given: Any, sizes: Sequence[Any] | None = None) -> bool:
+def typed(dtypes: Sequence[torch.dtype], *given: Any, sizes: Sequence[Any] | None = None) -> bool:
     """Are these tensors of one of these dtypes and, if given, of these sizes (None: any)?"""
     tensors = [value(x) if isinstance(x, Node) else x for x in given]
     pairs = [pair for x in tensors for pair in zip(x.shape, sizes or (), strict=False)]
@@ -96,46 +103,38 @@ def _dense(x: torch.Tensor) -> bool:
 
 def _each(x: Node, block: Sequence[int], sizes: Sequence[Any]) -> bool:
     """One float32 for a copy of these sizes, or one a block of it."""
-    return _is(WIDE, x, sizes=ONE) or _is(WIDE, x, sizes=[*map(ops.blocks, sizes, block)])
-
-
-def _stored(y: Node, scales: Node, *given: Any) -> Rules:
-    rows = given[0] if y.target is ops.votes else given[1:2]
-    page = scales.op == "placeholder" and _is(WIDE, scales, sizes=(None, READ, APART))
-    yield "stored scales are read of the input for scales", page
-    yield "a slot is a row of the input for scales", all(0 <= i < hint(value(scales).shape[0]) for i in rows)
-    yield "a stored scale is one float32", y.target is ops.votes or _is(WIDE, given[0], y, sizes=ONE)
+    return typed(WIDE, x, sizes=ONE) or typed(WIDE, x, sizes=[*map(ops.blocks, sizes, block)])
 
 
 def _casts(y: Node, *_: Any) -> Rules:
     for x in copies_at(y):
-        yield "a float matrix is cast", _is(FLOATS, x.source, sizes=MATRIX)
+        yield "a float matrix is cast", typed(FLOATS, x.source, sizes=MATRIX)
         made, order = x.of(value(y)), None if x.rows is None else value(x.rows)
         sizes = ops._shape(value(x.source), x.transposed, order)
         yield "a cast has one float32 scale, or one a block", _each(x.scale, x.block, sizes)
         yield "a cast saturates to an FP8 format", x.dtype in FP8 and x.fp8_max <= torch.finfo(x.dtype).max
-        yield "a copy is [R, C], or [C, R padded]", _is([x.dtype], made, sizes=sizes) and _dense(made)
+        yield "a copy is [R, C], or [C, R padded]", typed([x.dtype], made, sizes=sizes) and _dense(made)
 
 
 def _product(y: Node, *_: Any) -> Rules:
     x = product_of(y)
     a, b = value(x.a), value(x.b)
-    yield "operands are FP8", _is(FP8, a, b)
+    yield "operands are FP8", typed(FP8, a, b)
     yield "operands have one K", hint(a.shape[-1]) == hint(b.shape[-1])
-    yield "a product is floats of its dtype", x.out_dtype in FLOATS and _is([x.out_dtype], y)
+    yield "a product is floats of its dtype", x.out_dtype in FLOATS and typed([x.out_dtype], y)
     if y.target is grouped.grouped_mm:
-        yield "ends of groups are int32", _is(INT, x.offs, sizes=(None,))
+        yield "ends of groups are int32", typed(INT, x.offs, sizes=(None,))
         return
     yield "operands are K-major", _dense(a) and _dense(b)
-    yield "a product is [M, N]", _is(FLOATS, y, sizes=(a.shape[0], b.shape[0]))
-    yield "a bias is [N]", x.bias is None or _is(FLOATS, x.bias, sizes=(b.shape[0],))
+    yield "a product is [M, N]", typed(FLOATS, y, sizes=(a.shape[0], b.shape[0]))
+    yield "a bias is [N]", x.bias is None or typed(FLOATS, x.bias, sizes=(b.shape[0],))
     each = _each(x.a_inv, x.a_block, a.shape) and _each(x.b_inv, x.b_block, b.shape)
     yield "inverses are float32, one in all or one a block", each
 
 
 def _raised(y: Node, amaxes: Node, found: Sequence[Node], rows: Sequence[int]) -> Rules:
-    page = amaxes.op == "placeholder" and _is(INT, amaxes, y, sizes=(None, APART))
-    yield "amaxes are raised in the input for them", page and _is(WIDE, *found, sizes=(None,))
+    page = amaxes.op == "placeholder" and typed(INT, amaxes, y, sizes=(None, ops.APART))
+    yield "amaxes are raised in the input for them", page and typed(WIDE, *found, sizes=(None,))
     yield "each amax has its row, in order", len(found) == len(rows) and [*rows] == sorted({*rows})
     writes = [(x.target, *x.args) for x in y.users]
     yield "a copy onto the input reads what is raised", writes == [(aten.copy_.default, amaxes, y)]
@@ -146,14 +145,13 @@ def _raised(y: Node, amaxes: Node, found: Sequence[Node], rows: Sequence[int]) -
 
 def _tags(y: Node) -> Rules:
     """In a joint graph."""
-    kept = [MUST_SAVE, MUST_RECOMPUTE][: 1 + (y.target is ops.delayed_inverse)]  # a view of the stored ones
-    if y.target in (ops.current_scale, ops.inverse, ops.delayed_scale, ops.delayed_inverse, ops.agreed_scale):
-        yield "backward reads the scales of forward", y.meta.get("recompute") in kept
+    if y.target in SCALES:
+        yield "backward reads the scales of forward", y.meta.get("recompute") in SCALES[y.target]
     tags = {x.meta.get("partitioner_tag") for x in y.users if y.target is ops.raised}
     yield "each half raises its own amaxes", tags <= {"must_be_in_forward", "must_be_in_backward"}
 
 
-def _rule(says: str, holds: Callable[..., bool]) -> Callable[..., Rules]:
+def rule(says: str, holds: Callable[..., bool]) -> Callable[..., Rules]:
     return lambda *given: [(says, holds(*given))]
 
 
@@ -162,34 +160,28 @@ def _formats(y: Node) -> set[torch.dtype]:
     return {x.dtype for x in tree_leaves([*map(value, (y, *y.all_input_nodes))])}
 
 
-def _like_votes(y: Node, votes: Node, amax: Node, index: int, *_: Any) -> bool:
-    return _is(WIDE, votes, sizes=(None,)) and 0 <= index < hint(value(votes).shape[0]) - 1
-
-
 def _turned(y: Node, x: Node) -> bool:
     rows, columns = value(x).shape
-    return _formats(y) <= {*FP8} and _is(FP8, y, sizes=(columns, ops.padded_rows(rows)))
+    return _formats(y) <= {*FP8} and typed(FP8, y, sizes=(columns, ops.padded_rows(rows)))
 
 
 def _values(y: Node, x: Node, inverse: Node, dtype: Any, block: Sequence[int] = (0, 0)) -> bool:
-    return _is(FP8, x) and _is(FLOATS, y) and _each(inverse, block, value(x).shape)
+    return typed(FP8, x) and typed(FLOATS, y) and _each(inverse, block, value(x).shape)
 
 
-_AMAXES = _rule("amaxes are float32, of floats", lambda y, x, *_: _is(WIDE, y) and _is(FLOATS, x))
-_COMPUTED = _rule("scales are float32, one each", lambda y, x, *_: _is(WIDE, x, y, sizes=value(x).shape))
-_JOINED = _rule("float32 vectors are joined", lambda y, x: _is(WIDE, y, *x, sizes=(None,)))
-_PARTS = _rule("parts are of one FP8 format", lambda y, *_: _formats(y) in [{form} for form in FP8])
+_AMAXES = rule("amaxes are float32, of floats", lambda y, x, *_: typed(WIDE, y) and typed(FLOATS, x))
+_COMPUTED = rule("scales are float32, one each", lambda y, x, *_: typed(WIDE, x, y, sizes=value(x).shape))
+_JOINED = rule("float32 vectors are joined", lambda y, x: typed(WIDE, y, *x, sizes=(None,)))
+_PARTS = rule("parts are of one FP8 format", lambda y, *_: _formats(y) in [{form} for form in FP8])
 RULES: dict[Any, Callable[..., Rules]] = {
     **dict.fromkeys((ops.amax, ops.amax_blocks, grouped.group_amax), _AMAXES),
     **dict.fromkeys((ops.current_scale, ops.inverse), _COMPUTED),
-    **dict.fromkeys((ops.delayed_scale, ops.delayed_inverse, ops.votes), _stored),
-    ops.agreed_scale: _rule("an agreed scale is one of the votes", _like_votes),
     **dict.fromkeys((ops.quantize, ops.quantize_both), _casts),
     **dict.fromkeys((ops.scaled_mm, ops.block_mm, grouped.grouped_mm), _product),
-    ops.transposed: _rule("a copy in FP8 is turned and padded", _turned),
-    ops.dequantize: _rule("FP8 becomes floats, with one inverse, or one a block", _values),
-    grouped.group_order: _rule("ends of groups are int32", lambda y, x, *_: _is(INT, x, *value(y))),
-    grouped.of_groups: _rule("scales of groups are float32", lambda y, x, *_: _is(WIDE, x, y)),
+    ops.transposed: rule("a copy in FP8 is turned and padded", _turned),
+    ops.dequantize: rule("FP8 becomes floats, with one inverse, or one a block", _values),
+    grouped.group_order: rule("ends of groups are int32", lambda y, x, *_: typed(INT, x, *value(y))),
+    grouped.of_groups: rule("scales of groups are float32", lambda y, x, *_: typed(WIDE, x, y)),
     **dict.fromkeys((merged.side_by_side, merged.both_sides), _PARTS),
     **dict.fromkeys((merged.largest, merged.least, ops.gather), _JOINED),
     ops.raised: _raised,

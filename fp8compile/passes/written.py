@@ -3,7 +3,7 @@
 For every operand of every decided matmul there is one cast a layout, with the nodes of its scale:
 
     amax_x = amax(x)
-    scale_x = delayed_scale(scales, amax_x, 0) | current_scale(amax_x); inv_x = inverse(scale_x)
+    scale_x = current_scale(amax_x); inv_x = inverse(scale_x)
     x8 = quantize(x, scale_x, transposed=False); x8t = quantize(x, scale_x, transposed=True)
     mm = scaled_mm(x8, w8, inv_x, inv_w)
 

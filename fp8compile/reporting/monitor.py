@@ -22,10 +22,10 @@ from ..config.settings import integer
 from ..errors import OptionError
 from ..ir.records import FP8
 from ..logs import get_logger, rank, say_once
+from ..runtime.named_weights import named_weights, unwrapped
 from ..runtime.optimizer_steps import each_step, steps_of
 from ..runtime.parameters import find
 from ..runtime.probe import Measurement, ending
-from ..runtime.state import named_weights, unwrapped
 from .report import report
 from .stats import COSTLY, COUNTS, STATE, table, tensor_of
 

@@ -62,7 +62,7 @@ def find(model: nn.Module, read: set[int]) -> list[OutsideRecord]:
 
     from .. import compat
     from ..frontend.inputs import plain
-    from ..runtime.state import unwrapped
+    from ..runtime.named_weights import unwrapped
 
     found: dict[int, OutsideRecord] = {}
     root = unwrapped(model)

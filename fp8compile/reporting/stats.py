@@ -18,24 +18,19 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..config.recipe import ROLES
-from ..extension import features
+from ..extension import features, stored_scales
 from ..ir.frozen import FrozenWeight
-from ..ir.state_page import Rows
+from ..runtime.named_weights import named_weights, unwrapped
 from ..runtime.parameters import find
 from ..runtime.probe import COLUMNS, CastKind, Measurement
-from ..runtime.state import Page, Slot, named_weights, unwrapped
 from .columns import aligned
 from .layer_rows import alike, repeated
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
-COUNTS = {  # and columns of `Rows`
-    "overflow_calls": "overflows",
-    "underflow_calls": "underflows",
-    "not_finite_calls": "not_finite",
-}
+COUNTS = ("overflow_calls", "underflow_calls", "not_finite_calls")
 COSTLY = ("overflows%", "underflows%", "mse", "sqnr")
 
 _asked: WeakKeyDictionary[nn.Module, Measurement] = WeakKeyDictionary()  # what `stats` asked for last
@@ -133,13 +128,14 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
 
 def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict[str, Any]]:
     """The rows of a model. With a `measurement`: its numbers, with the scales that the measured call used."""
-    pages: dict[Page, Tensor] = {}
     vectors: dict[int, list[float]] = {}
     rows = []
-    for parameter, weight in named_weights(model).items():
+    weights = named_weights(model)
+    scales = stored_scales(weights.values())
+    for parameter, weight in weights.items():
         known = find(weight)
-        slots = known.slots
-        casts = known.casts or {(role, use, ""): CastKind("delayed", "") for role, use in slots}
+        own = [(role, use) for key, role, use in scales if key == id(weight)] if not known.casts else []
+        casts = known.casts or {(role, use, ""): CastKind("delayed", "") for role, use in own}
         found = known.measured if measurement is None else measurement.records.get(known, {})
         outside = next(filter(None, (feature.cast_outside(weight) for feature in features())), None)
         stored = weight if isinstance(weight, FrozenWeight) else None
@@ -152,16 +148,18 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
             (role, use, layout), cast = name, casts[name]
             row = {"name": parameter, "role": role, "use": use, "layout": layout}
             row |= {"recipe": cast.recipe, "format": cast.format, **dict.fromkeys((*STATE, *COUNTS, *COSTLY))}
-            slot = slots.get((role, use)) if cast.recipe == "delayed" else None
-            if slot is not None:
-                row.update(_state(slot, pages))
+            scale = scales.get((id(weight), role, use)) if cast.recipe == "delayed" else None
+            if scale is not None:
+                inverse = scale.scale_inv
+                row.update(zip(STATE, (scale.amax, scale.scale, inverse, inverse, inverse), strict=True))
+                row.update(scale.counts)
             vector = found.get(name)
-            if slot is not None and _odd(row["amax"]) and measurement is None:
+            if scale is not None and _odd(row["amax"]) and measurement is None:
                 vector = None  # of a call before the NaN
             if vector is not None:
                 if id(vector) not in vectors:
                     vectors[id(vector)] = vector.tolist()
-                row.update(_measured(vectors[id(vector)], measurement is not None or slot is None))
+                row.update(_measured(vectors[id(vector)], measurement is not None or scale is None))
             if role == "weight" and measurement is None:
                 row.update(numbers())
             if role == "weight" and stored is not None:
@@ -177,17 +175,6 @@ def _odd(value: Any) -> bool:
 def tensor_of(row: dict[str, Any]) -> str:
     """The tensor that a row describes: "input.0", "gradient.0.transposed"."""
     return ".".join([row["role"], str(row["use"]), *filter(None, [row["layout"]])])
-
-
-def _state(slot: Slot, pages: dict[Page, Tensor]) -> dict[str, Any]:
-    if slot.page not in pages:
-        pages[slot.page] = slot.page.now().detach().cpu()
-    row = Rows(pages[slot.page][slot.row])
-    amax, scale, inverse = row.newest.item(), row.scale.item(), row.scale_inv.item()
-    if row.lost:  # then the row did not move: it has an older amax
-        amax = math.nan
-    counts = {key: int(getattr(row, column)) for key, column in COUNTS.items()}
-    return {**dict(zip(STATE, (amax, scale, inverse, inverse, inverse), strict=True)), **counts}
 
 
 def _stored(weight: FrozenWeight) -> dict[str, Any]:

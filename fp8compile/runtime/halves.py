@@ -10,13 +10,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import compat
-from ..errors import Fp8CompileError
+from ..extension import GraphFeature
 from ..ir.fx_utils import is_tensor, value
 from ..passes.joint import Rewritten
 from . import probe
 from .calls import Calls
 from .inner import Inner
-from .interpreter import Boxed, boxed
+from .interpreter import Boxed, How, boxed
 from .owners import Owners
 from .warm_start import Half, Later, packed, unpacked
 
@@ -37,8 +37,10 @@ class Halves:
         after: Callable[[Rewritten], None],
         calls: Calls,
         owners: Owners,
+        parts: Sequence[GraphFeature] = (),
     ):
         self.inner, self.rewrite, self.after, self.calls, self.owners = inner, rewrite, after, calls, owners
+        self.parts = parts
         self.rewritten: Rewritten | None = None
         self.converts = False
         self.marker: str | None = None  # name of a saved tensor; its mark tells how the forward ran
@@ -62,15 +64,16 @@ class Halves:
         if backward:
             compat.inductor.keep_saved_tensors()
         example_inputs = self._sized(gm, example_inputs)
-        if not self.inner.computes or done is None or not (done.slots or (self.converts and trains)):
+        hears = any(part.hears for part in self.parts)
+        if not self.inner.computes or done is None or not (hears or (self.converts and trains)):
             compiled = self.inner.compile(gm, example_inputs, **kwargs)
             return self._kept(compiled, compiled, Half(), None, backward)
-        if done.slots:
-            _check_amaxes(gm, done.state_inputs[1])
+        for part in self.parts:
+            part.half(gm)
         kept = compat.dynamo.copy_graph(gm)
         warm = self.inner.compile(gm, example_inputs, **kwargs)
         half = _half(kept, backward)
-        run = self._run(half, boxed(self.inner.eager(kept)), warm, done, backward)
+        run = self._run(half, boxed(self.inner.eager(kept)), warm, backward)
         return self._kept(run, warm, half, kept, backward)
 
     def _sized(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Sequence[Any]:
@@ -96,18 +99,13 @@ class Halves:
         for one, content in zip(found, contents, strict=True):
             one.run, one.compiled, one.content = one.compiled, None, None
             if content.half.wrapped:
-                assert self.rewritten is not None
                 later = Later(content.steps, self.inner)
-                one.run = self._run(content.half, later, one.run, self.rewritten, one.backward)
+                one.run = self._run(content.half, later, one.run, one.backward)
         self.restored = True
 
-    def _run(
-        self, half: Half, eager: Callable[..., Any], warm: Boxed, done: Rewritten, backward: bool
-    ) -> Boxed:
-        if done.slots:
-            self.calls.keep_state(done)
+    def _run(self, half: Half, eager: Callable[..., Any], warm: Boxed, backward: bool) -> Boxed:
         self.owners.know(half.casts)
-        return self._backward(half, eager, warm, done) if backward else self._forward(half, eager, warm)
+        return self._backward(half, eager, warm) if backward else self._forward(half, eager, warm)
 
     def _forward(self, half: Half, eager: Callable[..., Any], warm: Boxed) -> Boxed:
         calls, device = self.calls, half.device
@@ -115,30 +113,30 @@ class Halves:
 
         def run(args: list[Any]) -> Any:
             call = calls.current
-            if (call.pages is None and call.look is None) or not _on(device, args):
-                return warm(args)
-            how = calls.forward(call)
+            how = call.how if call is not None and _on(device, args) else None
             if how is None:
-                result = warm(args)
-            else:
-                result = eager(args, how)
-                if marker is not None:
-                    calls.marks.add(result[marker], how)
+                return warm(args)
+            result = eager(args, how)
+            if marker is not None:
+                calls.marks.add(result[marker], how)
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _backward(self, half: Half, eager: Callable[..., Any], warm: Boxed, done: Rewritten) -> Boxed:
-        calls, book, device, names = self.calls, self.calls.book, half.device, half.inputs
-        amaxes = done.state_inputs[1] if book is not None else None
-        state_at, marker_at = (names.index(x) if x in names else None for x in (amaxes, self.marker))
+    def _backward(self, half: Half, eager: Callable[..., Any], warm: Boxed) -> Boxed:
+        calls, device, names = self.calls, half.device, half.inputs
+        marker_at = names.index(self.marker) if self.marker in names else None
+        listeners = [heard for part in self.parts if (heard := part.backward(names)) is not None]
 
         def run(args: list[Any]) -> Any:
-            pages = None
-            if book is not None and state_at is not None:
-                pages = book.by_pointer.get(args[state_at].data_ptr())
-            how = calls.backward(pages, args[marker_at] if marker_at is not None else None)
+            cold = any([heard(args) for heard in listeners])
+            if marker_at is not None:  # it tells how the forward ran
+                how = calls.marks.note(args[marker_at])
+            else:
+                how = How(True) if cold else None
+            if how is not None and how.look is not None:
+                calls.looking.backward(how.look)
             return eager(args, how) if how is not None and _on(device, args) else warm(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -159,16 +157,6 @@ def _half(gm: GraphModule, backward: bool) -> Half:
     made = [i for i in made if not any(compat.autograd.share_memory(value(outputs[i]), x) for x in inputs)]
     marker = (made[-1], outputs[made[-1]].name) if made and not backward else None
     return Half(True, device, tuple(node.name for node in placeholders), marker, probe.casts_of(gm.graph))
-
-
-def _check_amaxes(gm: GraphModule, amaxes: str) -> None:
-    """Fp8CompileError if the state would learn nothing: the partitioner drops mutations that fit no half."""
-    writes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    if not any(getattr(node.args[0], "name", None) == amaxes for node in writes):
-        raise Fp8CompileError(
-            'the update of the scaling state was lost in this graph; options={"recipe": '
-            '"tensorwise"} does without state'
-        )
 
 
 def _outputs(gm: GraphModule) -> list[Any]:

@@ -16,17 +16,17 @@ import torch
 from torch.fx import Interpreter, Node
 
 from .. import compat
-from ..ir import ops
 from . import probe
 
 Boxed = Callable[[list[Any]], Any]
 
+WHETHER_COLD: set[Any] = set()  # operators of features that the interpreter tells whether its call is cold
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no arange for these dtypes
 
 
 class How(NamedTuple):
-    """How a call runs eagerly, forward and backward. `cold`: with the current amax where a stored scale is
-    missing or would saturate. `look`: measures every cast."""
+    """How a call runs eagerly, forward and backward. `cold`: since a feature does not know yet what the
+    compiled code needs, such as a scale. `look`: measures every cast."""
 
     cold: bool
     look: probe.Look | None = None
@@ -55,8 +55,8 @@ class Eager(Interpreter):
         # a large torch.eye has one
         if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:
             return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
-        if target is ops.votes and not self.how.cold:
-            args = (*args, False)
+        if target in WHETHER_COLD:
+            args = (*args, self.how.cold)
         kind = compat.inductor.random_prims().get(target)
         return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
 

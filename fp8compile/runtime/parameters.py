@@ -1,7 +1,7 @@
 """One record for each parameter: all that the runtime knows of it. Found by identity, deleted with it.
 
 Under FSDP2 a parameter is two tensors: the module and the optimizer hold the sharded one, compiled graphs
-read the unsharded one. Both have the same record. So scaling state, reports and steps are those of the
+read the unsharded one. Both have the same record. So what features keep, reports and steps are those of the
 parameter that the user holds.
 """
 
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..config.options import Options
-    from .arena import Pending
     from .optimizer_steps import Steps
     from .probe import CastKind, Name
-    from .state import Slot
 
 
 @dataclass(eq=False, slots=True)
@@ -34,11 +32,6 @@ class ParameterRecord:
     # the graphs that read it, by index in the ledger: what names begin with in the part that the graph serves
     graphs: dict[int, str] = field(default_factory=dict)
     name: str = ""  # in its model, as graphs met it
-    # scaling state: see `state` and `state_dict`
-    slots: dict[tuple[str, int], Slot] = field(default_factory=dict)  # by role and use
-    said: dict[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)  # their counts: `notices`
-    pending: dict[frozenset[int], Pending] = field(default_factory=dict)  # by records of a graph's weights
-    loaded: str | None = None  # its name in a state that was loaded for it
     # what compiled graphs quantize with it, and what the last measurements found: see `probe`
     casts: dict[Name, CastKind] = field(default_factory=dict)
     measured: dict[Name, Tensor] = field(default_factory=dict)

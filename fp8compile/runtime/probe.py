@@ -23,15 +23,14 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from .. import process
-from ..config.recipe import recipe_of
 from ..errors import one_line
 from ..ir import ops
 from ..ir.metadata import OPERAND
 from ..ir.scale import inverse_of
 from ..ir.schemas import copies_at, copies_of
 from ..logs import get_logger
+from .named_weights import named_weights
 from .parameters import ParameterRecord, all_records, ids_of, record_of
-from .state import named_weights
 
 CASTS = (ops.quantize, ops.quantize_both)
 CHUNK = 1 << 24  # elements at a time: a measured call takes no more memory than a cold one
@@ -236,8 +235,7 @@ def casts_of(graph: Graph) -> dict[tuple[int, Name], CastKind]:
             operand = node.meta.get(OPERAND)
             if operand is None:
                 continue
-            recipe = recipe_of(bool(operand.settings.window), copies_at(node)[0].block)
-            cast = CastKind.of(recipe, node.args[2])
+            cast = CastKind.of(operand.recipe, node.args[2])
             found.update({(operand.input, name): cast for name in names_of(node)})
     return found
 

@@ -15,7 +15,8 @@ import torch.nn as nn
 import fp8compile.backend
 from fp8compile.devices import catalog
 from fp8compile.dryrun.fake_gpu import MatmulLaunch, Step, trace, unavailable
-from fp8compile.ir import ops, state_page
+from fp8compile.features.delayed import state_page
+from fp8compile.ir import ops
 from tests.support.gpu_steps import compile_mlp, unallocated
 from tests.support.harness import ALL_FP8
 from tests.support.models import LlamaLayer

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from fp8compile.codegen import launch, state_kernels, triton_kernels
+from fp8compile.codegen import launch, triton_kernels
+from fp8compile.features.delayed import move, triton_move
 from fp8compile.ir import ops
 from tests.support.interpreter import Interpreted
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
@@ -73,12 +74,12 @@ def test_they_compile_to_machine_code(target):
         ("fp8_column_sums", sums, {"ROWS": 256, "COLUMNS": 4096}, *launch.PARTIAL_SUMS),
         ("fp8_raise", rows, {"COUNT": None, "rows3": None, "amax3": None}, *launch.RAISED),
     ]
-    for history in (1, 16, 1024, state_kernels.LONGEST):
-        config = (*state_kernels.configuration(history), state_kernels.WARPS)
+    for history in (1, 16, 1024, move.LONGEST):
+        config = (*move.configuration(history), move.WARPS)
         functions.append(("fp8_move", page, {"LENGTH": history}, config))
     for name, types, constants, (height, width, warps) in functions:
         constants = {**constants, "BLOCK_R": height, "BLOCK_C": width}
-        jitted = getattr(triton_kernels, name)
+        jitted = getattr(triton_move if name == "fp8_move" else triton_kernels, name)
         took = resources(compile_function(jitted, types, constants, TARGETS[target], num_warps=warps))
         assert not took.spills and took.shared <= SHARED[target], (name, constants, took)
 

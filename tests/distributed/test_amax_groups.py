@@ -19,7 +19,7 @@ import fp8compile
 from fp8compile.compat import process_groups
 from fp8compile.errors import Fp8CompileError, OptionError
 from fp8compile.runtime import agreement
-from tests.runtime.test_moves import by_schedule
+from tests.features.delayed.test_moves import by_schedule
 from tests.support.gpu_steps import compile_mlp
 from tests.support.harness import histories
 from tests.support.hooks import slots_of

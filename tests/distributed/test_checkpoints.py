@@ -17,8 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import fp8compile
 from fp8compile.errors import StateError
-from fp8compile.ir.state_page import Rows
-from fp8compile.runtime.checkpoint import LEAVE_OUT
+from fp8compile.features.delayed.checkpoint import LEAVE_OUT
+from fp8compile.features.delayed.state_page import Rows
 from tests.distributed.ranks import Way, build, parallel
 from tests.support.harness import scaling_tensors
 from tests.support.models import ResidualMlp

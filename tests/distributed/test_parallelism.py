@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8compile.ir.state_page import HISTORY
+from fp8compile.features.delayed.state_page import HISTORY
 from tests.distributed.ranks import OnRanks, Way, facts, train
 from tests.support.harness import scaling_tensors, sqnr
 from tests.support.processes import on_ranks

@@ -86,7 +86,7 @@ def test_a_read_is_found() -> None:
         training = Training(make(Mlp))
         for number in range(2):
             training.step(number)
-        for where, read in itertools.product(("open", "backward"), reads().values()):
+        for where, read in itertools.product(("decide", "begin_backward"), reads().values()):
             with hooks.planted(where, read), hooks.refusing_waits(), pytest.raises(hooks.Waited):
                 training.step(2)
 

@@ -3,10 +3,8 @@ sends, by a scale that its group agrees on:
 
 * A current scale is computed from the maximum of the ranks' amaxes: an all-reduce of 4 bytes, for which the
   cast waits.
-* A delayed scale is the minimum of the ranks' stored scales (`votes`), one all-reduce at the beginning of
-  each direction, for which only the first collective waits. As a rule all ranks have the same state, because
-  the amaxes enter the histories reduced. But one rank may have skipped a bad batch, or may be in a cold call
-  alone. Only if the call is cold on all ranks do they take current amaxes (`ops.agreed_scale`).
+* A delayed scale is written as the current one of this rank's part (`Written.groups`), which the feature that
+  stores scales replaces by one that the ranks agree on.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from ...passes.all_gather_nodes import AllGather, wire_dtype
 from ...passes.amax_groups import reduced
 from ...passes.joint import Joint
 from ...passes.plan import Operand
-from ...passes.quantize import current, delayed
+from ...passes.quantize import current
 from ...passes.written import Written
 from ...reporting.record_tables import WHY, sizes
 
@@ -61,10 +59,9 @@ C = TypeVar("C", AllGather, AllToAll)
 
 @dataclass
 class Carried:
-    """`by`: what brings an operand in FP8. `agreements` of ranks on stored scales, by direction and group."""
+    """`by`: what brings an operand in FP8."""
 
     by: dict[Operand, Collective] = field(default_factory=dict)
-    agreements: dict[tuple[bool, str], Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,40 +174,17 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
         emit = written.at(sent.node, operand, recompute=None, ac_graph_id=None)
         written.amaxes[operand] = amax = emit(ops.amax, _local_matrix(emit, sent))
         written.groups[operand] = sent.group
-        if operand.scaling.delayed:
-            agreed, number = _agreed(joint, written, operand, sent.group)
-            emit = written.at(sent.node, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
-            scale = emit(ops.agreed_scale, agreed, amax, number, sent.group, *delayed(operand))
-            inverse = emit(ops.inverse, scale)
-        else:
-            groups = sent.group, joint.amax_groups.of(operand)
-            for group in dict.fromkeys(name for name in groups if name is not None):
-                amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
-            emit = written.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
-            scale, inverse = current(emit, operand, amax)
+        groups = () if operand.scaling.delayed else (sent.group, joint.amax_groups.of(operand))
+        for group in dict.fromkeys(name for name in groups if name is not None):
+            amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
+        emit = written.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)
+        scale, inverse = current(emit, operand, amax)
         written.replace_scale(operand, scale, inverse)
         if not before.users:
             written.erase(before)
         carry(written, operand, sent, scale, inverse)
     _erase(written, mine.values())
     return len(mine)
-
-
-def _agreed(joint: Joint, written: Written, operand: Operand, group: str) -> tuple[Node, int]:
-    """What the ranks of a group agree on about one direction's stored scales; an operand's place in it."""
-    backward, carried = operand.backward, joint.extras.of(Carried)
-    stored = [x for x, found in carried.by.items() if found.group == group and x.slot >= 0]
-    operands = sorted((x for x in stored if x.backward is backward), key=lambda x: x.slot)
-    if (key := (backward, group)) in carried.agreements:
-        return carried.agreements[key], operands.index(operand)
-    assert joint.state is not None
-    scales, tag = joint.state[0], f"must_be_in_{'backward' if backward else 'forward'}"
-    emit = Emitter(written.graph, written.start, scales, partitioner_tag=tag, recompute=None)
-    votes = emit(ops.votes, scales, [x.slot for x in operands])
-    started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
-    emit.anchor = min(carried.by[x].node for x in operands)
-    carried.agreements[key] = emit(torch.ops._c10d_functional.wait_tensor.default, started)
-    return carried.agreements[key], operands.index(operand)
 
 
 def _local_matrix(emit: Emitter, collective: Collective) -> Node:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...errors import ExportError, at_most
 from ...frontend.inputs import plain
 from ...logs import get_logger
-from ...runtime.state import unwrapped
+from ...runtime.named_weights import unwrapped
 from . import checkpoint_files
 from .checkpoint_formats import FORMATS, pick
 from .exported_layers import Chosen, cast, choose

@@ -24,7 +24,6 @@ from ...frontend.inputs import plain
 from ...ir import ops
 from ...ir.frozen import FrozenWeight
 from ...ir.scale import inverse_of, scale_of
-from ...runtime.state import Slot
 from . import forwards
 from .forwards import KnownForward
 
@@ -146,13 +145,9 @@ def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Export
 def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
     """The inverse of the scale that the next training call uses for the layer's input: of the smallest scale,
     if the layer is used several times. None if some input has no history."""
-    slots: list[Slot] = []
-    for one in known:
-        slot: Slot | None = one.slot(one.forward.data_slot, "input")
-        if slot is None or slot.numbers.cold:
-            return None
-        slots.append(slot)
-    return torch.tensor([max(slot.scale_inv() for slot in slots)], dtype=torch.float32)
+    scales = [one.stored_scale(one.forward.data_slot, "input") for one in known]
+    found = [scale for scale in scales if scale is not None]
+    return inverse_of(torch.tensor([min(found)])) if len(found) == len(scales) else None
 
 
 def _refuse(layers: Iterable[ExportedLayer]) -> None:
@@ -197,15 +192,11 @@ def _scale(layer: ExportedLayer) -> Tensor:
 def _own_scale(weight: Tensor, scaling: Scaling) -> Tensor:
     """The scale of one weight, float32: `[1]`, or one a block of it."""
     if scaling.delayed:
-        slot = _slot(weight)
-        if slot is not None and not bool(slot.numbers.cold):
-            return slot.numbers.scale.detach().reshape(1).clone()
+        stored = (one.stored_scale(one.forward.weight_slot, "weight") for one in forwards.of(weight))
+        scale = next((scale for scale in stored if scale is not None), None)
+        if scale is not None:
+            return torch.tensor([scale], device=weight.device)
     weight = weight.detach()
     block = list(scaling.block)
     amax = ops.amax(weight) if scaling.block == WHOLE else ops.amax_blocks(weight, False, block)
     return scale_of(amax, E4M3.max, scaling.margin, scaling.power_of_2)
-
-
-def _slot(weight: Tensor) -> Slot | None:
-    found = (one.slot(one.forward.weight_slot, "weight") for one in forwards.of(weight))
-    return next((slot for slot in found if slot is not None), None)

@@ -16,6 +16,7 @@ from typing import Any
 
 from ... import compat
 from ...config.recipe import Scaling
+from ...extension import stored_scales
 from ...ir.matmul import Matmul
 from ...passes.gathered import arrived
 from ...passes.joint import Joint
@@ -88,7 +89,7 @@ def _forward(matmul: Matmul, plan: Plan) -> Forward:
 
 
 def _slot(operand: Operand) -> Slot | None:
-    return (operand.key.input, operand.key.use) if operand.slot >= 0 else None
+    return (operand.key.input, operand.key.use) if operand.scaling.delayed else None
 
 
 # -- by parameter --
@@ -101,10 +102,13 @@ class KnownForward:
     forward: Forward
     owners: Mapping[int, weakref.ref]
 
-    def slot(self, slot: Slot | None, role: str) -> Any:
-        """The scaling state (`runtime.state.Slot`) of an operand, None if it has none."""
+    def stored_scale(self, slot: Slot | None, role: str) -> float | None:
+        """The stored scale of an operand; None if it has none, or none yet."""
         owner = self.owners[slot[0]]() if slot is not None and slot[0] in self.owners else None
-        return find(owner).slots.get((role, slot[1])) if slot is not None and owner is not None else None
+        if slot is None or owner is None:
+            return None
+        found = stored_scales([owner]).get((id(owner), role, slot[1]))
+        return None if found is None or found.cold else found.scale
 
     def partners(self) -> list[Any]:
         """The weights that share one scale, this one among them; [] if it has a scale of its own."""

@@ -38,8 +38,8 @@ from ...ir.records import Gatherable, GraphReport, TableRecord
 from ...logs import get_logger, say_once
 from ...passes.joint import Joint, Rewritten
 from ...reporting.record_tables import megabytes, sizes
+from ...runtime.named_weights import unwrapped
 from ...runtime.parameters import adopt
-from ...runtime.state import unwrapped
 
 if TYPE_CHECKING:
     from ...compilation import Job

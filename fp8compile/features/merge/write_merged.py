@@ -70,14 +70,9 @@ class _Group:
         amaxes = [self.written.amaxes[operand] for operand in operands]
         first = operands[0]
         meta = {"recompute": compat.inductor.MUST_SAVE, "ac_graph_id": None}
-        if first.scaling.delayed:
-            emit = self.written.after(max(scales), first, **meta)
-            scale = emit(merged.least, scales)
-            made = scale, emit(ops.inverse, scale)
-        else:
-            emit = self.written.after(max(amaxes), first, recompute=None, ac_graph_id=None)
-            largest = emit(merged.largest, amaxes)
-            made = current(self.written.after(largest, first, **meta), first, largest)
+        emit = self.written.after(max(amaxes), first, recompute=None, ac_graph_id=None)
+        largest = emit(merged.largest, amaxes)
+        made = current(self.written.after(largest, first, **meta), first, largest)
         for operand in operands:
             self.written.replace_scale(operand, *made)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from ...compilation import Job
+    from ...runtime.calls import Call
     from ...runtime.compiled_graph import CompiledGraph
-    from ...runtime.probe import Look
 
 
 class KeptCopies(GraphFeature):
@@ -28,7 +28,7 @@ class KeptCopies(GraphFeature):
     warm = False
 
     def __init__(self, weights: frozenset[int], inputs: int, stable: bool):
-        self.weights, self.inputs, self.stable = weights, inputs, stable
+        self.weights, self.inputs, self.stable = weights, inputs, (stable,) * inputs
         self.first = 0
         self.hoisted: Hoisted | None = None
         self.cache: WeightCache | None = None
@@ -45,14 +45,15 @@ class KeptCopies(GraphFeature):
 
     def compiled(self, job: Job, graph: CompiledGraph) -> None:
         if self.hoisted is not None:
-            self.cache = WeightCache(self.hoisted, job.inner, lowering(job.options), self.stable)
+            self.cache = WeightCache(self.hoisted, job.inner, lowering(job.options), any(self.stable))
             graph.owners.know(self.cache.casts)
 
     def stand_ins(self, device: torch.device) -> Sequence[torch.Tensor]:
         return self.cache.empty(device) if self.cache is not None else ()
 
-    def arguments(self, args: Sequence[Any], look: Look | None) -> Sequence[torch.Tensor]:
-        return self.cache.copies(args, look) if self.cache is not None else ()
+    def arguments(self, args: Sequence[Any], call: Call) -> Sequence[torch.Tensor]:
+        with compat.autograd.unseen():
+            return self.cache.copies(args, call.look) if self.cache is not None else ()
 
 
 class CachedWeights(Feature):

@@ -213,16 +213,16 @@ def matmuls_unread() -> Patched:
 
 def losing_updates() -> Patched:
     """Inside, graphs lose the writes of their scaling state before the check for them."""
-    from fp8compile.runtime import halves
+    from fp8compile.features.delayed.graph import DelayedGraph
 
-    check = halves._check_amaxes
+    check = DelayedGraph.half
 
-    def without_writes(gm: Any, amaxes: str) -> None:
+    def without_writes(self: DelayedGraph, gm: Any) -> None:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
             gm.graph.erase_node(node)
-        check(gm, amaxes)
+        check(self, gm)
 
-    return mock.patch.object(halves, "_check_amaxes", without_writes)
+    return mock.patch.object(DelayedGraph, "half", without_writes)
 
 
 def ranks_agree() -> Patched:

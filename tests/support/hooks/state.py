@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,11 +16,28 @@ from torch import nn
 from .base import Patched, noting
 
 
-def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Any]:
-    """(parameter name, role, use) -> slot, which has `history()` and `scale()`."""
-    from fp8compile.runtime.state import slots_of
+@dataclass(frozen=True)
+class Slot:
+    """A slot of `features.delayed.state`, and what tests read of it."""
 
-    return slots_of(model)
+    slot: Any
+
+    page = property(lambda self: self.slot.page)
+    numbers = property(lambda self: self.slot.numbers)
+
+    def scale(self) -> float:
+        return float(self.numbers.scale)
+
+    def history(self) -> list[float]:
+        """Newest first; 0 where there was none yet."""
+        return self.numbers.history.tolist()
+
+
+def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
+    """By parameter name, role, use."""
+    from fp8compile.features.delayed.state import slots_of
+
+    return {key: Slot(slot) for key, slot in slots_of(model).items()}
 
 
 def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
@@ -29,25 +47,27 @@ def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
 
 def states_of_forwards() -> Patched:
     """The scales and amaxes that each forward is given. Keeps them alive: no two share memory by chance."""
-    from fp8compile.runtime.calls import Calls
+    from fp8compile.features.delayed.graph import DelayedGraph
 
-    return noting(Calls, "open", lambda opened, *_, **__: opened[1:])
+    return noting(DelayedGraph, "arguments", lambda given, *_, **__: given)
 
 
 def nothing_waits() -> None:
     """Forwards without a backward hold nothing back, and arenas of process groups are forgotten."""
     from fp8compile import process
-    from fp8compile.runtime.arena import Arenas
 
-    arenas = process.of(Arenas)
-    arenas.clear()
-    arenas.kept.clear()
+    with contextlib.suppress(ModuleNotFoundError):  # in a copy without this feature
+        from fp8compile.features.delayed.arena import Arenas
+
+        arenas = process.of(Arenas)
+        arenas.clear()
+        arenas.kept.clear()
 
 
 def moving_twice() -> Patched:
     """Inside, a move adds what calls have raised to the histories twice. (On a CPU.)"""
-    from fp8compile.ir.state_page import next_page
-    from fp8compile.runtime import arena
+    from fp8compile.features.delayed import arena
+    from fp8compile.features.delayed.state_page import next_page
 
     def twice(page: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
         return next_page(next_page(page, *seen), *seen)
@@ -59,7 +79,7 @@ def moving_twice() -> Patched:
 def waiting_apart(known: dict[int, Any], key: int) -> Iterator[None]:
     """Inside, forwards wait for their backwards apart from those of other keys, as in another process."""
     from fp8compile import process
-    from fp8compile.runtime.arena import Arenas
+    from fp8compile.features.delayed.arena import Arenas
 
     values, before = process._process._values, process.of(Arenas)
     values[Arenas] = known.setdefault(key, Arenas())
@@ -73,7 +93,7 @@ def waiting_apart(known: dict[int, Any], key: int) -> Iterator[None]:
 def noticed_at_once() -> Iterator[None]:
     """Inside, each training call begins with a look at what slots have met."""
     from fp8compile import process
-    from fp8compile.runtime import notices
+    from fp8compile.features.delayed import notices
 
     process.of(notices.Pace).due = 0.0
     with mock.patch.object(notices, "PACE", 0.0):
@@ -84,7 +104,7 @@ def cold_calls() -> Patched:
     """Of each forward of compiled graphs: whether it is cold."""
     from fp8compile.runtime.calls import Calls
 
-    return noting(Calls, "forward", lambda how, *_, **__: how is not None and how.cold)
+    return noting(Calls, "run", lambda _, __, function, args, call: call.cold)
 
 
 def weight_casts() -> Patched:
@@ -341,7 +361,7 @@ def capturing() -> Patched:
 def caching_allocator(events: list[str]) -> Iterator[list[bool]]:
     """Inside, tensors seem to be CUDA's, and memory that is given back to the device is an event. Yields [is
     a graph being captured?], to be set."""
-    from fp8compile.runtime import leftovers
+    from fp8compile.features.delayed import leftovers
 
     capturing = [False]
     with (

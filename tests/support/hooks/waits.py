@@ -67,16 +67,15 @@ class _Functions(TorchFunctionMode):
 def refusing_waits() -> Iterator[None]:
     """Inside, the host may not wait for what is on the GPU. What compiled code does is not seen."""
     from fp8compile.compat import autograd
-    from fp8compile.runtime.arena import Arena
-    from fp8compile.runtime.calls import Calls
     from fp8compile.runtime.compiled_graph import CompiledGraph
 
-    places: list[tuple[Any, str]] = [
-        (CompiledGraph, "__call__"),
-        (Arena, "move"),
-        (Calls, "backward"),
-    ]
+    places: list[tuple[Any, str]] = [(CompiledGraph, "__call__")]
     with contextlib.suppress(ModuleNotFoundError):  # in a copy without this feature
+        from fp8compile.features.delayed.arena import Arena
+        from fp8compile.features.delayed.life import PageSet
+
+        places += [(Arena, "move"), (PageSet, "begin_backward")]
+    with contextlib.suppress(ModuleNotFoundError):  # as above
         from fp8compile.features.weight_cache.weight_cache import WeightCache
 
         places.append((WeightCache, "cast_now"))
@@ -144,15 +143,14 @@ def addresses_of_copies() -> Patched:
 
 
 def planted(where: str, read: Callable[[Tensor], Any]) -> Any:
-    """Inside, this part of `Calls` reads the page, too, in this way."""
-    from fp8compile.runtime.calls import Calls
+    """Inside, what decides about a page before a forward ("decide"), or before a backward ("begin_backward"),
+    reads it, too, in this way."""
+    from fp8compile.features.delayed.life import PageSet
 
-    stock = getattr(Calls, where)
+    stock = getattr(PageSet, where)
 
-    def call(self: Calls, *args: Any) -> Any:
-        assert self.book is not None
-        for pages in self.book.sets.values():
-            read(pages.page.tensor)
-        return stock(self, *args)
+    def call(self: PageSet) -> Any:
+        read(self.page.tensor)
+        return stock(self)
 
-    return mock.patch.object(Calls, where, call)
+    return mock.patch.object(PageSet, where, call)

@@ -80,7 +80,7 @@ def test_the_first_tensor_that_is_not_finite_is_named_once(
 
 def test_the_host_looks_at_its_own_pace(caplog: Any, monkeypatch: Any) -> None:
     """Not between two looks, so that a warm step waits for nothing, and not while a graph is captured."""
-    from fp8compile.runtime import notices
+    from fp8compile.features.delayed import notices
 
     now = [100.0]
     monkeypatch.setattr(notices.time, "monotonic", lambda: now[0])

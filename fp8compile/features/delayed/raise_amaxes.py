@@ -11,20 +11,21 @@ runtime knows which backward it is.
 
 from __future__ import annotations
 
-from ..ir import ops
-from ..ir.fx_utils import Emitter, aten
-from .amax_groups import reduced
-from .joint import Joint
+from ...ir import ops
+from ...ir.fx_utils import Emitter, aten
+from ...passes.amax_groups import reduced
+from ...passes.joint import Joint
+from .store import Inputs
 
 
 def raise_amaxes(joint: Joint) -> int:
     """Raise the amaxes of both directions; returns how many there are."""
-    graph, plan, written, state = joint.graph, joint.plan, joint.written, joint.state
-    if state is None or written is None:
+    graph, written, inputs = joint.graph, joint.written, joint.extras.get(Inputs)
+    if inputs is None or not inputs.rows or written is None:
         return 0
-    amaxes, end = state[1], graph.output_node()  # there, nothing waits for an all-reduce any more
+    amaxes, end = inputs.nodes[1], graph.output_node()  # there, nothing waits for an all-reduce any more
     for backward in (False, True)[: 1 if joint.inference else 2]:
-        operands = plan.direction(backward)
+        operands = inputs.of(backward)
         found = [written.amaxes[operand] for operand in operands]
         anchor, tag = max(found).next if found else end, "backward" if backward else "forward"
         emit = Emitter(graph, anchor, amaxes, partitioner_tag=f"is_{tag}", recompute=None, ac_graph_id=None)
@@ -36,7 +37,7 @@ def raise_amaxes(joint: Joint) -> int:
                 found[i] = start(aten.slice.Tensor, whole, 0, position, position + 1)
         if written.groups.keys() & set(operands):
             emit.anchor = end
-        following = emit(ops.raised, amaxes, found, [operand.slot for operand in operands])
+        following = emit(ops.raised, amaxes, found, [inputs.rows[operand] for operand in operands])
         emit.meta["partitioner_tag"] = f"must_be_in_{tag}"
         emit(aten.copy_.default, amaxes, following)
-    return len(joint.slots)
+    return len(inputs.rows)

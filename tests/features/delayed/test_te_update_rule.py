@@ -25,7 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8compile.ir import ops, state_page
+from fp8compile.features.delayed import operators, state_page
+from fp8compile.ir import ops
 from tests.support.harness import MOVING
 from tests.support.reference_casts import FLT_MAX, float32
 
@@ -47,7 +48,7 @@ def moved(page: Tensor, *calls: list[float] | Tensor, first: int = 0, parts: tup
     if none is given."""
     amaxes = state_page.new_amaxes(page.shape[0], page.device)
     for seen in calls:
-        amaxes = state_page.raised(amaxes, [torch.as_tensor(seen)], [first])
+        amaxes = ops.raised_of(amaxes, [torch.as_tensor(seen)], [first])
     return state_page.next_page(page, amaxes, torch.tensor(parts or [0] * page.shape[0]))
 
 
@@ -85,7 +86,7 @@ class Ours:
     def step(self, amax: float) -> float:
         seen = torch.tensor([amax])
         scales = state_page.scales_of(self.page)
-        used = ops.delayed_scale(scales, seen, 0, self.fp8_max, self.margin).item()
+        used = operators.delayed_scale(scales, seen, 0, self.fp8_max, self.margin).item()
         self.page = moved(self.page, seen)
         return used
 

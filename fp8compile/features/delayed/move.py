@@ -1,10 +1,10 @@
-"""The launch that moves scaling state: `triton_kernels.fp8_move`, one program for each part of a page."""
+"""The launch that moves scaling state: `triton_move.fp8_move`, one program for each part of a page."""
 
 from __future__ import annotations
 
 import torch
 
-from ..ir.state_page import Rows
+from .state_page import Rows
 
 BLOCK, NUMBERS = 64, 4096  # at most: slots at a time, and numbers of their histories
 LONGEST = 4096  # the longest history that the kernel takes
@@ -20,7 +20,7 @@ def configuration(history: int) -> tuple[int, int]:
 def launch_move(page: torch.Tensor, scales: torch.Tensor, amaxes: torch.Tensor, parts: torch.Tensor) -> None:
     """Move pages in place, write their `scales`, and make `amaxes` unseen. `parts`: int32 [n, 2], the first
     row and the number of rows of each. Everything is contiguous."""
-    from .triton_kernels import fp8_move
+    from .triton_move import fp8_move
 
     history = Rows(page).length
     rows, columns = configuration(history)

@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import compat, process
-from ..errors import StateError
-from ..logs import get_logger
+from ... import compat, process
+from ...errors import StateError
+from ...logs import get_logger
+from ...runtime.named_weights import named_weights
 from .arena import Arenas
-from .state import named_weights, refuse_or_warn
+from .state import refuse_or_warn
 from .state_dict import VERSION, VERSION_KEY, prepare_load, scaling_state
 
 logger = get_logger(__name__)

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .. import compat, process
-from ..ir.state_page import HISTORY, OVERFLOWS
-from ..logs import get_logger, say_once
-from .parameters import ParameterRecord, all_records
+from ... import compat, process
+from ...logs import get_logger, say_once
+from ...runtime.parameters import ParameterRecord, all_records
+from .state_page import HISTORY, OVERFLOWS
+from .weight_state import WeightState
 
 logger = get_logger(__name__)
 
@@ -58,14 +59,15 @@ def _met() -> Iterator[Met]:
     """What each slot has met since the look before."""
     counts: dict[int, list[list[float]]] = {}
     for record in _records():
-        for (role, use), slot in sorted(record.slots.items()):
+        state = record.extras.get(WeightState) or WeightState()
+        for (role, use), slot in sorted(state.slots.items()):
             page = slot.page
             if id(page) not in counts:
                 columns = page.tensor[: len(page.homes)].narrow(1, OVERFLOWS, HISTORY - OVERFLOWS)
                 counts[id(page)] = columns.tolist()
             now = counts[id(page)][slot.row]
-            before = record.said.get((role, use), (0.0, 0.0, 0.0))
-            record.said[role, use] = (now[0], now[1], now[2])
+            before = state.said.get((role, use), (0.0, 0.0, 0.0))
+            state.said[role, use] = (now[0], now[1], now[2])
             new = [max(0.0, x - y) for x, y in zip(now, before, strict=True)]
             if any(new):
                 yield Met(record.name or page.name or "a tensor", role, *new)

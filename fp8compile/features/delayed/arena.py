@@ -1,6 +1,6 @@
 """Where pages of scaling state are, and when they move: between calls, all of a device in one launch.
 
-Graphs read `scales` and raise `amaxes` (`ir.state_page`). A move makes the next scales of what has been
+Graphs read `scales` and raise `amaxes` (`state_page`). A move makes the next scales of what has been
 raised since the last one. The state moves
 
 * at the end of a step of an optimizer that has one of the weights;
@@ -15,7 +15,7 @@ multiplied with. Where Inductor records CUDA graphs they stay where they are (`f
 the user captures, each first forward moves, whatever the host knows: replays run no code of ours.
 
 With `reduce_amax`, a move begins with one all-reduce of the amaxes. So all ranks of such a group have to move
-at the same call, with the same rows (`agreement`).
+at the same call, with the same rows (`runtime.agreement`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import compat, process
-from ..codegen.state_kernels import LONGEST, launch_move
-from ..errors import Fp8CompileError
-from ..ir import state_page
-from ..ir.state_page import HISTORY, new_amaxes, new_page, next_page, scales_of
-from .optimizer_steps import listen
-from .parameters import find
+from ... import compat, process
+from ...errors import Fp8CompileError
+from ...ir.ops import UNSEEN
+from ...runtime.optimizer_steps import listen
+from .move import LONGEST, launch_move
+from .state_page import HISTORY, new_amaxes, new_page, next_page, scales_of
+from .weight_state import find_state
 
 LOCK = threading.RLock()  # guards which page has which slots, and moves: several threads may train
 PATIENCE = 16  # cold calls of a tensor that sees only zeros, or without a move
@@ -58,7 +58,7 @@ class Where:
 
 
 class Arena:
-    """Rows of pages. `page`, `scales` and `amaxes` are those of `ir.state_page`, for all rows."""
+    """Rows of pages. `page`, `scales` and `amaxes` are those of `state_page`, for all rows."""
 
     def __init__(self, where: Where, rows: int):
         self.where, device = where, where.device
@@ -126,7 +126,7 @@ class Arena:
                 self._renew(scales)
             else:
                 page.copy_(next_page(page, amaxes, self._by_row))
-                amaxes.fill_(state_page.UNSEEN)
+                amaxes.fill_(UNSEEN)
                 self._renew(scales_of(page))
             self.raised = False
             self.moves += 1
@@ -235,5 +235,5 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
     with LOCK:
         arenas.clear()
         # another optimizer may step on one rank alone
-        if any(find(p).slots for group in optimizer.param_groups for p in group["params"]):
+        if any(find_state(p).slots for group in optimizer.param_groups for p in group["params"]):
             arenas.move()

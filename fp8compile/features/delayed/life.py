@@ -34,11 +34,12 @@ from typing import Any
 
 import torch
 
-from .. import compat
-from ..ir.state_page import SlotKey, new_amaxes
+from ... import compat
+from ...runtime.parameters import record_of
 from .arena import LOCK, MOST, PATIENCE, Pending, Where
-from .parameters import record_of
 from .state import Page, check_loaded, page_for
+from .state_page import SlotKey, new_amaxes
+from .weight_state import WeightState
 
 
 @dataclass(eq=False)
@@ -203,4 +204,4 @@ class Book:
 def pending_of(owners: Sequence[Any]) -> Pending:
     """Of a set of weights."""
     records = {id(record): record for record in map(record_of, owners)}
-    return records[min(records)].pending.setdefault(frozenset(records), Pending())
+    return records[min(records)].extras.of(WeightState).pending.setdefault(frozenset(records), Pending())

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from tests.equivalence.protocols import PROTOCOLS, Run
-from tests.runtime.test_state import GRADIENT, INPUT, call, constant, padded
+from tests.features.delayed.test_state import GRADIENT, INPUT, call, constant, padded
 from tests.support import hooks
 from tests.support.harness import compiled, grads_of, histories, load_scaling, noise, scaling_tensors
 from tests.support.hooks import slots_of
@@ -261,8 +261,8 @@ def test_a_second_backward_after_later_steps() -> None:
 
 def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
     """A page of the new device takes the slots over; nothing asks for that of the old one any more."""
-    from fp8compile.runtime.arena import Where
-    from fp8compile.runtime.state import page_for
+    from fp8compile.features.delayed.arena import Where
+    from fp8compile.features.delayed.state import page_for
 
     model, run = trained()
     call(run, 2.0)

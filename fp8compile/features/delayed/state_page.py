@@ -20,14 +20,14 @@ row a slot:
     13 ..  amax history, newest first
 
 Columns 3 to 7 are the slot's own constants (`SlotSettings`), so that slots of different recipes share a page.
-Columns 10 to 12 count, for those who look (`runtime.notices`, `stats`).
+Columns 10 to 12 count, for those who look (`notices`, `stats`).
 
 Graphs read no page. They read `scales`, float32 `[slots, 3, 4]`: a copy of the first three columns, in which
 each number has 16 bytes of its own. And they raise `amaxes`, int32 `[slots, 4]`: in the first column, the
-bits of the largest amax since the last move, UNSEEN where there was none. Pages move between calls
-(`runtime.arena`).
+bits of the largest amax since the last move, UNSEEN where there was none (`ops.raised`). Pages move between
+calls (`arena`).
 
-The functions are written in plain torch with no data-dependent control flow, like those of `scale`.
+The functions are written in plain torch with no data-dependent control flow, like those of `ir.scale`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .scale import inverse_of, scale_to
+from ...ir.ops import APART, UNSEEN
+from ...ir.scale import inverse_of, scale_to
 
 SCALE, SCALE_INV, AGE, REACH, WINDOW, INTERVAL, LIMIT, FLOOR = range(8)
 ODD, LOST, OVERFLOWS, UNDERFLOWS, NOT_FINITE, HISTORY = range(8, 14)
-READ = REACH  # columns that graphs read
-# Numbers of `scales` and `amaxes` from one to the next. With four, each is 16-byte aligned: cuBLASLt refuses
-# the scale of a matmul that is not (CUDA 13.0, H200), and one kernel of ours serves all slots
-APART = 4
-UNSEEN = -1  # an amax that no call has raised. As integers, the bits of all amaxes are above it
+READ = REACH  # columns that graphs read, as numbers APART: cuBLASLt refuses a scale that is not 16-byte
+# aligned (CUDA 13.0, H200)
 # An overflow saturates, and is this many times the amax that the scale was computed from. Smaller jumps are
 # normal: in a quiet run, too, amaxes exceed their history, those of gradients by two to three times, in some
 # tensor every few dozen steps.
@@ -192,28 +190,14 @@ def numbers_of(scales: Tensor) -> Tensor:
     return scales.select(-1, 0)
 
 
-def raised(amaxes: Tensor, found: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """`amaxes` after a call that found these, float32 [n] each. `rows`: of the first of each, ascending."""
-    pieces, end = [], 0
-    for vector, row in zip(found, rows, strict=True):
-        if row > end:
-            pieces.append(amaxes.new_full((row - end,), UNSEEN))
-        pieces.append(vector.view(torch.int32).bitwise_and(0x7FFFFFFF))  # a NaN may have a sign
-        end = row + vector.shape[0]
-    if not pieces:
-        return amaxes.clone()
-    seen = torch.nn.functional.pad(torch.cat(pieces), (0, amaxes.shape[0] - end), value=UNSEEN)
-    return torch.maximum(amaxes, torch.nn.functional.pad(seen.unsqueeze(1), (0, APART - 1), value=UNSEEN))
-
-
 def next_page(page: Tensor, amaxes: Tensor, parts: Tensor) -> Tensor:
     """The page after calls that raised `amaxes`. A row that no call has raised stays as it is.
 
     `parts`: int64 [slots], a number below `slots`. Rows with the same number, those of one direction of a
     graph, move together or not at all.
 
-    The Triton kernel `codegen.triton_kernels.fp8_move` is the same rule: change both.
-    `test_the_kernel_is_next_page` in tests/runtime/test_arena.py compares them bitwise.
+    The Triton kernel `triton_move.fp8_move` is the same rule: change both.
+    `test_the_kernel_is_next_page` in tests/features/delayed/test_arena.py compares them bitwise.
 
     The history shifts by one. A slot's scale is recomputed at its first non-zero amax and at every
     interval-th move from there, unless the amax to compute it from is 0. If an amax times the old scale

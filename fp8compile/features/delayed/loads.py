@@ -16,9 +16,9 @@ from weakref import WeakSet
 
 from torch import nn
 
-from .. import compat, process
+from ... import compat, process
 from .arena import LOCK, Arenas
-from .parameters import find
+from .weight_state import find_state
 
 _listening: WeakSet[nn.Module] = WeakSet()
 
@@ -31,7 +31,7 @@ class _LoadListener:
         with LOCK:
             process.of(Arenas).clear()
             for weight in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                for slot in find(weight).slots.values():
+                for slot in find_state(weight).slots.values():
                     slot.restart()
 
     def __deepcopy__(self, _memo: Any) -> _LoadListener:

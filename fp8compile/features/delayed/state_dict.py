@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import process
-from ..config.recipe import ROLES
-from ..errors import StateError
-from ..ir import state_page
-from ..ir.state_page import Rows
-from ..logs import get_logger
+from ... import process
+from ...config.recipe import ROLES
+from ...errors import StateError
+from ...logs import get_logger
+from ...runtime.named_weights import named_weights, unwrapped
+from . import state_page
 from .arena import Arenas
-from .parameters import record_of
-from .state import Loading, Page, Slot, differing, named_weights, slots_of, unwrapped
+from .state import Loading, Page, Slot, differing, slots_of
+from .state_page import Rows
+from .weight_state import state_of
 
 logger = get_logger(__name__)
 
@@ -82,9 +83,9 @@ def prepare_load(
             if key not in rows:  # only where `state` is None or {}, or not `strict`
                 _start_cold(slot)
         for name, weight in weights.items():  # drop slots that were loaded before and no graph has taken
-            record = record_of(weight)
-            record.slots = {key: slot for key, slot in record.slots.items() if not slot.page.name}
-            record.loaded = name if given else None
+            own = state_of(weight)
+            own.slots = {key: slot for key, slot in own.slots.items() if not slot.page.name}
+            own.loaded = name if given else None
         for key, row in rows.items():
             if key[0] in weights:
                 _take(key, weights[key[0]], row, live.get(key), loading)
@@ -153,11 +154,11 @@ def _take(key: Key, weight: Tensor, row: Tensor, slot: Slot | None, loading: Loa
     name, role, use = key
     values, patience = row[:-1].clone(), int(row[-1])
     homes, settings = [(weakref.ref(weight), (role, use))], (Rows(values).settings(),)
-    record_of(weight).said[role, use] = Rows(values).counts()  # the run that saved it has said these
+    state_of(weight).said[role, use] = Rows(values).counts()  # the run that saved it has said these
     page = Page(values.unsqueeze(0), homes, settings, patience=patience, loaded=True)
     if slot is None:
         page.name, page.loading = f"{name}.{role}.{use}", loading
-        record_of(weight).slots[role, use] = Slot(page, 0)
+        state_of(weight).slots[role, use] = Slot(page, 0)
         return
     slot.page.take(slot.row, page)
     slot.page.patience, slot.page.loaded, slot.page.restarted = patience, True, False

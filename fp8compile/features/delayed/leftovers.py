@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import process
+from ... import process
 from .life import PageSet
 
 

@@ -8,6 +8,7 @@ its predecessor left, two layers never share a slot, and a model that is deleted
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,16 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat, process
-from ..errors import StateError, at_most
-from ..frontend.inputs import plain
-from ..ir import state_page
-from ..ir.state_page import Rows, SlotSettings
-from ..logs import get_logger
+from ... import process
+from ...errors import StateError, at_most
+from ...extension import StoredScale
+from ...ir.ops import UNSEEN
+from ...logs import get_logger
+from ...runtime.named_weights import named_weights
+from . import state_page
 from .arena import PATIENCE, Arena, Arenas, Where
-from .parameters import find, record_of, share_records
+from .state_page import Rows, SlotSettings
+from .weight_state import find_state, state_of
 
 logger = get_logger(__name__)
+
+COUNTS = "overflow_calls", "underflow_calls", "not_finite_calls"  # columns of statistics
 
 
 @dataclass(eq=False)
@@ -95,7 +100,7 @@ class Page:
         """Become the home of these slots, with the values that they have now."""
         loaded: list[Page] = []
         for row, (owner, name) in enumerate(self.homes):
-            named = record_of(owner()).slots
+            named = state_of(owner()).slots
             before = named.get(name)
             if before is not None and before.page is not self:
                 loaded += [before.page] if before.page.loaded else []
@@ -116,7 +121,7 @@ class Page:
         state_page.copy_row(self.tensor[row], page.tensor[before], factor)
         if page.arena is not None:
             self.amaxes[row].clamp_(min=page.amaxes[before].to(self.tensor.device))
-            page.amaxes[before] = state_page.UNSEEN
+            page.amaxes[before] = UNSEEN
             self._edited(page.arena.raised)
         else:
             self.write(row)
@@ -126,7 +131,7 @@ class Page:
         if values is not None:
             self.tensor[row] = values
         if self.arena is not None:
-            self.amaxes[row] = state_page.UNSEEN
+            self.amaxes[row] = UNSEEN
             self._edited()
 
     def _edited(self, raised: bool = False) -> None:
@@ -153,38 +158,15 @@ class Slot:
             self.page.write(self.row)
             self.page.restarted = True
 
-    def scale(self) -> float:
-        return float(self.numbers.scale)
-
-    def scale_inv(self) -> float:
-        return float(self.numbers.scale_inv)
-
-    def history(self) -> list[float]:
-        """The amaxes of the last training calls, newest first; 0 where there was none yet."""
-        return self.numbers.history.tolist()
-
-
-def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model that may be weights: parameters, then buffers. Their names leave out the
-    wrappers of torch.compile, checkpointing, FSDP and DDP. A tensor with several names has its first."""
-    model = unwrapped(model)
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[plain(name)] = tensor
-    share_records(found.values())
-    return found
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of the wrappers of torch.compile and DDP. TypeError if `model` is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
-    while hasattr(model, "_orig_mod") or compat.autograd.is_ddp(model):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
-    return model
+    def stored(self, pages: dict[Page, torch.Tensor]) -> StoredScale:
+        """As `extension` has it. `pages`: those that were read."""
+        if self.page not in pages:
+            pages[self.page] = self.page.now().detach().cpu()
+        row = Rows(pages[self.page][self.row])
+        # a row that was lost did not move: it has an older amax
+        amax = math.nan if row.lost else row.newest.item()
+        counts = dict(zip(COUNTS, map(int, row.counts()), strict=True))
+        return StoredScale(amax, row.scale.item(), row.scale_inv.item(), bool(row.cold), counts)
 
 
 def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
@@ -192,7 +174,7 @@ def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
     return {
         (name, role, use): slot
         for name, weight in named_weights(model).items()
-        for (role, use), slot in sorted(find(weight).slots.items())
+        for (role, use), slot in sorted(find_state(weight).slots.items())
     }
 
 
@@ -200,13 +182,13 @@ def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
     """Say if a state was loaded for weights of a training graph that keep none. `wanted`: those that do."""
     known = set(map(id, wanted))
     others = (weight for weight in weights if id(weight) not in known)
-    found = [slot.page for weight in others for slot in find(weight).slots.values()]
+    found = [slot.page for weight in others for slot in find_state(weight).slots.values()]
     _tell([(page.loading, f"unexpected: {page.name}") for page in found if page.loading is not None])
 
 
 def check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
     """Say if slots of a new graph were loaded, and differ from the slots that the graph needs."""
-    held = [find(owner).slots.get(name) for (owner, name), _ in wanted]
+    held = [find_state(owner).slots.get(name) for (owner, name), _ in wanted]
     loaded = [slot.page.loading for slot in held if slot is not None and slot.page.loading is not None]
     if not loaded:
         return
@@ -214,13 +196,13 @@ def check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSetting
     roles: dict[int, set[str]] = {}
     for ((owner, (role, use)), settings), slot in zip(wanted, held, strict=True):
         roles.setdefault(id(owner), set()).add(role)
-        if slot is None and find(owner).loaded is not None:
-            differences.append((loaded[0], f"missing: {find(owner).loaded}.{role}.{use}"))
+        if slot is None and find_state(owner).loaded is not None:
+            differences.append((loaded[0], f"missing: {find_state(owner).loaded}.{role}.{use}"))
         elif slot is not None and (of := slot.page.loading) is not None:
             found = differing(slot.page.name, slot.page.settings[0], slot.numbers.length, settings, history)
             differences += [(of, difference) for difference in found]
     for owner in {id(owner): owner for (owner, _), _ in wanted}.values():
-        for (role, _), slot in find(owner).slots.items():
+        for (role, _), slot in find_state(owner).slots.items():
             if slot.page.loading is not None and role not in roles[id(owner)]:
                 differences.append((slot.page.loading, f"unexpected: {slot.page.name}"))
     _tell(differences)
@@ -270,7 +252,7 @@ def page_for(
 ) -> Page:
     """The page with just these slots in this order (after a recompilation), or a new one that takes them."""
     rows = state_page.rows_for(len(slots))
-    held = [find(owner).slots.get(name) for owner, name in slots]
+    held = [find_state(owner).slots.get(name) for owner, name in slots]
     pages = {id(slot.page): slot.page for slot in held if slot is not None}
     if len(pages) == 1 and all(slot is not None and slot.row == i for i, slot in enumerate(held)):
         (page,) = pages.values()
