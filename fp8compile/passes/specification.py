@@ -11,8 +11,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
 
 from ..compat.inductor import MUST_SAVE
 from ..devices.formats import FORMATS
@@ -157,7 +157,7 @@ def rule(says: str, holds: Callable[..., bool]) -> Callable[..., Rules]:
 
 def _formats(y: Node) -> set[torch.dtype]:
     """Of a node and its inputs."""
-    return {x.dtype for x in tree_leaves([*map(value, (y, *y.all_input_nodes))])}
+    return {x.dtype for x in pytree.tree_leaves([*map(value, (y, *y.all_input_nodes))])}
 
 
 def _turned(y: Node, x: Node) -> bool:

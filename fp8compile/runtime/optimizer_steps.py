@@ -142,13 +142,13 @@ _after: list[Listener] = []
 _hooks: list[Any] = []
 
 
-@torch._disable_dynamo
+@torch.compiler.disable
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for listener in _before:
         listener(optimizer)
 
 
-@torch._disable_dynamo
+@torch.compiler.disable
 def _step_ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for listener in _after:
         listener(optimizer)

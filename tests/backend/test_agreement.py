@@ -247,6 +247,7 @@ def test_blocks_that_do_not_fit(shape: tuple[int, int, int], recipe: str) -> Non
     pair.finish()
 
 
+@pytest.mark.feature("delayed")
 def test_an_output_that_the_loss_does_not_use() -> None:
     model = make(TwoOutputs)
     pair = Pair(model)
@@ -266,6 +267,7 @@ def test_an_output_that_the_loss_does_not_use() -> None:
         pair.steps += 1
 
 
+@pytest.mark.feature("delayed")
 def test_the_comparison_can_fail() -> None:
     """A model that is not in FP8, or in FP8 with other scales, is below the floor."""
     model = make(Mlp)

@@ -20,6 +20,7 @@ def x(seed: int = 0) -> Tensor:
     return noise(16, 128, seed=seed).requires_grad_()
 
 
+@pytest.mark.feature("delayed")
 def test_calls_that_leave_the_state_read_one_place() -> None:
     run = compiled(linear(), "delayed")
     with hooks.states_of_forwards() as states:
@@ -30,6 +31,7 @@ def test_calls_that_leave_the_state_read_one_place() -> None:
     assert len({amaxes.data_ptr() for _, amaxes in states}) == 2
 
 
+@pytest.mark.feature("delayed")
 def test_a_capture_by_hand_of_a_graph_without_scales() -> None:
     """The message comes before anything that waits for the device. A warm call is captured."""
     run = compiled(linear(), "delayed")

@@ -102,6 +102,7 @@ def run(model, call, x: Tensor, offs: Tensor, dy: Tensor, trained: tuple[str, ..
     return {"y": y.detach()[inside], "dx": x.grad[inside], **gradients}  # type: ignore[index]
 
 
+@pytest.mark.feature("delayed")
 def test_a_nan_token_shows_and_moves_no_state() -> None:
     pair = Pair(made(), policy=ALL_FP8)
     train(pair, 0, SIZES)
@@ -115,6 +116,7 @@ def test_a_nan_token_shows_and_moves_no_state() -> None:
     assert histories(pair.model) == before
 
 
+@pytest.mark.feature("delayed")
 def test_frozen_experts_have_no_wgrad() -> None:
     pair = Pair(made().requires_grad_(False), policy=ALL_FP8)
     x, dy = batch(0)

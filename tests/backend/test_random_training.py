@@ -69,6 +69,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.feature("delayed")
 @pytest.mark.cases(test=35, slow=1)
 @pytest.mark.usefixtures("fuzzing")
 @pytest.mark.parametrize("number", range(6))

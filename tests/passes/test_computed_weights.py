@@ -150,6 +150,7 @@ def test_other_recipes(recipe: str) -> None:
     assert gemms(model) == sorted(2 * ["dgrad fp8", "fprop fp8", kept])
 
 
+@pytest.mark.feature("delayed")
 def test_the_largest_source_has_the_slots() -> None:
     def build() -> nn.Module:
         parts = {

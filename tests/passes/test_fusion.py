@@ -133,6 +133,7 @@ class Branches(nn.Module):
         return self.one(x) + self.other(x)
 
 
+@pytest.mark.feature("delayed")
 def test_an_amax_of_several_slots_raises_them_all() -> None:
     """The graph takes it once: of the input with two margins, and of the gradient for two weights."""
     rules = {"rules": [{"module": "other", "margin": 2}]}
@@ -163,11 +164,13 @@ def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
     )
 
 
+@pytest.mark.feature("delayed")
 def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast() -> None:
     """Of two linears in each of three layers."""
     assert sum(name.endswith("sum", 0, name.rfind("_")) for name in of("mlps", "delayed").names) == 6
 
 
+@pytest.mark.feature("delayed")
 def test_launches_with_one_source_share_one_function_whatever_their_slots() -> None:
     """Inductor tunes each function apart, so equal launches of different layers must share one."""
     found = of("mlps", "delayed")
@@ -177,6 +180,7 @@ def test_launches_with_one_source_share_one_function_whatever_their_slots() -> N
     assert len(set(found.names)) < len(found.names) / 2
 
 
+@pytest.mark.feature("delayed")
 def test_both_gradients_of_a_gated_activation_and_what_backward_needs_of_it_are_one_kernel() -> None:
     (backward,) = [
         kernel for kernel in of("rms norm, swiglu", "delayed").made if "silu_backward" in kernel.name

@@ -162,6 +162,7 @@ def test_names_of_reports_statistics_and_state() -> None:
     assert len(fp8compile.report().graphs) == 2
 
 
+@pytest.mark.feature("delayed")
 def test_names_of_overflows(caplog: pytest.LogCaptureFixture) -> None:
     """Also in a block whose graph was compiled for another one."""
     caplog.set_level(logging.INFO)

@@ -265,6 +265,7 @@ def test_evaluation_in_fp8() -> None:
         assert len(evaluated) == 2 and recipes == ({""} if close else {"tensorwise"})
 
 
+@pytest.mark.feature("delayed")
 def test_operands_of_two_dtypes_are_an_error_as_everywhere() -> None:
     """bf16 weights, float32 activations, no autocast: an error in eager, which quantizing must not hide."""
     model = nn.Linear(128, 128).bfloat16()

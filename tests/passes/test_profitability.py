@@ -199,6 +199,7 @@ def test_the_stated_break_even_is_where_the_decision_turns_and_later_with_tensor
         starts.append(start)
 
 
+@pytest.mark.feature("delayed")
 def test_a_graph_that_saves_less_than_its_scales_cost() -> None:
     """One linear that gains less than the update of the scaling state costs. Two pay for it together."""
 

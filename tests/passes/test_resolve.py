@@ -44,6 +44,7 @@ def test_each_override_decides_something() -> None:
     assert {line.split(": ", 1)[1] for line in seen} == {override.why for override in OVERRIDES}
 
 
+@pytest.mark.feature("delayed")
 def test_the_report_prints_them() -> None:
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(128, 256)), nn.ReLU(), nn.Linear(256, 128))
     with hooks.traced():
@@ -58,6 +59,7 @@ def test_the_report_prints_them() -> None:
 DOWN = "current_scaling=(True, False, False): rule 'down projection' of the policy"
 
 
+@pytest.mark.feature("delayed")
 @pytest.mark.parametrize(
     ("options", "told"),
     [

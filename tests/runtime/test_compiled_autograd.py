@@ -90,6 +90,7 @@ def test_the_backward_alone() -> None:
     train(step, expected, model)
 
 
+@pytest.mark.feature("delayed")
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("backend", ["fp8", "aot_eager"])
 def test_a_model_that_was_compiled_before_is_refused(backend: str) -> None:

@@ -123,6 +123,7 @@ def test_a_second_backward_through_a_checkpoint(recipe: str) -> None:
     assert all(map(torch.equal, first, [x.grad, block.weight.grad]))
 
 
+@pytest.mark.feature("delayed")
 def test_a_dry_run_moves_nothing() -> None:
     """Garbage inputs of a dry run change neither a cold state nor a warm one."""
     model, twin = nn.Linear(128, 128), nn.Linear(128, 128)

@@ -51,6 +51,7 @@ def test_models_of_their_own(interpreted) -> None:
         in_threads(3, work)
 
 
+@pytest.mark.feature("delayed")
 def test_a_thread_that_is_not_the_main_one(interpreted) -> None:
     """Names, state and reports also work in a thread other than the main one."""
 

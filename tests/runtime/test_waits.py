@@ -80,6 +80,7 @@ def reads() -> dict[str, Callable[[torch.Tensor], Any]]:
     }
 
 
+@pytest.mark.feature("delayed")
 def test_a_read_is_found() -> None:
     """Each, planted in what runs before a forward, and after a backward."""
     with hooks.bodies():

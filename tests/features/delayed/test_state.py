@@ -79,7 +79,7 @@ def test_history_and_scale_after_known_inputs() -> None:
             assert state[key].history() == padded(values, 3)[:3]
             assert state[key].scale() == scale_of(max(values[:3]), fp8_max)
             assert (
-                float(state[key].numbers.scale_inv)
+                state[key].scale_inv()
                 == torch.tensor(1.0 / state[key].scale(), dtype=torch.float64).float().item()
             )
         assert state[WEIGHT].history() == padded([0.5] * len(seen["x"]), 3)[:3]

@@ -28,16 +28,21 @@ class Slot:
     def scale(self) -> float:
         return float(self.numbers.scale)
 
+    def scale_inv(self) -> float:
+        return float(self.numbers.scale_inv)
+
     def history(self) -> list[float]:
         """Newest first; 0 where there was none yet."""
         return self.numbers.history.tolist()
 
 
 def slots_of(model: nn.Module) -> dict[tuple[str, str, int], Slot]:
-    """By parameter name, role, use."""
-    from fp8compile.features.delayed.state import slots_of
+    """By parameter name, role, use; none in a copy without this feature."""
+    with contextlib.suppress(ModuleNotFoundError):
+        from fp8compile.features.delayed.state import slots_of
 
-    return {key: Slot(slot) for key, slot in slots_of(model).items()}
+        return {key: Slot(slot) for key, slot in slots_of(model).items()}
+    return {}
 
 
 def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
