@@ -95,6 +95,7 @@ class Decision:
     on_purpose: bool = False  # somebody chose high precision, other than by a shipped rule about sizes
     emulated: bool = False  # the device has no such FP8 matmul
     either: bool = False  # the weight's copy is read along either dimension: fprop and dgrad share one
+    overruled: str = ""  # the recipe that a rule of the user's names, where the weight is held otherwise
 
 
 @dataclass(frozen=True)

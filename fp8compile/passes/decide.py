@@ -16,7 +16,7 @@ from ..ir.fx_utils import hint, value
 from ..ir.matmul import Matmul
 from . import legality
 from .classify import kinds
-from .gathered import arrived
+from .gathered import block_held
 from .joint import Joint
 from .resolve import Facts, resolve
 
@@ -45,6 +45,9 @@ def decide(joint: Joint) -> int:
         if made.wanted and made.reason is not None and facts.off is None:
             told = f"{made.rule} wants {matmul.fqn} in FP8, but {matmul.gemm} cannot be: {made.reason}"
             complaints[told] = None
+        if made.overruled:
+            held = f"whose weight is held in FP8, and its bytes decide: {made.recipe.name!r}"
+            complaints[f"{made.rule} wants recipe {made.overruled!r} for {matmul.fqn}, {held}"] = None
     if whole is None:
         labelled = zip(policy.rules, policy.labels, strict=True)
         lost = [label for rule, label in labelled if rule.blocks is not None]
@@ -78,7 +81,7 @@ def _facts(matmul: Matmul, inputs: Inputs, gpu: Gpu | None, evaluation: str | No
         inlined=inputs.inlined,
         resharded=matmul.weight_among(inputs.resharded),
         frozen=matmul.weight_among(inputs.frozen),
-        arrived=arrived(matmul.weight),
+        arrived=block_held(matmul.weight),
         gathered=matmul.weight_among(inputs.gathered),
         computed=matmul.computed,
         stateless=evaluation is not None or evaluated or matmul.weight_among(inputs.leaves),

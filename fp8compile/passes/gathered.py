@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..config.recipe import WHOLE, Scaling
+from ..config.recipe import WHOLE, Block, Scaling
 from ..ir import ops
 from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, readers, same_shape, value
 from ..ir.matmul import Matmul
@@ -105,11 +105,16 @@ def arrived(base: Node | None) -> bool:
     return base is not None and call_function(base, (ops.dequantize,))
 
 
+def block_held(base: Node | None) -> Block | None:
+    """The elements that share a scale of a weight that is an input of the graph in FP8; None for others."""
+    if base is None or not arrived(base):
+        return None
+    return Block(*arg(base, 3)) if len(base.args) > 3 else WHOLE
+
+
 def arrives(base: Node, scaling: Scaling) -> bool:
     """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
-    if not arrived(base) or scaling.delayed:
-        return False
-    return scaling.block == tuple(arg(base, 3) if len(base.args) > 3 else WHOLE)
+    return not scaling.delayed and scaling.block == block_held(base)
 
 
 def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: bool) -> Gatherable | None:

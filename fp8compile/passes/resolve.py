@@ -15,7 +15,7 @@ from typing import Any
 from .. import compat
 from ..codegen.scaled_mm_kind import EMULATED, how_grouped
 from ..config.policy import Choice, Policy, Rule, Site
-from ..config.recipe import SETTINGS, WHOLE, Recipe
+from ..config.recipe import BUILT_IN, SETTINGS, WHOLE, Block, Recipe, recipe_of
 from ..devices import support
 from ..devices.gpu import Gpu
 from ..ir.fx_utils import Matrix
@@ -39,7 +39,7 @@ class Facts:
     inlined: bool = False  # compiled autograd takes over the backward
     resharded: bool = False  # FSDP2 frees the gathered weight between forward and backward
     frozen: bool = False  # the weight does not train, and may be kept in FP8
-    arrived: bool = False  # the weight is kept in FP8
+    arrived: Block | None = None  # the weight is held in FP8, with a scale for so many elements
     gathered: bool = False  # FSDP2 may gather the weight in FP8
     computed: bool = False  # the weight is computed from parameters in each call
     stateless: bool = False  # a call that neither reads nor moves a history
@@ -50,19 +50,35 @@ class Override:
     """A change of settings. `change` returns them by name; None: `Recipe.current`, without any history."""
 
     when: Callable[[Facts, Recipe], Any]
-    change: Callable[[Recipe], dict[str, Any]] | None
+    change: Callable[[Facts, Recipe], dict[str, Any]] | None
     why: str
 
 
-def _weights_current(recipe: Recipe) -> dict[str, Any]:
+def _weights_current(facts: Facts, recipe: Recipe) -> dict[str, Any]:
     inputs, _, gradients = recipe.current_scaling
     return {"current_scaling": (inputs, True, gradients)}
 
 
+def _as_held(facts: Facts, recipe: Recipe) -> dict[str, Any]:
+    """The recipe that has the blocks of the weight: this one, if it can have them."""
+    block = facts.arrived
+    assert block is not None
+    name = recipe.name if recipe.built_in.tile == block else recipe_of(False, block)
+    made = BUILT_IN[name]
+    return {
+        "name": name,
+        "weight_tiles": made.weight_block != block,
+        "fp8_format": None,
+        "power_of_2_scale": None,
+        "amax_group": recipe.amax_group if made.block == WHOLE else False,
+    }
+
+
+HELD = "the weight is held in FP8, and its bytes are multiplied as they are"
 OVERRIDES = (
     Override(
         lambda facts, recipe: facts.grouped,
-        lambda recipe: {
+        lambda _, recipe: {
             "fp8_format": "e4m3",
             "weight_tiles": recipe.weight_tiles and recipe.built_in.tile != WHOLE,
         },
@@ -75,15 +91,20 @@ OVERRIDES = (
     ),
     Override(
         lambda facts, recipe: facts.resharded,
-        lambda recipe: {"recast_weights": True},
+        lambda _, recipe: {"recast_weights": True},
         (
             "FSDP reshards weights after forward: a copy kept until backward would hold the "
             "whole weight on every rank"
         ),
     ),
     Override(
-        lambda facts, recipe: facts.frozen and (recipe.frozen == "fp8" or facts.arrived),
-        lambda recipe: {**_weights_current(recipe), "recast_weights": True},
+        lambda facts, recipe: facts.arrived is not None and recipe.weight_block != facts.arrived,
+        _as_held,
+        HELD,
+    ),
+    Override(
+        lambda facts, recipe: facts.frozen and (recipe.frozen == "fp8" or facts.arrived is not None),
+        lambda facts, recipe: {**_weights_current(facts, recipe), "recast_weights": True},
         "a frozen weight never changes, and both layouts are made from its one FP8 copy",
     ),
     Override(
@@ -98,7 +119,7 @@ OVERRIDES = (
     ),
     Override(
         lambda facts, recipe: facts.gathered and recipe.built_in.tile,
-        lambda recipe: {"weight_tiles": True},
+        lambda _, recipe: {"weight_tiles": True},
         "both layouts of a gathered weight are made from the FP8 values that were sent",
     ),
     Override(
@@ -115,7 +136,9 @@ def settle(recipe: Recipe, facts: Facts) -> tuple[Recipe, tuple[str, ...]]:
     for override in OVERRIDES:
         if not override.when(facts, recipe):
             continue
-        changed = recipe.current if override.change is None else replace(recipe, **override.change(recipe))
+        changed = (
+            recipe.current if override.change is None else replace(recipe, **override.change(facts, recipe))
+        )
         if difference := _difference(recipe, changed):
             lines.append(f"{difference}: {override.why}")
         recipe = changed
@@ -145,6 +168,7 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
         emulated |= how_grouped(facts.gpu, a, b, not compat.triton.reorders()) == EMULATED
         either = b == recipe.built_in.tile and support.has_mx_of_either_major(facts.gpu) and not emulated
     named = rule is not None and bool(rule.module or rule.parameter)
+    overruled = any(line.endswith(HELD) for line in overrides) and policy.owns(choice.rule)
     return Decision(
         recipe=recipe,
         overrides=overrides,
@@ -156,6 +180,7 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
         on_purpose=chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule)),
         emulated=emulated,
         either=either,
+        overruled=rule.recipe or "" if rule is not None and overruled else "",
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 
 import fp8compile
 from fp8compile import Recipe
+from fp8compile.config.recipe import WHOLE, Block
 from fp8compile.passes.resolve import OVERRIDES, Facts, settle
 from tests.support import hooks
 from tests.support.models import SwiGlu, make
@@ -21,6 +22,7 @@ from tests.support.reference_settings import RECIPES
 
 PLAIN = Facts(None, ("input", "weight"))
 FLAGS = [field.name for field in fields(Facts) if field.type == "bool"]
+HELD = (WHOLE, Block(1, 0), Block(128, 128), Block(32, 32))  # of weights that are held in FP8
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -40,8 +42,20 @@ def test_each_override_decides_something() -> None:
     seen = set()
     for name in RECIPES:
         for flag in FLAGS:
-            seen.update(settle(Recipe(name), replace(PLAIN, **{"arrived": True, flag: True}))[1])
+            for block in HELD:
+                seen.update(settle(Recipe(name), replace(PLAIN, **{"arrived": block, flag: True}))[1])
     assert {line.split(": ", 1)[1] for line in seen} == {override.why for override in OVERRIDES}
+
+
+@pytest.mark.parametrize("block", HELD)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_weight_that_is_held_decides_its_blocks(name: str, block: Block) -> None:
+    """Whatever the recipe, and with all that may be set beside it; nothing else changes without need."""
+    recipe = Recipe(name, amax_group="tp") if Recipe(name).built_in.block == WHOLE else Recipe(name, margin=1)
+    found, lines = settle(recipe, replace(PLAIN, arrived=block))
+    assert found.weight_block == block and found.margin == recipe.margin
+    assert bool(lines) is (recipe.weight_block != block)
+    assert found.name == name or recipe.built_in.tile != block
 
 
 @pytest.mark.feature("delayed")

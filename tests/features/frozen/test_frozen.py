@@ -457,18 +457,18 @@ def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture
     assert alive() is None, "compiled code holds a module"
 
 
-def test_a_graph_that_casts_otherwise_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """Another compilation, whose recipe has other scales, gets the values that are left, and a warning; with
-    strict, an error."""
+def test_the_weight_decides_its_recipe() -> None:
+    """Another compilation, whose recipe has other scales, multiplies by the same bytes, and its report says
+    so. A rule of the user's that names such a recipe for the layer is a warning; with strict, an error."""
     model, _ = converted()
-    with caplog.at_level(logging.WARNING, "fp8compile"):
-        compiled(model, "blockwise")(batch(0)).float().mean().backward()
-    assert any(
-        "cast with other blocks: it has FP8-rounded values" in record.getMessage()
-        for record in caplog.records
-    )
-    with pytest.raises(StrictError, match="kept in FP8 only"):
-        compiled(model, "blockwise", strict=True)(batch(0))
+    compiled(model, "blockwise", strict=True)(batch(0)).float().mean().backward()
+    graph = fp8compile.report(model).graphs[-1]
+    assert "FP8 only: 1 of 1" in str(fp8compile.report(model)), graph.frozen
+    told = {x.overrides for x in graph.matmuls if x.fqn == "base" and x.decision == "fp8"}
+    assert told and all("bytes are multiplied as they are" in str(lines) for lines in told)
+    own = {"rules": [{"name": "mine", "parameter": "base.weight", "recipe": "blockwise"}, {"fp8": "on"}]}
+    with pytest.raises(StrictError, match="mine.* wants recipe 'blockwise' for base, whose weight is held"):
+        compiled(model, "delayed", strict=True, policy=own)(batch(0))
 
 
 def test_options_that_are_refused() -> None:
