@@ -1,14 +1,6 @@
 """The command line: `fp8compile explain | estimate | compare | bench | tune | policy | plot | calibrate |
 devices | env`, or `python -m fp8compile`.
 
-    messages        error messages and tracebacks
-    target          loads the model that a command gets as TARGET
-    model_options   the options of commands that take a TARGET
-    model_commands  explain, estimate, compare, bench, tune
-    policy          policy check, policy show, policy schema
-    tools           plot, devices, calibrate
-    env             env
-
 stdout carries only the result: a table, or JSON. All other output goes to stderr, also what the user's own
 code prints. An error is one line on stderr. If the user's code raised, the user's traceback stands above this
 line. `fp8compile --traceback ...` shows our own traceback as well. Exit status: 0; 1 if the answer is no (a

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import Fp8CompileError, did_you_mean, near
-from .messages import complain, usage
+from .messages import Failed, usage
 from .model_commands import explained, idle
 from .model_options import check_device
 
@@ -30,7 +30,7 @@ def policy() -> None:
     "--input", "inputs", multiple=True, metavar="SHAPE[:DTYPE]", help="Input of the model, as in explain."
 )
 @click.option("--device", metavar="NAME", help="The described device to decide for, as in explain.")
-def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | None) -> int:
+def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | None) -> None:
     """Validate a policy; with --model, report what each rule matches. Exit status 1 if something is wrong.
 
     FILE is a TOML file, or the name of a shipped policy. With --model, a matmul counts for the rule that
@@ -43,18 +43,18 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
     try:
         found = load(file)
     except Fp8CompileError as error:
-        return _no(str(error))
+        raise Failed(str(error)) from None
     own = len(found.rules) if found.own is None or file in BUILTIN else found.own
     extended = f" and {len(found.rules) - own} of what it extends" if len(found.rules) > own else ""
     click.echo(f"{file}: valid, {own} rule{'' if own == 1 else 's'}{extended}")
     if target is None:
-        return 0
+        return
     check_device(device)
     report = explained(target, inputs, {"policy": file}, device)
     click.echo(_rules_table(found.labels, report.matmuls))
     # rules of a shipped policy may be unused: it is for many models
-    unused = idle(found, report, target)
-    return _no(f"{file}: {unused}") if unused else 0
+    if unused := idle(found, report, target):
+        raise Failed(f"{file}: {unused}")
 
 
 @policy.command()
@@ -80,11 +80,6 @@ def schema() -> None:
     from ..config.policy import schema as json_schema
 
     click.echo(json.dumps(json_schema(), indent=2))
-
-
-def _no(message: str) -> int:
-    """Print why the answer is no; returns the exit status 1."""
-    return complain(message, 1, click.get_current_context().command_path)
 
 
 def _rules_table(labels: Sequence[str], matmuls: Sequence[MatmulRecord]) -> str:

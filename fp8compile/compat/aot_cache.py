@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
@@ -106,17 +107,13 @@ def options_by_thread() -> bool:
 def cached(on: bool) -> Iterator[list[Saved]]:
     """Inside, AOTAutograd's cache is used with `Saved` halves, or not at all. Yields a list of the halves
     that came from it, once the compilation is over. They have code then, and no `run`."""
-    before: list[Saved] | None = getattr(_local, "hit", None)
     hit: list[Saved] = []
-    _local.hit = hit if on else None
     options: dict[str, Any] = {"enable_autograd_cache": on}
     if on:  # an entry is saved when its backward has been compiled: in here, while the options are ours
         options |= {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
-    try:
-        with functorch_config.patch(options):
-            yield hit
-    finally:
-        _local.hit = before
+    noted = mock.patch.object(_local, "hit", hit if on else None, create=True)
+    with noted, functorch_config.patch(options):
+        yield hit
 
 
 def saved(run: Callable[[list[Any]], Any], compiled: Any, content: bytes | None, backward: bool) -> Any:
@@ -132,13 +129,9 @@ def saved(run: Callable[[list[Any]], Any], compiled: Any, content: bytes | None,
 def inner_options() -> Iterator[None]:
     """For the inner compiler: it uses FxGraphCache as ever, although AOTAutograd bundles."""
     used = getattr(_local, "hit", None) is not None
-    bundled = functorch_config.patch(bundled_autograd_cache=False) if used else None
-    before, _local.inner = in_inner(), True
-    try:
-        with bundled or contextlib.nullcontext():
-            yield
-    finally:
-        _local.inner = before
+    bundled = functorch_config.patch(bundled_autograd_cache=False) if used else contextlib.nullcontext()
+    with mock.patch.object(_local, "inner", True, create=True), bundled:
+        yield
 
 
 def in_inner() -> bool:

@@ -334,13 +334,11 @@ def compiled_code_goes(kept: Collection[types.CodeType] = ()) -> Iterator[None]:
         if id(code) not in ours and id(code) not in theirs and not any(code is x for x in kept):
             theirs.add(id(code)) if _debug_get_cache_entry_list(code) else ours.update({id(code): code})
 
+    limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
     hook = convert_frame.register_bytecode_hook(note)  # type: ignore[arg-type]
     try:
-        with config.patch(
-            automatic_dynamic_shapes=False, recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16
-        ):
+        with hook, config.patch(automatic_dynamic_shapes=False, **limits):
             yield
     finally:
-        hook.remove()
         for code in ours.values():
             torch._C._dynamo.eval_frame.reset_code(code)

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -183,24 +183,6 @@ class ShardedParameter:
         self.kind = kind
 
 
-class Listener(Protocol):
-    """Who is told what FSDP2 is about to do."""
-
-    evaluates: bool  # whether the forward under way is one without gradients
-
-    def begin(self, evaluates: bool) -> None:
-        """A forward of the model begins."""
-
-    def end(self) -> None:
-        """A backward has ended."""
-
-    def differs(self, group: Any) -> bool:
-        """Are the parameters of a group of FSDP2 gathered in another way in training than in evaluation?"""
-
-    def reduces(self) -> None:
-        """A backward has begun whose gradients are reduced."""
-
-
 def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
     """All that `fully_shard` manages in a model, in the order of the model."""
     groups = [group for state in _states(model) for group in _of(state)]
@@ -208,7 +190,11 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
     return [ShardedParameter(*found[id(p)], name) for name, p in model.named_parameters() if id(p) in found]
 
 
-def listen(model: nn.Module, listener: Listener) -> None:
+def listen(model: nn.Module, listener: Any) -> None:
+    """Tell a listener what FSDP2 does: `begin(evaluates)`, a forward of the model begins; `end()`, a backward
+    has ended; `reduces()`, a backward has begun whose gradients are reduced. It is asked `differs(group)`:
+    are the parameters of a group of FSDP2 gathered in another way in training than in evaluation? Its
+    attribute `evaluates` says whether the forward under way is one without gradients."""
     for state in _states(model):
         _hear_forward(state, listener)
         _hear_backward(state, listener)
@@ -216,7 +202,7 @@ def listen(model: nn.Module, listener: Listener) -> None:
             _hear_unshard(group, listener)
 
 
-def _hear_forward(state: Any, listener: Listener) -> None:
+def _hear_forward(state: Any, listener: Any) -> None:
     original = state._root_pre_forward
 
     def root_pre_forward(*args: Any) -> Any:
@@ -235,7 +221,7 @@ def _hear_forward(state: Any, listener: Listener) -> None:
     state._root_pre_forward = root_pre_forward
 
 
-def _hear_backward(state: Any, listener: Listener) -> None:
+def _hear_backward(state: Any, listener: Any) -> None:
     original = state._root_post_backward_final_callback
 
     def root_post_backward_final_callback() -> None:
@@ -245,7 +231,7 @@ def _hear_backward(state: Any, listener: Listener) -> None:
     state._root_post_backward_final_callback = root_post_backward_final_callback
 
 
-def _hear_unshard(group: Any, listener: Listener) -> None:
+def _hear_unshard(group: Any, listener: Any) -> None:
     original = group.unshard
 
     def unshard(async_op: bool = False) -> None:

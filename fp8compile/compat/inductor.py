@@ -7,8 +7,9 @@ import functools
 import hashlib
 import importlib
 import pathlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
@@ -187,9 +188,9 @@ class Partitioner(OneObject, CustomPartitionerFn):
     def __init__(
         self,
         recomputable: Sequence[str],
-        after: Callable[[GraphModule, GraphModule, int], None] | None = None,
-        key: str = "",
-        free: Collection[int] = (),
+        after: Callable[[GraphModule, GraphModule, int], None] | None,
+        key: str,
+        free: Collection[int],
     ):
         self.recomputable = tuple(recomputable)  # names, because this object is pickled for a cache key
         self.after, self.free, self.key = after, frozenset(free), f"{key}-{sorted(free)}"
@@ -210,8 +211,7 @@ class Partitioner(OneObject, CustomPartitionerFn):
     def __getstate__(self) -> dict[str, Any]:
         return {"recomputable": self.recomputable, "after": None, "key": self.key, "free": self.free}
 
-    @contextlib.contextmanager
-    def _extended(self) -> Iterator[None]:
+    def _extended(self) -> contextlib.AbstractContextManager[Any]:
         stock = partitioners.get_default_op_list
         names = (name.split("::") for name in self.recomputable)
         packets = [getattr(getattr(torch.ops, space), op) for space, op in names]
@@ -222,11 +222,7 @@ class Partitioner(OneObject, CustomPartitionerFn):
             types.recomputable_ops.update(packets)
             return types
 
-        partitioners.get_default_op_list = op_list
-        try:
-            yield
-        finally:
-            partitioners.get_default_op_list = stock
+        return mock.patch.object(partitioners, "get_default_op_list", op_list)
 
     def uuid(self) -> Any:
         return f"fp8compile-partition-{sources_hash()}{self.key}"

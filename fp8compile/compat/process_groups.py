@@ -153,10 +153,7 @@ def _missing(store: Any, count: int, ranks: Iterable[int], seconds: float) -> li
         return [rank for rank, key in keys.items() if not store.check([key])]
 
 
-Waiting = Callable[[list[int], float], None]
-
-
-def different(name: str, what: str, more: str = "", waiting: Waiting | None = None) -> dict[int, str]:
+def different(name: str, what: str, more: str, waiting: Callable[[list[int], float], None]) -> dict[int, str]:
     """The ranks of a group whose `what` or `more` is not ours, and both of theirs, in lines.
 
     Once all ranks have agreed on a `what`, it is not compared again, whatever `more` is then, because a rank
@@ -176,8 +173,7 @@ def different(name: str, what: str, more: str = "", waiting: Waiting | None = No
     limit = _timeout(group).total_seconds() / 2
     missing = _missing(store, count, ranks, min(PATIENCE, limit))
     if missing and limit > PATIENCE:
-        if waiting is not None:
-            waiting(missing, limit - PATIENCE)
+        waiting(missing, limit - PATIENCE)
         missing = _missing(store, count, missing, limit - PATIENCE)
     if missing:
         store.set(f"fp8compile/{count}/{group.rank()}/said", said)  # for those who come after all

@@ -8,6 +8,7 @@ import linecache
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._inductor import config
@@ -153,8 +154,7 @@ def stable_sort(graph: Graph) -> None:
     stable_topological_sort(graph)
 
 
-@contextlib.contextmanager
-def contraction_chosen() -> Iterator[None]:
+def contraction_chosen() -> contextlib.AbstractContextManager[Any]:
     """Inside, Inductor writes into its code whether the compiler may contract one of our kernels. (No version
     takes this from a launch. Read in 2.11, 2.13 and 2.15: CachingAutotuner compiles with `enable_fp_fusion`
     of `triton_meta`, if that has it.) Kernels of others, and Inductor's own, stay as they are."""
@@ -173,17 +173,10 @@ def contraction_chosen() -> Iterator[None]:
             new = body if chosen in body else body.replace("triton_meta={", chosen, 1)
             return write(name, new, *more, **others)
 
-        self.define_kernel = written
-        try:
+        with mock.patch.object(self, "define_kernel", written):
             return define(self, kernel, *args, **kwargs)
-        finally:
-            del self.define_kernel
 
-    PythonWrapperCodegen.define_user_defined_triton_kernel = defined
-    try:
-        yield
-    finally:
-        PythonWrapperCodegen.define_user_defined_triton_kernel = define
+    return mock.patch.object(PythonWrapperCodegen, "define_user_defined_triton_kernel", defined)
 
 
 @contextlib.contextmanager
@@ -200,8 +193,7 @@ def default_contraction() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def accesses_known() -> Iterator[None]:
+def accesses_known() -> contextlib.AbstractContextManager[Any]:
     """Inside, Inductor finds out only once which arguments one of our kernels writes (once more where one is
     not given). By itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a
     model launch the same ones, as do the graphs of a model that is compiled block by block."""
@@ -220,8 +212,4 @@ def accesses_known() -> Iterator[None]:
             _accesses[key] = find(kernel, arguments, *more)
         return _accesses[key]
 
-    setattr(module, name, identify)
-    try:
-        yield
-    finally:
-        setattr(module, name, find)
+    return mock.patch.object(module, name, identify)

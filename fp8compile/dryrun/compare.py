@@ -13,8 +13,6 @@ A model that trains in FP8 already is compared with its own scales: a copy of it
 the sandbox, as into a resumed run. Nothing is left behind (`sandbox`): weights, gradients, buffers, random
 states, scaling state, statistics, reports and compiled code are as before. A `Session` keeps its compiled
 graphs for the next comparison.
-
-Under DDP each rank compares its own batch and waits for no other: DDP is passed by, amaxes are not reduced.
 """
 
 from __future__ import annotations
@@ -140,7 +138,9 @@ class Session:
                 f"compare: no matmul of {self.name} becomes FP8 ({self.report.summary()}), so there is "
                 "nothing to compare; fp8compile.explain says why, and a policy can change it"
             )
-        return assembled(self.name, reference, again, noisy, fp8, _rank())
+        several = compat.process_groups.has_groups() and dist.get_world_size() > 1
+        rank = dist.get_rank() if several else None
+        return assembled(self.name, reference, again, noisy, fp8, rank)
 
     def taking(
         self, args: Any, kwargs: Any, loss: Loss | None = None
@@ -246,12 +246,6 @@ def _of_one_rank(policy: Policy) -> Policy:
     recipes = {name: alone(recipe) for name, recipe in policy.recipes.items()}
     rules = tuple(map(alone, policy.rules))
     return dataclasses.replace(policy, defaults=alone(policy.defaults), rules=rules, recipes=recipes)
-
-
-def _rank() -> int | None:
-    """This process's rank, where several train together."""
-    several = compat.process_groups.has_groups() and dist.get_world_size() > 1
-    return dist.get_rank() if several else None
 
 
 def check_places(tensors: Mapping[str, Tensor], who: str) -> None:

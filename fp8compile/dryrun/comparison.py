@@ -42,10 +42,6 @@ EXPECTED = {"fprop": 28.5, "dgrad": 24.5, "wgrad": 24.5}  # dB
 ROLES = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("input", "gradient")}
 BAND, GAP, POOR = 10.0, 40.0, 10.0  # dB
 OUTLIERS = 500.0
-NUMBERS = (
-    *EXPECTED, "output", "output_bf16", "gradient", "gradient_bf16", "cosine", "norm", "overflows%",
-    "underflows%", "peak",
-)  # fmt: skip
 _HEAD = ("fprop", "dgrad", "wgrad", "output (bf16)", "gradient (bf16)", "cosine", "norm ratio")
 
 
@@ -78,13 +74,19 @@ class Compared:
         return kind, not self.layer, -max(short, outliers) if self.layer else -gap
 
     def row(self) -> dict[str, Any]:
-        own = [self.own.get(gemm, math.nan) for gemm in EXPECTED]
-        like = self.gradient
-        numbers = (
-            *own, self.output, self.output_bf16, like.sqnr, self.gradient_bf16, like.cosine, like.norm,
-            self.overflows, self.underflows, self.peak,
-        )  # fmt: skip
-        found = {key: x if math.isfinite(x) else None for key, x in zip(NUMBERS, numbers, strict=True)}
+        numbers = {
+            **{gemm: self.own.get(gemm, math.nan) for gemm in EXPECTED},
+            "output": self.output,
+            "output_bf16": self.output_bf16,
+            "gradient": self.gradient.sqnr,
+            "gradient_bf16": self.gradient_bf16,
+            "cosine": self.gradient.cosine,
+            "norm": self.gradient.norm,
+            "overflows%": self.overflows,
+            "underflows%": self.underflows,
+            "peak": self.peak,
+        }
+        found = {key: _json(x) for key, x in numbers.items()}
         return {"name": self.name, "kind": "layer" if self.layer else "parameter", **found, "flag": self.flag}
 
 

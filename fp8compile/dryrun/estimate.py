@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +94,11 @@ def estimate(
             "extrapolate: the model has no ModuleList or Sequential of three or more equal blocks"
         )
     compiler = Compiler(model, modules, args, kwargs, found, chosen, blocks, attention, waves)
-    notes = []
-    if found.gfx:
-        notes.append(
-            "compiled as for an NVIDIA GPU, at this device's rates: Inductor's HIP path cannot be described"
-        )
     with under(modules, autocast) as how:
-        notes[:0] = [how] if how else []
+        notes = [how] if how else []
+        if found.gfx:
+            why = "Inductor's HIP path cannot be described"
+            notes.append(f"compiled as for an NVIDIA GPU, at this device's rates: {why}")
         bf16, (fp8, decided) = compiler.bf16(), compiler.fp8()
         if blocks is not None:
             notes.append(blocks.note(decided.matmuls))
@@ -149,28 +147,26 @@ class Compiler:
         def inductor(gm: Any, example_inputs: Any) -> Any:
             return compat.inductor.compile_fx(gm, example_inputs, INDUCTOR.compile, chosen)
 
-        if self.blocks is None:
-            return self._by_module(self._compiled(inductor)[0])
-        kinds = self.blocks.kinds(self.whole[0].matmuls, decided=False)
-        made = [
-            (self._by_module(self._compiled(inductor, order)[0]), times) for order, times in samples(kinds)
-        ]
-        return self._carried_on(made)
+        return self._costs(lambda adapt: inductor, decided=False)[0]
 
     def fp8(self) -> tuple[Costs, Report]:
         """The costs in FP8, and the report."""
         from ..backend import fp8
 
         backend = functools.partial(fp8, options=self.options)
+        return self._costs(lambda adapt: functools.partial(backend, adapt=adapt), decided=True)
+
+    def _costs(self, backend: Callable[[Any], Callable], decided: bool) -> tuple[Costs, Report]:
+        """`backend`: for what `adapt` of `backend.fp8` is. `decided`: see `Repeated.kinds`."""
         if self.blocks is None:
-            step, decided = self._compiled(backend)
-            return self._by_module(step), decided
-        decided, choices = self.whole
+            step, report = self._compiled(backend(None))
+            return self._by_module(step), report
+        report, choices = self.whole
         made = []
-        for order, times in samples(self.blocks.kinds(decided.matmuls)):
-            again = functools.partial(backend, adapt=judged(choices.repeat(order)))
-            made.append((self._by_module(self._compiled(again, order)[0]), times))
-        return self._carried_on(made), decided
+        for order, times in samples(self.blocks.kinds(report.matmuls, decided)):
+            step, _ = self._compiled(backend(judged(choices.repeat(order))), order)
+            made.append((self._by_module(step), times))
+        return self._carried_on(made), report
 
     @functools.cached_property
     def whole(self) -> tuple[Report, Choices]:
@@ -242,12 +238,6 @@ def _sum(costs: Costs, names: Iterable[str]) -> Cost:
     return sum((costs[name] for name in names if name in costs), Cost())
 
 
-def _by_block(names: Iterable[str], apart: Collection[str] = ()) -> list[list[str]]:
-    """Groups names that differ in their first number only. A name in `apart` is a group of its own."""
-    groups = alike(names, str, lambda name: name if name in apart else tuple(parts(name)[2:]))
-    return [group for _, group in groups]
-
-
 def _part(fqn: str) -> str:
     """The part that a module belongs to, a child of a numbered block: "layers.0.mlp" of "layers.0.mlp.up"."""
     found = re.match(r"((?:[^.]+\.)*?\d+(?:\.[^.]+)?)(?:\.|$)", fqn)
@@ -258,10 +248,11 @@ def _layers(bf16: Costs, fp8: Costs) -> Iterator[LayerCost]:
     names = {**bf16, **fp8}
     # `0` and `2` of a Sequential are layers and stay apart; `layers.0` and `layers.1` are blocks of layers
     leaves = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
-    apart = {name for name in leaves if parts(name)[2:] == [""]}
+    apart = {name for name in leaves if parts(name)[2:] == [""]}  # each a group of its own
     modules: dict[str, list[str]] = {}
     for name in names:
         modules.setdefault(_part(name), []).append(name)
-    for group in _by_block(sorted(modules, key=lambda name: (name == NOWHERE, name)), apart):
+    ordered = sorted(modules, key=lambda name: (name == NOWHERE, name))
+    for _, group in alike(ordered, str, lambda name: name if name in apart else tuple(parts(name)[2:])):
         within = [name for part in group for name in modules[part]]
         yield LayerCost(joined(group), _sum(bf16, within), _sum(fp8, within))

@@ -123,15 +123,12 @@ class Estimate:
         return self._step.speedup
 
     def summary(self) -> str:
+        with_optimizer = any(layer.name == "(optimizer)" for layer in self.layers)
+        then = ", backward and optimizer" if with_optimizer else " and backward"
         return (
             f"{self.speedup:.2f}x on {self.device}: {1e3 * self.bf16.seconds:.4g} ms in bf16, "
-            f"{1e3 * self.fp8.seconds:.4g} ms in FP8 (estimated, forward{self._parts})"
+            f"{1e3 * self.fp8.seconds:.4g} ms in FP8 (estimated, forward{then})"
         )
-
-    @property
-    def _parts(self) -> str:
-        with_optimizer = any(layer.name == "(optimizer)" for layer in self.layers)
-        return ", backward and optimizer" if with_optimizer else " and backward"
 
     @property
     def _attention(self) -> tuple[str, ...]:

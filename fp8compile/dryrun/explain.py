@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import compat, process
+from ..config.options import parse
 from ..errors import Fp8CompileError, one_line_where
 from ..ir.records import FP8
 from ..logs import get_logger
 from ..reporting.report import Report, report
 from ..runtime.ledger import Ledger
+from .autocast import autocast as under
+from .placeholders import PLACEHOLDERS
+from .sandbox import entry, fuse_attention, inputs, modules_of, roots_of, taken, untouched
 
 if TYPE_CHECKING:
     from ..config.policy import Policy
@@ -56,10 +60,6 @@ def explain(
     graph break, the zeros may be the cause of an error. Such an error becomes a warning, and the report
     covers the graphs before it and says so.
     """
-    from ..config.options import parse
-    from .autocast import autocast as under
-    from .sandbox import modules_of, taken
-
     model = taken(model)
     chosen = {name: value for name, value in (options or {}).items() if name != "strict"}
     if device is not None:
@@ -79,8 +79,6 @@ def traced(
 ) -> Report:
     """The report of a step that is traced as it is called. `adapt`: see `backend.fp8`."""
     from ..backend import fp8
-    from .placeholders import PLACEHOLDERS
-    from .sandbox import entry, fuse_attention, inputs, modules_of, roots_of, untouched
 
     modules = modules_of((model, args, kwargs))
     on_meta = any(p.device.type == "meta" for module in modules for p in module.parameters())

@@ -97,7 +97,7 @@ class Runner:
         lead_s, start = time.perf_counter() - began, time.time()
         marks = [self.step() for _ in range(steps)]
         self.wait()
-        result = {
+        result: dict[str, Any] = {
             "tokens": steps * self.accumulate * self.tokens,
             "span_ms": self.milliseconds(marks[0][0][1], marks[-1][0][2]) if marks else 0.0,
             "lead_s": lead_s,
@@ -108,14 +108,10 @@ class Runner:
             "validation": None,
         }
         self.losses.clear()
-        return result | self.idle()
-
-    def idle(self) -> dict[str, int]:
-        """Release the memory that this arm does not hold, for the others; how much it holds. {} on a CPU."""
-        if not self.cuda:
-            return {}
-        torch.cuda.empty_cache()
-        return {"idle": torch.cuda.memory_reserved()}
+        if self.cuda:  # what this arm does not hold is for the others
+            torch.cuda.empty_cache()
+            result["idle"] = torch.cuda.memory_reserved()
+        return result
 
     def split(self, marks: Sequence[Mark]) -> dict[str, float]:
         found: dict[str, float] = {}

@@ -34,7 +34,6 @@ from ..runtime.probe import CASTS, CHUNK
 
 PRODUCTS = (ops.scaled_mm, ops.block_mm)
 SAMPLE = 1 << 16
-HALF = 2.0**-8  # half a unit in the last place of bf16, for a significand of 1
 
 Key = tuple[str, str, int, int]  # of a result in a run: layer, gemm, which one of the graph, which call
 
@@ -83,7 +82,7 @@ def dithered(x: Tensor, generator: torch.Generator) -> Tensor:
     1.8 dB more than that of two such kernels. Zeros, infinities and NaN stay.
     """
     exact = x.to(torch.float32)
-    ulp = 2 * HALF * torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2.0**-126))))
+    ulp = 2.0**-7 * torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2.0**-126))))
     one, two = (torch.rand(x.shape, device=x.device, generator=generator) for _ in range(2))
     noisy = torch.where(exact.isfinite() & (exact != 0), exact + (one - two) * ulp, exact)
     return noisy.to(torch.bfloat16).to(x.dtype)

@@ -152,9 +152,9 @@ def _like(fake: Any, sizes: dict[Any, Any], device: torch.device | None) -> Any:
     return _zeros(torch.empty_strided(shape, stride, dtype=fake.dtype, device=device or fake.device))
 
 
-def unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor like `like`, on `device`: zeros if it is small or of integers, else unwritten memory."""
-    return _zeros(torch.empty_like(like, device=device, requires_grad=False))
+def unwritten(like: torch.Tensor) -> torch.Tensor:
+    """A tensor like `like`, on the CPU: zeros if it is small or of integers, else unwritten memory."""
+    return _zeros(torch.empty_like(like, device="cpu", requires_grad=False))
 
 
 def _zeros(fresh: torch.Tensor) -> torch.Tensor:

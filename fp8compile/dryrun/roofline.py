@@ -68,20 +68,19 @@ def attention_rate(device: Device) -> AttentionRate:
 
 def seconds(launch: Launch, device: Device, attention: float | None = None, waves: bool = True) -> float:
     """The seconds of one launch. `attention` replaces the share of `attention_rate(device)`."""
+    compute, start = 0.0, device.launch
     if launch.matmul is not None:
         dtype, rate = _rate(launch.matmul)
-        full = launch.matmul.flops / device.flops.of(dtype)
+        compute = launch.matmul.flops / device.flops.of(dtype) / rate
         groups, m, n, k = launch.matmul.sizes
-        if not waves or not (groups and m and n and k):
-            return max(launch.bytes / device.bandwidth, full / rate) + device.launch
-        busy = cost.compute(device, m, n, k, dtype, groups) / rate
-        return max(launch.bytes / device.bandwidth, busy) + cost.start(device, dtype)
-    compute = 0.0
-    if launch.attention is not None:
+        if waves and groups and m and n and k:
+            compute = cost.compute(device, m, n, k, dtype, groups) / rate
+            start = cost.start(device, dtype)
+    elif launch.attention is not None:
         dtype = str(launch.attention.q.dtype).removeprefix("torch.")
         rate = device.flops.of(dtype) * (attention or attention_rate(device).share)
         compute = launch.attention.flops / rate
-    return max(launch.bytes / device.bandwidth, compute) + device.launch
+    return max(launch.bytes / device.bandwidth, compute) + start
 
 
 def _rate(matmul: MatmulLaunch) -> tuple[str, float]:

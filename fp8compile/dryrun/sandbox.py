@@ -5,8 +5,8 @@ copied). All that tracing, and code that Dynamo leaves to eager mode, may change
 training flags, buffers, gradients, random states, the package's records of graphs, parameters and messages,
 and the code that Dynamo compiled for the user's frames.
 
-Parameters and buffers on the meta device have no memory. They are replaced by CPU tensors to which nothing is
-written: the operating system allocates no memory for them until then.
+Parameters and buffers on the meta device are replaced by CPU tensors to which nothing is written
+(`placeholders`).
 """
 
 from __future__ import annotations
@@ -112,12 +112,13 @@ def inputs(values: Any) -> Any:
     """Copies of the tensors in nested arguments. Meta tensors become zeros on the CPU (`unwritten`)."""
 
     def copy(x: Any) -> Any:
-        if type(x) is not torch.Tensor:
-            return x
-        made = unwritten(x, torch.device("cpu")) if x.device.type == "meta" else x.detach().clone()
-        return made.requires_grad_(x.requires_grad)
+        return _copy(x).requires_grad_(x.requires_grad) if type(x) is torch.Tensor else x
 
     return pytree.tree_map(copy, values)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return unwritten(tensor) if tensor.device.type == "meta" else tensor.detach().clone()
 
 
 def fuse_attention(gm: torch.fx.GraphModule) -> None:
@@ -194,8 +195,7 @@ def _replace(module: nn.Module, memory: dict[int, Any]) -> None:
             if tensor is None or (is_parameter and tensor.device.type != "meta"):
                 continue
             if id(tensor) not in memory:
-                meta = tensor.device.type == "meta"
-                made: Any = unwritten(tensor, torch.device("cpu")) if meta else tensor.detach().clone()
+                made: Any = _copy(tensor)
                 if is_parameter:
                     made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 made.__dict__.update(tensor.__dict__)

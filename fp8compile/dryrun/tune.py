@@ -108,24 +108,22 @@ def _extends(options: Mapping[str, Any]) -> str:
     return os.fspath(policy)
 
 
+@dataclasses.dataclass
 class _Study:
     """Measures and estimates policies."""
 
-    def __init__(
-        self,
-        session: Session,
-        compiler: Compiler,
-        autocast: bool,
-        extends: str,
-        max_error: float,
-        say: Callable[[str], None],
-    ):
-        self.session, self.compiler, self.autocast, self.extends = session, compiler, autocast, extends
-        self.max_error, self.say = max_error, say
-        self.found = candidates(compiler.device.gpu)
-        self.floor: dict[str, float] = {}  # squared errors of bf16, by parameter
-        self.times: dict[Choice, float] = {}  # seconds of a step, by the recipes of its groups
-        self.wholes: dict[Choice, Whole] = {}
+    session: Session
+    compiler: Compiler
+    autocast: bool
+    extends: str
+    max_error: float
+    say: Callable[[str], None]
+    floor: dict[str, float] = dataclasses.field(default_factory=dict)  # squared errors of bf16, by parameter
+    times: dict[Choice, float] = dataclasses.field(default_factory=dict)  # seconds, by recipes of groups
+    wholes: dict[Choice, Whole] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.found = candidates(self.compiler.device.gpu)
 
     def result(self, *batch: Any) -> Tuned:
         self._begin(*batch)

@@ -21,7 +21,7 @@ from ..errors import OptionError
 from .recipe_names import recipe_options as recipe_options
 from .requirement import host
 
-with host("accelerate", "1.13", "fp8compile.integrations.accelerate"):
+with host("accelerate", "1.13"):
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 BACKEND = "fp8"

@@ -17,7 +17,7 @@ from typing import Any
 from .requirement import host
 from .transformers import FP8Callback
 
-with host("axolotl", "0.19", "fp8compile.integrations.axolotl"):
+with host("axolotl", "0.19"):
     from axolotl.integrations.base import BasePlugin
     from pydantic import BaseModel, field_validator
 

@@ -11,7 +11,7 @@ from ..errors import OptionError, near
 from .requirement import host
 from .training import Training
 
-with host("lightning", "2.6", "fp8compile.integrations.lightning"):
+with host("lightning", "2.6"):
     from lightning.pytorch import Callback
 
 
@@ -41,7 +41,7 @@ class FP8Callback(Callback):
     ) -> None:
         self.network = network
         self._logged = 0
-        self._training = Training("FP8Callback", policy, schedule, measure_every, options)
+        self._training = Training(policy, schedule, measure_every, options)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":

@@ -9,25 +9,26 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def host(package: str, least: str, wanted_by: str) -> Iterator[None]:
-    """Around the imports of a host. `least` is the oldest version that was tested.
+def host(package: str, least: str) -> Iterator[None]:
+    """Around the imports of a host, in the module of its name. `least` is the oldest version that was tested.
 
     ImportError: the package is not installed, is older than `least`, or lacks a name that is imported here.
     """
-    fix = f"pip install '{package}>={least}'"
+
+    def refused(why: str) -> ImportError:
+        text = f"fp8compile.integrations.{package} {why}: pip install '{package}>={least}'"
+        return ImportError(text, name=package)
+
     try:
         yield
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise _cannot(wanted_by, package, str(error), fix) from error
-        text = f"{wanted_by} needs {package}, which is not installed: {fix}"
-        raise ImportError(text, name=package) from None
     except ImportError as error:
-        raise _cannot(wanted_by, package, str(error), fix) from error
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise refused(f"needs {package}, which is not installed") from None
+        why = str(error).splitlines()[0]
+        raise refused(f"cannot use {package} {version(package)} ({why})") from error
     found = version(package)
     if numbers(found) < numbers(least):
-        text = f"{wanted_by} needs {package} {least} or newer, and finds {found}: {fix}"
-        raise ImportError(text, name=package)
+        raise refused(f"needs {package} {least} or newer, and finds {found}")
 
 
 def version(package: str) -> str:
@@ -41,8 +42,3 @@ def version(package: str) -> str:
 def numbers(text: str) -> tuple[int, ...]:
     """(2, 6, 1) of "2.6.1.post0"."""
     return tuple(int(part) for part in re.match(r"[\d.]*", text)[0].strip(".").split(".") if part)  # type: ignore[index]
-
-
-def _cannot(wanted_by: str, package: str, why: str, fix: str) -> ImportError:
-    text = f"{wanted_by} cannot use {package} {version(package)} ({why.splitlines()[0]}): {fix}"
-    return ImportError(text, name=package)

@@ -50,12 +50,12 @@ def options_of(policy: Any, schedule: Any, options: Mapping[str, Any]) -> dict[s
 
 
 class Training:
-    """One training run. `who`: the callback's name in messages; `measure_every`: see `fp8compile.monitor`."""
+    """One training run, of a callback `FP8Callback`. `measure_every`: see `fp8compile.monitor`."""
 
     def __init__(
-        self, who: str, policy: Any, schedule: Any, measure_every: int | None, options: Mapping[str, Any]
+        self, policy: Any, schedule: Any, measure_every: int | None, options: Mapping[str, Any]
     ) -> None:
-        self.who, self.options = who, options_of(policy, schedule, options)
+        self.options = options_of(policy, schedule, options)
         if measure_every is not None:
             integer("measure_every", measure_every, 1)
         self._every = measure_every
@@ -75,8 +75,8 @@ class Training:
                 given = [name for name in self.options if name in OURS]
                 level = logging.WARNING if given else logging.INFO
                 lost = f"; without effect: {', '.join(given)}" if given else ""
-                text = "fp8: %s: %s is compiled already and stays so%s"
-                logger.log(level, text, self.who, type(module).__name__, lost)
+                text = "fp8: FP8Callback: %s is compiled already and stays so%s"
+                logger.log(level, text, type(module).__name__, lost)
                 continue
             module.compile(backend="fp8", options=self.options)
 
@@ -98,7 +98,7 @@ class Training:
         if any(record.decision == FP8 for record in found.matmuls):
             self._measure(model)  # where a trainer holds a wrapper, only the first call shows it is compiled
             return
-        message = f"{self.who}: nothing of {type(model).__name__} became FP8: {found.summary()}"
+        message = f"FP8Callback: nothing of {type(model).__name__} became FP8: {found.summary()}"
         if self.options.get("strict"):
             raise StrictError(message)
         logger.warning("fp8: %s", message)

@@ -12,7 +12,7 @@ from . import accelerate as accelerate  # Trainer needs Accelerate, which learns
 from .requirement import host
 from .training import Training
 
-with host("transformers", "5.16", "fp8compile.integrations.transformers"):
+with host("transformers", "5.16"):
     from transformers import TrainerCallback
 
 
@@ -32,7 +32,7 @@ class FP8Callback(TrainerCallback):
     def __init__(
         self, policy: Any = None, schedule: Any = None, *, measure_every: int | None = None, **options: Any
     ) -> None:
-        self._training = Training("FP8Callback", policy, schedule, measure_every, options)
+        self._training = Training(policy, schedule, measure_every, options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if args.torch_compile:

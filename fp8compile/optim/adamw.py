@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class AdamW(Optimizer):
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         for index, (_, parameters) in enumerate(work):
             for p in parameters:
-                if p.grad.is_sparse or p.grad.layout != torch.strided:
+                if p.grad.layout != torch.strided:
                     raise RuntimeError(
                         f"AdamW does not support sparse gradients: a parameter {list(p.shape)} of group "
                         f"{index} has one. Use torch.optim.SparseAdam for it, or "
@@ -119,7 +119,7 @@ class AdamW(Optimizer):
         for group, parameters in work:
             by_step = defaultdict(list)
             for p in parameters:
-                state = self._state(p)
+                state = self.state[p] = self.state[p] or fresh(p, self.master)
                 state["step"] += 1
                 by_step[int(state["step"]), local(p).device].append((p, state))
             for (step, _), members in by_step.items():
@@ -152,11 +152,6 @@ class AdamW(Optimizer):
         for feature in features():
             feature.step_wrote(self, weights, found)
 
-    def _state(self, parameter: Tensor) -> State:
-        if not self.state[parameter]:
-            self.state[parameter] = fresh(parameter, self.master)
-        return self.state[parameter]
-
     def _update(
         self,
         group: dict[str, Any],
@@ -183,13 +178,12 @@ class AdamW(Optimizer):
             torch.autograd.graph.increment_version(p)  # `.data` does not count
             if rows.data_ptr() != weight.data_ptr():  # a copy: not contiguous, or its last block not full
                 weight.copy_(from_blocks(rows, weight.shape))
-        small = [(local(p), local(p.grad), state) for p, state in members if is_small(p)]  # type: ignore[arg-type]
-        small = [each for each in small if each[0].numel()]
+        small = [(local(p), local(p.grad), s) for p, s in members if is_small(p) and local(p).numel()]  # type: ignore[arg-type]
         if small:
-            weights = [weight for weight, _, _ in small]
+            weights, gradients = [weight for weight, *_ in small], [gradient for _, gradient, _ in small]
             masters = [s["master"] if "master" in s else w.float() for w, _, s in small]
             first, second = [s["exp_avg"] for *_, s in small], [s["exp_avg_sq"] for *_, s in small]
-            update_small(weights, [g for _, g, _ in small], first, second, masters, group, step)
+            update_small(weights, gradients, first, second, masters, by)
         amaxes.update({p: local(p).abs() for p, _ in members if id(p) in asked and is_small(p)})
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,12 +208,8 @@ class AdamW(Optimizer):
             self.state = defaultdict(dict, found)
 
         before = self.register_load_state_dict_pre_hook(take)
-        after = self.register_load_state_dict_post_hook(give, prepend=True)
-        try:
+        with before, self.register_load_state_dict_post_hook(give, prepend=True):
             super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()
 
     def _packed(self, saved: dict[str, Any]) -> dict[Tensor, State]:
         ours, theirs = self.param_groups, saved["param_groups"]
@@ -233,7 +223,8 @@ class AdamW(Optimizer):
                 keys = " and no ".join(absent)
                 raise ValueError(f"a group of the checkpoint has no {keys}: it is not of torch.optim.AdamW")
             _check({**self.defaults, **group, "params": mine["params"]}, self.master)
-        ids = dict(zip(_members(theirs), _members(ours), strict=True))
+        before, after = ([p for group in groups for p in group["params"]] for groups in (theirs, ours))
+        ids = dict(zip(before, after, strict=True))
         strangers = [key for key in saved["state"] if key not in ids]
         if strangers:
             raise ValueError(f"the checkpoint has states of parameters that are in no group: {strangers[:5]}")
@@ -249,10 +240,6 @@ class AdamW(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             group["decoupled_weight_decay"] = True
-
-
-def _members(groups: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    return (p for group in groups for p in group["params"])
 
 
 def _name(group: dict[str, Any], index: int) -> str:

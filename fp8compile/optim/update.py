@@ -65,7 +65,12 @@ def update(
     m = m + by.blend1 * (gradient - m)
     v = unpack(second, second_scale)
     v = v + by.blend2 * (gradient * gradient - v)
-    master = _master(weight, kept)
+    if kept is None:
+        master = weight.float()
+    elif kept.dtype == torch.int16:
+        master = join(weight, kept)
+    else:
+        master = follow(kept, weight)
     master = master * by.decay - by.size * (m / (v.sqrt() * by.correction + by.eps))
     packed = pack(m, FIRST)
     first.copy_(packed.data)
@@ -74,13 +79,11 @@ def update(
     second.copy_(packed.data)
     second_scale.copy_(packed.scale)
     if kept is not None and kept.dtype == torch.int16:
-        high, low = split(master)
-        weight.copy_(high)
+        master, low = split(master)
         kept.copy_(low)
-        return
-    weight.copy_(master)
-    if kept is not None:
+    elif kept is not None:
         kept.copy_(master)
+    weight.copy_(master)
 
 
 def update_with_amax(weight: Tensor, *others: Any) -> Tensor:
@@ -91,14 +94,6 @@ def update_with_amax(weight: Tensor, *others: Any) -> Tensor:
     variants of each."""
     update(weight, *others)
     return weight.abs().amax(1)
-
-
-def _master(weight: Tensor, kept: Tensor | None) -> Tensor:
-    if kept is None:
-        return weight.float()
-    if kept.dtype == torch.int16:
-        return join(weight, kept)
-    return follow(kept, weight)
 
 
 @functools.cache
@@ -121,12 +116,10 @@ def update_small(
     firsts: list[Tensor],
     seconds: list[Tensor],
     masters: list[Tensor],
-    group: dict[str, Any],
-    step: int,
+    by: Factors,
 ) -> None:
     """The same for small parameters, whose states are float32 and whose `masters` are too (the weights
     themselves, if they are float32): a few kernels for all of them."""
-    by = factors(group, step)
     floats: list[Any] = [x if x.device.type != "cpu" else x.item() for x in by]
     sign, decay, size, correction, blend1, blend2, eps = floats
     wide = [x.float() for x in gradients]

@@ -47,8 +47,8 @@ def net(count: int) -> Net:
         return Net(count).to(BF16)
 
 
-def tokens(dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.empty(TOKENS, WIDTH, dtype=dtype, device="meta")
+def tokens() -> torch.Tensor:
+    return torch.empty(TOKENS, WIDTH, dtype=BF16, device="meta")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 import torch.nn as nn
@@ -50,11 +48,7 @@ def x(*shape: int) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"recipe": "tensorwise", "override_linear_precision": (False, True, False)},
-        pytest.param({}, marks=pytest.mark.slow),
-    ],
+    "options", [{"recipe": "tensorwise", "override_linear_precision": (False, True, False)}, {}]
 )
 def test_the_decisions_of_a_real_step(options):
     model = models.make(lambda: models.Block(WIDTH, gated=True))
@@ -118,25 +112,22 @@ class Deep(nn.Module):
         return self.head(self.last(inputs * self.scale))
 
 
+def identities(model: nn.Module) -> dict[str, int]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: id(tensor) for name, tensor in tensors}
+
+
 @pytest.mark.slow
 def test_a_model_on_the_meta_device():
     """With an input on a CPU."""
     with torch.device("meta"):
         model = Deep().bfloat16()
     assert sum(p.numel() for p in model.parameters()) > 70e9
-    before = {
-        name: id(t) for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    }
+    before = identities(model)
     inputs = torch.zeros(4, 16, 8192, dtype=torch.bfloat16)
     report = fp8compile.explain(model, inputs)
-    assert {r.fqn for r in report.matmuls if r.decision == "fp8"} >= {
-        "layers.0.gate",
-        "layers.1.down",
-        "last",
-    }
-    assert {
-        name: id(t) for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    } == before
+    in_fp8 = {r.fqn for r in report.matmuls if r.decision == "fp8"}
+    assert in_fp8 >= {"layers.0.gate", "layers.1.down", "last"} and identities(model) == before
     assert model.head.weight is model.last.weight and model.scale.device.type == "meta"
 
 
@@ -148,48 +139,7 @@ def test_attention_has_the_name_that_it_has_on_the_device(device: str | None, op
     assert [record.op for graph in report.graphs for record in graph.opaque] == expected
 
 
-# -- nothing changes --
-
-
-class Restless(nn.Module):
-    """Changes everything that a module can change in its forward, inside and outside of a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.mlp = models.Mlp()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.calls = 0
-        self.last: torch.Tensor | None = None
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.steps += 1
-        self.last = inputs.mul_(2)
-        y = self.mlp(F.dropout(self.norm(inputs), 0.5))
-        torch._dynamo.graph_break()
-        self.steps = self.steps + random.randint(1, 5)
-        self.norm.running_mean.add_(torch.rand(WIDTH))
-        return self.mlp(y)
-
-
-@pytest.mark.slow
-def test_the_model_and_its_inputs_are_left_as_they_were():
-    model, inputs = models.make(Restless), x()
-    state = {name: t.clone() for name, t in model.state_dict().items()}
-    tensors = {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    given = inputs.clone()
-    states = torch.get_rng_state(), random.getstate()
-    assert len(fp8compile.explain(model, inputs).graphs) == 2
-    assert all(torch.equal(state[name], t) for name, t in model.state_dict().items()) and torch.equal(
-        inputs, given
-    )
-    assert {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]} == tensors
-    assert model.calls == 0 and model.last is None and all(p.grad is None for p in model.parameters())
-    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
-    with pytest.raises(RuntimeError):
-        fp8compile.explain(model.eval(), x(ROWS, WIDTH + 1))
-    assert not model.training and model.calls == 0 and model.steps.item() == 0
+# -- nothing changes (see also test_nothing_is_left.py) --
 
 
 @pytest.mark.slow

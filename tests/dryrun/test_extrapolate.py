@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8compile.dryrun.estimate_result import Cost
 from fp8compile.dryrun.explain import traced
-from fp8compile.dryrun.extrapolate import FULL, Choices, Repeated, carried_on, judged, repeated, samples
+from fp8compile.dryrun.extrapolate import FULL, Choices, judged, repeated, samples
 from tests.support import models
 from tests.support.harness import ALL_FP8
 
@@ -104,19 +103,3 @@ def test_blocks_whose_weights_are_cast_again_are_no_other_kind() -> None:
     changed = [replace(x, overrides=lines.get(x.fqn, ())) for x in records]
     kinds = blocks.kinds(changed)
     assert len({*kinds[:-1]}) == 1 and kinds[-1] != kinds[0]
-
-
-def test_carrying_on() -> None:
-    """A module that only a larger part has counts, too."""
-    blocks = Repeated(nn.ModuleList(), "layers", tuple("01234"))
-    one = {"head": Cost(seconds=5), "layers.0.mlp": Cost(seconds=2), "": Cost(seconds=1)}
-    two = {
-        "head": Cost(seconds=5),
-        "layers.0.mlp": Cost(seconds=2),
-        "layers.1.mlp": Cost(seconds=3),
-        "": Cost(seconds=1.5),
-    }
-    made = {name: cost.seconds for name, cost in carried_on([(one, -3), (two, 4)], blocks).items()}
-    each = (2 + 4 * 3) / 5
-    expected = {"head": 5, "": 1 + 4 * 0.5, **{f"layers.{i}.mlp": each for i in range(5)}}
-    assert made == pytest.approx(expected)

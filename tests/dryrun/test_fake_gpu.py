@@ -80,13 +80,6 @@ def test_operands_once():
     assert step.bytes_outside_matmuls == 5 * size + 256 * 4 + 2 * 2 * 256 * 4
 
 
-def test_fused_pointwise_is_one_kernel():
-    f = torch.compile(lambda a, b: (F.silu(a.float()) * b).to(BF16))
-    step = trace(lambda: f(torch.randn(128, 256, dtype=BF16), torch.randn(128, 256, dtype=BF16)))
-    assert [(k.origin, k.bytes) for k in step.kernels] == [("triton", 3 * 128 * 256 * 2)]
-    assert step.flops == {} and step.kept_for_backward == 0 and len(step.graphs) == 1
-
-
 @pytest.mark.slow
 def test_scaled_matmul_is_fp8_and_its_layout_is_seen():
     """A layout that the CPU accepts and Hopper does not fails here: a row-major second operand."""
@@ -133,25 +126,6 @@ def test_symbolic_rows():
     assert step.flops == {"bfloat16": 2 * 2 * 48 * 256 * 128}  # fprop and wgrad: the input has no gradient
 
 
-def test_user_triton_kernel_reads_what_it_reads():
-    triton = pytest.importorskip("triton")
-    tl = pytest.importorskip("triton.language")
-
-    @triton.jit
-    def copy_kernel(x, y, numel, BLOCK: tl.constexpr):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y + at, tl.load(x + at, mask=at < numel), mask=at < numel)
-
-    def f(x):
-        y = torch.empty_like(x)
-        copy_kernel[(x.numel() // 1024,)](x, y, x.numel(), BLOCK=1024)
-        return y
-
-    compiled = torch.compile(f)
-    step = trace(lambda: compiled(torch.randn(64, 1024)))
-    assert [(k.origin, k.bytes) for k in step.kernels] == [("user", 2 * 64 * 1024 * 4)]
-
-
 class Named(nn.Module):
     """A layer whose kernels are distinguished by name: two linears, an activation, a norm, a residual."""
 
@@ -171,8 +145,7 @@ def test_kernels_know_their_modules():
     )
     step = trace(lambda: compiled(torch.randn(64, 256, dtype=BF16)))
     assert [g.backward for g in step.graphs] == [False, True]
-    assert all(k.backward is g.backward for g in step.graphs for k in g.kernels)
-    matmuls = [(k.fqn, k.backward) for k in step.kernels if k.matmul]
+    matmuls = [(k.fqn, g.backward) for g in step.graphs for k in g.kernels if k.matmul]
     expected = [(f"{i}.{name}", False) for i in range(2) for name in ("up", "down")]
     expected += [(f"{i}.{name}", True) for i in range(2) for name in ("up", "down", "up", "down")]
     assert sorted(matmuls) == sorted(expected)
@@ -209,7 +182,7 @@ def test_attention_is_seen():
     forward, backward = [k.attention for k in step.kernels if k.attention]
     assert forward.causal and backward.causal and backward.backward and not forward.backward
     assert forward.flops == 2 * 2 * 2 * 4 * 128 * 128 * 64 // 2 and backward.flops == forward.flops * 5 // 2
-    assert step.attention_flops == forward.flops + backward.flops and step.flops == {}
+    assert step.flops == {}
 
 
 def test_nothing_of_the_described_device_is_left():

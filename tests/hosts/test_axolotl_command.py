@@ -18,29 +18,28 @@ from tests.hosts.small import llama, saved, tokenizer, vanilla
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-SETTINGS: dict[str, Any] = {"base_model": "./model", "plugins": ["fp8compile.integrations.axolotl.FP8Plugin"]}
-SETTINGS |= {"datasets": [{"path": "./data.jsonl", "ds_type": "json", "type": "completion", "field": "text"}]}
-SETTINGS |= {
-    "dataset_prepared_path": "./prepared",
-    "output_dir": "./out",
-    "val_set_size": 0,
-    "sequence_len": 64,
-}
-SETTINGS |= {
-    "micro_batch_size": 2,
-    "gradient_accumulation_steps": 1,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "save_steps": 2,
-}
-SETTINGS |= {"learning_rate": 1e-4, "optimizer": "adamw_torch", "lr_scheduler": "constant"}
-SETTINGS |= {
-    "bf16": False,
-    "fp16": False,
-    "tf32": False,
-    "attn_implementation": "sdpa",
-    "special_tokens": {"pad_token": "1"},
-}
+SETTINGS = """
+base_model: ./model
+plugins: [fp8compile.integrations.axolotl.FP8Plugin]
+datasets: [{path: ./data.jsonl, ds_type: json, type: completion, field: text}]
+dataset_prepared_path: ./prepared
+output_dir: ./out
+val_set_size: 0
+sequence_len: 64
+micro_batch_size: 2
+gradient_accumulation_steps: 1
+max_steps: 2
+logging_steps: 1
+save_steps: 2
+learning_rate: 0.0001
+optimizer: adamw_torch
+lr_scheduler: constant
+bf16: false
+fp16: false
+tf32: false
+attn_implementation: sdpa
+special_tokens: {pad_token: "1"}
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +58,7 @@ def train(folder: Path, *arguments: str, **section: Any) -> subprocess.Completed
     tokenizer().save_pretrained(folder / "model")
     lines = [{"text": " ".join(str((7 * i + 3 * j) % 256) for j in range(60))} for i in range(16)]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "config.yaml").write_text(json.dumps({**SETTINGS, "fp8compile": section}))  # JSON is YAML
+    (folder / "config.yaml").write_text(f"{SETTINGS}fp8compile: {json.dumps(section)}\n")  # JSON is YAML
     variables = {**os.environ, "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"  # of the launcher
     command = [

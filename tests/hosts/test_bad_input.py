@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,6 @@ import pytest
 from fp8compile.errors import OptionError
 from fp8compile.integrations.recipe_names import recipe_options
 from fp8compile.integrations.requirement import host, numbers
-
-INTEGRATIONS = {"accelerate": "1.13", "lightning": "2.6", "transformers": "5.16", "axolotl": "0.19"}
-# which are imported first
-OTHERS = {"transformers": ("accelerate",), "axolotl": ("accelerate", "transformers")}
-
-
-@pytest.mark.parametrize("package", INTEGRATIONS)
-def test_a_host_that_is_missing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = [other for other in OTHERS.get(package, ()) if importlib.util.find_spec(other) is None]
-    if missing:
-        pytest.skip(f"{missing} would be named")
-
-    class Missing:
-        @staticmethod
-        def find_spec(name: str, *_: Any) -> None:
-            if name == package:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    for name in [*sys.modules]:
-        if name.split(".")[0] == package or name == f"fp8compile.integrations.{package}":
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
-    with pytest.raises(ImportError) as raised:
-        importlib.import_module(f"fp8compile.integrations.{package}")
-    needs = f"fp8compile.integrations.{package} needs {package}, which is not installed"
-    assert str(raised.value) == f"{needs}: pip install '{package}>={INTEGRATIONS[package]}'"
 
 
 @pytest.fixture
@@ -59,7 +32,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def wanted() -> Any:
-    with host("somehost", "1.13", "fp8compile.integrations.somehost"):
+    with host("somehost", "1.13"):
         from somehost import Thing
 
     return Thing
@@ -68,13 +41,17 @@ def wanted() -> Any:
 @pytest.mark.parametrize(
     ("version", "text", "line"),
     [
+        (None, "", "needs somehost, which is not installed: "),
         ("1.9.2", "Thing = 1", "needs somehost 1.13 or newer, and finds 1.9.2: "),
         ("3.0", "", "cannot use somehost 3.0 (cannot import name 'Thing' from 'somehost'"),
         ("2.0", "import no_such", "cannot use somehost 2.0 (No module named 'no_such'): "),
     ],
 )
-def test_a_host_of_another_version_is_one_line(installed: Any, version: str, text: str, line: str) -> None:
-    installed(version, text)
+def test_a_host_that_does_not_fit_is_one_line(
+    installed: Any, version: str | None, text: str, line: str
+) -> None:
+    if version is not None:
+        installed(version, text)
     with pytest.raises(ImportError) as raised:
         wanted()
     said = str(raised.value)

@@ -120,19 +120,6 @@ def test_what_trainer_compiles_with_and_the_options_agree(tmp_path: Path) -> Non
         OptionError, match=r"'torch_compile_backend' must be left out if FP8Callback has options \(recipe\)"
     ):
         trainer(tmp_path, callback(recipe="rowwise"), torch_compile_backend="fp8").train()
-    with pytest.raises(ValueError, match="not a valid DynamoBackend"):
-        trainer(tmp_path, torch_compile_backend="fp9").train()
-
-
-def test_a_model_that_is_compiled_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = llama()
-    model.compile(backend="fp8", options={"recipe": "tensorwise"})
-    with caplog.at_level(logging.WARNING, "fp8compile"):
-        run = trainer(tmp_path, callback(recipe="rowwise"), model, max_steps=1)
-        run.train()
-    assert {m.recipe for m in fp8compile.report(model).matmuls if m.decision == "fp8"} == {"tensorwise"}
-    assert "LlamaForCausalLM is compiled already and stays so; without effect: recipe" in caplog.text
-    assert logged(run)[0]["fp8/matmuls"] == 21
 
 
 def test_nothing_in_fp8_is_one_line_and_with_strict_an_error(

@@ -69,7 +69,7 @@ EXCEPTIONS: dict[str, str] = {
     "config": "devices passes",
     "devices": "config logs",
     "distributed": "compat ir reporting runtime",
-    "dryrun": "cli config devices dryrun ir reporting",
+    "dryrun": "config devices dryrun ir reporting",
     "equivalence": "devices dryrun",
     "features": "config devices dryrun features ir",
     "hosts": "runtime",

@@ -121,12 +121,9 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
         # CUDA builds make a real tensor here, to initialise the device before a fake one comes (2.11).
         patch("torch._subclasses.fake_tensor", "init_gpu_context", lambda *a, **k: None)
         # tensor[...], copy_ and contiguous ask the device's runtime for a guard, and there is no runtime.
-        stack.enter_context(mock.patch.object(FakeTensor, "__getitem__", _getitem))
-        stack.enter_context(mock.patch.object(FakeTensor, "contiguous", _contiguous, create=True))
-        stack.enter_context(mock.patch.object(FakeTensor, "copy_", _copy_, create=True))
-        stack.enter_context(
-            mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True)
-        )
+        unguarded: dict[str, Any] = {"__getitem__": _getitem, "contiguous": _contiguous, "copy_": _copy_}
+        unguarded["__invert__"] = lambda x: torch.bitwise_not(x)
+        stack.enter_context(mock.patch.multiple(FakeTensor, create=True, **unguarded))
         # recomputed attention would read the random state of a device
         patch("torch._functorch.partitioners", "functionalize_rng_ops", lambda joint, *graphs: graphs[:2])
         # Constant folding would compute on the device, and so would Inductor's choice whether to pad a

@@ -86,7 +86,6 @@ class _Reader:
 
     def __init__(self, lowering: Any) -> None:
         self.sizes = lowering.sizevars
-        self.backward = bool(lowering.is_backward)
 
     def number(self, expr: Any) -> int:
         if isinstance(expr, torch.SymInt):
@@ -166,7 +165,7 @@ class _Reader:
             return None
         touched = tuple(plan_traffic.touched(node, self.number))
         moved = sum(x.bytes for x in touched) + plan_traffic.read_again(node)
-        what: dict[str, Any] = {"fqn": _fqn(node), "backward": self.backward, "touched": touched}
+        what: dict[str, Any] = {"fqn": _fqn(node), "touched": touched}
         if isinstance(node.node, ir.UserDefinedTritonKernel):
             written = {t.get_name(): t for t in node.node.mutable_args}
             matmul = self.launched(node.node, list(written.values()))
@@ -242,7 +241,8 @@ def record(graphs: list[Graph]) -> Iterator[None]:
         inputs = {n.name: reader.placeholder(n.name, t) for n, t in given if isinstance(t, torch.Tensor)}
         makers = {n.name: module_of(n) for n in placeholders}  # saved tensors keep the forward's metadata
         outputs = frozenset(lowering.get_output_names())
-        graphs.append(Graph(reader.backward, tuple(kernels), code, targets, inputs, makers, outputs))
+        backward = bool(lowering.is_backward)
+        graphs.append(Graph(backward, tuple(kernels), code, targets, inputs, makers, outputs))
         return placeholder_callable(graph, torch.device("cpu"))
 
     with instead_of_loading(load):

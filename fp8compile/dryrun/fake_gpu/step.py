@@ -110,7 +110,6 @@ class Launch:
     matmul: MatmulLaunch | None = None
     attention: Attention | None = None
     fqn: str = ""
-    backward: bool = False
     touched: tuple[Touch, ...] = ()
 
     @property
@@ -188,15 +187,11 @@ class Step:
 
     @property
     def flops(self) -> dict[str, int]:
-        """Matmul FLOPs by operand dtype, without the FLOPs of fused attention (`attention_flops`)."""
+        """Matmul FLOPs by operand dtype, without those of fused attention."""
         total: Counter[str] = Counter()
         for m in self.matmuls:
             total[m.dtype] += m.flops
         return dict(total)
-
-    @property
-    def attention_flops(self) -> int:
-        return sum(k.attention.flops for k in self.kernels if k.attention is not None)
 
     @property
     def kept_for_backward(self) -> int:

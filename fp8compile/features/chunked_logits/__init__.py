@@ -67,10 +67,10 @@ def flatten(joint: Joint) -> int:
     return moved
 
 
-def _matrix(x: object, shape: torch.Size) -> Node | None:
+def _matrix(x: Node, shape: torch.Size) -> Node | None:
     """The matrix of this shape that x is a view of, with its rows split."""
-    x = behind(x, SAME) if isinstance(x, Node) else x
-    if not isinstance(x, Node) or not call_function(x, VIEWS):
+    x = behind(x, SAME)
+    if not call_function(x, VIEWS):
         return None
     source = behind(arg(x, 0), SAME)
     whole = same_shape(value(source).shape, shape) and same_shape(value(x).shape[-1:], shape[-1:])

@@ -27,21 +27,17 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass
 class Bucket:
-    """Gradients that are reduced together. `signal`, `error`: sums of squares of the last measured call, of
-    this rank's gradients and of their error on the wire; on the device, so that nothing waits for it."""
+    """Gradients that are reduced together. `measured`: sums of squares of the last measured call, of this
+    rank's gradients and of their error on the wire; on the device, so that nothing waits for them."""
 
     elements: int
     parameters: int
-    signal: Tensor | None = None
-    error: Tensor | None = None
+    measured: tuple[Tensor, Tensor] | None = None
     calls: int = 0
     lost: Tensor | None = None  # [blocks, 128]: with error feedback, what the last call has rounded away
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self, signal: float, error: float) -> dict[str, Any]:
         """The columns `mse` and `sqnr` (dB) of `stats`."""
-        if self.signal is None or self.error is None:
-            return {}
-        signal, error = self.signal.item(), self.error.item()
         if not math.isfinite(signal + error):
             return {}
         ratio = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
@@ -80,10 +76,10 @@ class Compression:
     def rows(self) -> Iterator[dict[str, Any]]:
         """For `stats`: a row for each bucket that was measured, with the error of what this rank has sent."""
         for index, bucket in enumerate(self.buckets.values()):
-            if bucket.signal is not None:
+            if bucket.measured is not None:
                 name = f"bucket {index} ({bucket.parameters} parameters)"
                 known = {"name": name, "role": "reduced", "recipe": "compressed", "format": "e4m3fn"}
-                yield {**known, **bucket.numbers()}
+                yield {**known, **bucket.numbers(*(x.item() for x in bucket.measured))}
 
     # -- DDP --
 
@@ -111,10 +107,6 @@ class Compression:
     @torch.no_grad()
     def _mean(self, buffer: Tensor, gradients: Sequence[Tensor], key: Any) -> None:
         ranks = dist.get_world_size(self.group)
-        if buffer.dtype not in FLOATS:
-            buffer.div_(ranks)
-            dist.all_reduce(buffer, group=self.group)
-            return
         large = [g for g in gradients if self.takes(g.shape, g.dtype)]
         small = [g for g in gradients if not self.takes(g.shape, g.dtype)]
         if small:
@@ -141,8 +133,8 @@ class Compression:
         bucket.calls += 1
         if self.sqnr_every and (bucket.calls - 1) % self.sqnr_every == 0:
             values = rows.float()
-            bucket.signal = values.square().sum()
-            bucket.error = (dequantize(sent).view_as(values) - values).square().sum()
+            error = dequantize(sent).view_as(values) - values
+            bucket.measured = values.square().sum(), error.square().sum()
 
     # -- FSDP2 --
 

@@ -23,7 +23,8 @@ from ...ir.fx_utils import Emitter, arg, aten, value
 from ...ir.metadata import FALLBACK
 from ...passes.joint import Joint
 
-NAMESPACE, FORWARD, BACKWARD = "transformers", "grouped_mm_fallback", "grouped_mm_fallback_backward"
+FORWARD = "transformers.grouped_mm_fallback.default"
+BACKWARD = "transformers.grouped_mm_fallback_backward.default"
 
 
 def spell(joint: Joint) -> int:
@@ -31,12 +32,11 @@ def spell(joint: Joint) -> int:
     graph = joint.graph
     written = 0
     for node in list(graph.nodes):
-        name = _name(node)
-        if name == FORWARD:
+        if str(node.target) == FORWARD:
             x, w, offs = node.args
             _replace(node, Emitter(graph, node, node), x, w, offs)
             written += 1
-        elif name == BACKWARD and all(user.target is operator.getitem for user in node.users):
+        elif str(node.target) == BACKWARD and all(user.target is operator.getitem for user in node.users):
             x, w, offs, dy = node.args
             for item in list(node.users):
                 emit = Emitter(graph, item, node)
@@ -51,20 +51,21 @@ def spell(joint: Joint) -> int:
 
 def unspell(joint: Joint) -> int:
     """Returns how many matmuls stay in high precision."""
-    graph = joint.graph
+    graph, ops = joint.graph, torch.ops.transformers
     grouped = graph.find_nodes(op="call_function", target=aten._grouped_mm.default)
     found = [node for node in grouped if FALLBACK in node.meta]
     for node in found:
         a, b, offs = (arg(node, i) for i in range(3))
         emit = Emitter(graph, node, node)
         if value(node).dim() == 2:
-            made = emit(_operator(FORWARD), a, b, offs)
+            made = emit(ops.grouped_mm_fallback.default, a, b, offs)
         else:  # a wgrad. The operator wants the weight, too, for a result that nobody reads
             x = emit(aten.permute.default, a, [1, 0])
             like = value(node)
             kind = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
             weight = emit(aten.empty.memory_format, list(like.shape), **kind)
-            made = emit(operator.getitem, emit(_operator(BACKWARD), x, weight, offs, b), 1)
+            both = emit(ops.grouped_mm_fallback_backward.default, x, weight, offs, b)
+            made = emit(operator.getitem, both, 1)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
     return len(found)
@@ -78,14 +79,3 @@ def _replace(node: Node, emit: Emitter, a: Any, b: Any, offs: Any) -> None:
     made.meta.update({"val": value(node), FALLBACK: True})
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
-
-
-def _name(node: Node) -> str:
-    """The name of an operator of transformers, "" for any other node."""
-    packet = getattr(node.target, "overloadpacket", None)
-    ours = node.op == "call_function" and getattr(node.target, "namespace", "") == NAMESPACE
-    return str(getattr(packet, "__name__", "")) if ours else ""
-
-
-def _operator(name: str) -> Any:
-    return getattr(getattr(torch.ops, NAMESPACE), name).default

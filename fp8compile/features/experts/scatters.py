@@ -52,14 +52,14 @@ def _order(node: Node) -> Node | None:
     zeros, indices, given = (arg(node, i) for i in range(3))
     if not call_function(zeros, (aten.full.default,)) or arg(zeros, 1) != 0 or value(given).dim() != 2:
         return None
-    inverse = behind(indices[0], SAME) if len(indices) == 1 and isinstance(indices[0], Node) else None
-    if inverse is None or not call_function(inverse, (aten.index_put.default,)):
+    inverse = behind(indices[0], SAME)
+    if len(indices) > 1 or not call_function(inverse, (aten.index_put.default,)):
         return None
     if any(map(bool, inverse.args[3:])):  # it accumulates
         return None
     at, counted = arg(inverse, 1), behind(arg(inverse, 2), SAME)
-    order: Any = behind(at[0], SAME) if len(at) == 1 and isinstance(at[0], Node) else None
-    if not _is_permutation(order) or not _counts(counted, value(order).shape):
+    order = behind(at[0], SAME)
+    if len(at) > 1 or not _is_permutation(order) or not _counts(counted, value(order).shape):
         return None
     rows = (value(given).shape[:1], value(zeros).shape[:1], value(inverse).shape)
     return order if all(same_shape(shape, value(order).shape) for shape in rows) else None

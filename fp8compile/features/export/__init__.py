@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 class ForwardsOfGraph(GraphFeature):
     """How the fprops of one graph cast. `learns`: the graph has something to differentiate."""
 
-    def __init__(self, trains: bool):
-        self.trains = self.learns = trains
-        self.found = Forwards()
+    found, learns = Forwards(), False
 
     def after(self, job: Job, done: Rewritten) -> None:
-        self.found, self.learns = done.results.of(Forwards), self.trains and not done.inference
+        self.found = done.results.of(Forwards)
+        self.learns = job.inputs.training and job.inputs.grad and not done.inference
 
     def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
         forwards.know(owners, self.found.by_input, self.learns)
@@ -36,8 +35,7 @@ class Export(Feature):
 
     def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
         # the high-precision half of a schedule counts, too: it records the histories that FP8 begins with
-        asked = job.only != HIGH_PRECISION
-        return ForwardsOfGraph(job.inputs.training and job.inputs.grad) if asked else None
+        return ForwardsOfGraph() if job.only != HIGH_PRECISION else None
 
     def reset(self) -> None:
         forwards.forget()

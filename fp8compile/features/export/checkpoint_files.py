@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,10 @@ OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.
 
 def check_installed() -> None:
     """ImportError if safetensors is missing."""
-    try:
-        import safetensors.torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "safetensors":
-            raise
+    if find_spec("safetensors") is None:
         fix = "pip install safetensors"
         text = f"fp8compile.export needs safetensors, which is not installed: {fix}"
-        raise ImportError(text, name="safetensors") from None
+        raise ImportError(text, name="safetensors")
 
 
 def check_directory(directory: Path, overwrite: bool) -> None:

@@ -21,19 +21,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...codegen.scaled_mm_kind import LINE, MX_BLOCK, SQUARE
+from ...codegen.scaled_mm_kind import LINE, MX_BLOCK, MX_TILE, SQUARE
 from ...config.recipe import ROW, WHOLE, Block
 from ...errors import ExportError, describe, did_you_mean, near
-from .exported_layers import Chosen, ExportedLayer, Strategy, WeightCast
+from .exported_layers import Chosen, ExportedLayer, WeightCast
 
 COMPRESSED_TENSORS, FINE_GRAINED = "compressed-tensors", "fp8"
 MX = {"strategy": "group", "group_size": MX_BLOCK.columns, "scale_dtype": "torch.uint8"}
 # what has a scale, in the words of compressed-tensors
-WEIGHTS: Mapping[Strategy, dict[str, Any]] = {
-    "tensor": {"strategy": "tensor"},
-    "channel": {"strategy": "channel"},
-    "block": {"strategy": "block", "block_structure": list(SQUARE)},
-    "group": MX,
+WEIGHTS: Mapping[Block, dict[str, Any]] = {
+    WHOLE: {"strategy": "tensor"},
+    ROW: {"strategy": "channel"},
+    SQUARE: {"strategy": "block", "block_structure": list(SQUARE)},
+    MX_BLOCK: MX,
+    MX_TILE: MX,  # groups of 32 rows have equal scales
 }
 INPUTS: Mapping[Block, dict[str, Any]] = {
     WHOLE: {"strategy": "tensor"},
@@ -52,7 +53,7 @@ class CheckpointFormat(NamedTuple):
 
 def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
     """The format's name: `name`, or the recipes' own. ExportError if it is none, or cannot hold them."""
-    others = [layer for layer in layers if layer.strategy != "block"]
+    others = [layer for layer in layers if layer.scaling.block != SQUARE]
     if name is None:
         return COMPRESSED_TENSORS if others else FINE_GRAINED
     if name not in FORMATS:
@@ -72,8 +73,12 @@ def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
 
 def _compressed(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
     static = {"input_scale": layer.input_scale_inv.clone()} if layer.input_scale_inv is not None else {}
-    scale = _e8m0(layer, cast.scale_inv) if layer.strategy == "group" else cast.scale_inv
+    scale = _e8m0(layer, cast.scale_inv) if _is_mx(layer) else cast.scale_inv
     return {"weight": cast.values, "weight_scale": scale, **static}
+
+
+def _is_mx(layer: ExportedLayer) -> bool:
+    return WEIGHTS[layer.scaling.block] is MX
 
 
 def _e8m0(layer: ExportedLayer, scale_inv: Tensor) -> Tensor:
@@ -84,16 +89,22 @@ def _e8m0(layer: ExportedLayer, scale_inv: Tensor) -> Tensor:
 
 
 def _compressed_config(chosen: Chosen) -> dict[str, Any]:
-    schemes: dict[tuple[Strategy, Block, bool], list[str]] = {}
-    for name, layer in chosen.layers.items():
-        schemes.setdefault((layer.strategy, layer.input_block, layer.static), []).append(name)
+    schemes: dict[tuple[str, Block, bool], list[ExportedLayer]] = {}
+    for layer in chosen.layers.values():
+        key = WEIGHTS[layer.scaling.block]["strategy"], layer.input_block, layer.static
+        schemes.setdefault(key, []).append(layer)
     groups = {}
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
     # mxfp8 last: `dequantize=True` of transformers 5.24 reads all by the first group, and E8M0 fits any scale
-    ordered = sorted(schemes.items(), key=lambda item: item[0][0] == "group")
-    for i, ((strategy, inputs, static), names) in enumerate(ordered):
-        targets = ["Linear"] if len(schemes) == 1 else names
-        form = "mxfp8-quantized" if strategy == "group" else "float-quantized"
-        groups[f"group_{i}"] = {"targets": targets, "format": form, **_arguments(strategy, inputs, static)}
+    for i, layers in enumerate(sorted(schemes.values(), key=lambda layers: _is_mx(layers[0]))):
+        first = layers[0]
+        groups[f"group_{i}"] = {
+            "targets": ["Linear"] if len(schemes) == 1 else [layer.name for layer in layers],
+            "format": "mxfp8-quantized" if _is_mx(first) else "float-quantized",
+            "weights": {**fp8, **WEIGHTS[first.scaling.block], "dynamic": False},
+            "input_activations": {**fp8, **INPUTS[first.input_block], "dynamic": not first.static},
+            "output_activations": None,
+        }
     forms = {group["format"] for group in groups.values()}
     return {
         "quant_method": COMPRESSED_TENSORS,
@@ -103,15 +114,6 @@ def _compressed_config(chosen: Chosen) -> dict[str, Any]:
         "ignore": list(chosen.ignored),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
-    }
-
-
-def _arguments(strategy: Strategy, inputs: Block, static: bool) -> dict[str, Any]:
-    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-    return {
-        "weights": {**fp8, **WEIGHTS[strategy], "dynamic": False},
-        "input_activations": {**fp8, **INPUTS[inputs], "dynamic": not static},
-        "output_activations": None,
     }
 
 

@@ -102,7 +102,7 @@ def export(
 def _tensors(model: nn.Module, chosen: Chosen, format: str) -> dict[str, Tensor]:
     """The tensors of the checkpoint, in the order of the state dict. One weight is cast at a time."""
     found: dict[str, Tensor] = {}
-    weights = {f"{name}.weight" if name else "weight": layer for name, layer in chosen.layers.items()}
+    weights = {f"{name}.weight".lstrip("."): layer for name, layer in chosen.layers.items()}
     given = {plain(name): tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     others = {name: tensor for name, tensor in given.items() if name not in weights}
     high = checkpoint_files.own_memory(others)
@@ -111,9 +111,9 @@ def _tensors(model: nn.Module, chosen: Chosen, format: str) -> dict[str, Tensor]
             found[name] = high[name]
         elif name in weights:
             layer = weights[name]
-            prefix = f"{layer.name}." if layer.name else ""
             made = FORMATS[format].tensors(layer, cast(layer))
-            found.update({f"{prefix}{last}": tensor.contiguous() for last, tensor in made.items()})
+            for last, tensor in made.items():
+                found[f"{layer.name}.{last}".lstrip(".")] = tensor.contiguous()
     return found
 
 

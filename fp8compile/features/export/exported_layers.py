@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from ...ir.scale import inverse_of, scale_of
 from . import forwards
 from .forwards import KnownForward
 
-Strategy = Literal["tensor", "channel", "block", "group"]
-STRATEGIES: dict[Block, Strategy] = {WHOLE: "tensor", ROW: "channel", SQUARE: "block"}
-STRATEGIES |= {MX_BLOCK: "group", MX_TILE: "group"}
 # the blocks of weight and input that some format can say
 PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX_BLOCK), (MX_TILE, MX_BLOCK))
 
@@ -38,20 +35,16 @@ PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX
 class ExportedLayer:
     """A Linear that is exported in FP8.
 
-    `weight`: the parameter ``[out, in]``. `strategy`: what has a scale of its own: the tensor, an output
-    channel (a row), 128 x 128 elements, or a group of 32 elements of a row (with `weight_tiles`, 32 rows have
-    equal scales). `scaling`: of the weight. `input_block`: the elements of an input that share a scale.
-    `known`: the forward matmuls. `partners`: weights that share the scale of this one, itself among them.
+    `weight`: the parameter ``[out, in]``. `scaling`: of the weight. `input_block`: the elements of an input
+    that share a scale. `partners`: weights that share the scale of this one, itself among them.
     `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own
     amax, each in its tensor, token, or group of 128 or 32 elements of a token."""
 
     name: str
     weight: Tensor
     recipe: str
-    strategy: Strategy
     scaling: Scaling
     input_block: Block
-    known: tuple[KnownForward, ...]
     partners: tuple[Tensor, ...]
     input_scale_inv: Tensor | None
 
@@ -95,7 +88,6 @@ def choose(model: nn.Module) -> Chosen:
         # a Linear whose weight is parametrized has no matrix of its own, but a server would replace it
         if (matrices or isinstance(module, nn.Linear)) and name not in layers:
             ignored.append(name)
-    _refuse(layers.values())
     # a server may take a name for the whole subtree below it
     ignored = [name for name in ignored if name and not any(layer.startswith(f"{name}.") for layer in layers)]
     return Chosen(layers, left, tuple(ignored))
@@ -129,7 +121,9 @@ def obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...],
 def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> ExportedLayer:
     first = known[0].forward
     assert first.weight is not None and first.data is not None
-    scaling = first.weight
+    if not bool(weight.detach().isfinite().all()):
+        fix = "export the last checkpoint that is finite"
+        raise ExportError(f"{name}.weight has NaN or infinite values: {fix}")
     if first.fnuz:
         raise ExportError(
             f"{name}: its FP8 values have AMD's fnuz encoding, and checkpoints hold e4m3fn. Load the "
@@ -137,9 +131,8 @@ def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Export
             "once, and export that"
         )
     partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
-    strategy, scale_inv = STRATEGIES[scaling.block], _input_scale_inv(known)
-    inputs = first.data.block
-    return ExportedLayer(name, weight, first.recipe, strategy, scaling, inputs, known, partners, scale_inv)
+    scale_inv = _input_scale_inv(known)
+    return ExportedLayer(name, weight, first.recipe, first.weight, first.data.block, partners, scale_inv)
 
 
 def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
@@ -148,14 +141,6 @@ def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
     scales = [one.stored_scale(one.forward.data_slot, "input") for one in known]
     found = [scale for scale in scales if scale is not None]
     return inverse_of(torch.tensor([min(found)])) if len(found) == len(scales) else None
-
-
-def _refuse(layers: Iterable[ExportedLayer]) -> None:
-    """ExportError for a weight whose values cannot be exported."""
-    for layer in layers:
-        if not bool(layer.weight.detach().isfinite().all()):
-            fix = "export the last checkpoint that is finite"
-            raise ExportError(f"{layer.name}.weight has NaN or infinite values: {fix}")
 
 
 # -- casts --

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -165,9 +165,7 @@ class FrozenInGraph(GraphFeature):
         for reason in sorted({SHARDED, CUT} & {*self.refused.values()}):
             warn(f"frozen='fp8' has no effect on weights of {job.inputs.root}: {reason}")
         for i in sorted(self.stored & done.gatherable.keys()):
-            verdict = done.gatherable[i]
-            other = "cast with other blocks" if verdict.block != self.matrices[i].block else ""
-            if reason := verdict.reason or other:
+            if reason := done.gatherable[i].reason:
                 what = f"{names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
                 fix = "A rule with frozen = 'high_precision' keeps all of them"
                 warn(f"{what}: it has FP8-rounded values. {fix}")
@@ -198,21 +196,18 @@ def frozen_in(job: Job) -> FrozenInGraph:
     if not asked:
         return found
     roots = compat.dynamo.root_modules(gm, inputs.packed)
-    places: dict[int, tuple[nn.Module, dict[int, list[tuple[nn.Module, str, str]]]]] = {}
-    for root in {id(root): root for root, _ in roots.values()}.values():
+    homes: dict[tuple[nn.Module, int], list[tuple[Home, str]]] = defaultdict(list)  # of a root's parameters
+    for root in dict.fromkeys(root for root, _ in roots.values()):
         whole = compat.dynamo.outermost(root)
-        known: dict[int, list[tuple[nn.Module, str, str]]] = {}
         for path, module in whole.named_modules():
             for name, parameter in module._parameters.items():
-                place = module, name, plain(f"{path}.{name}".lstrip("."))
-                known.setdefault(id(parameter), []).append(place)
-        places[id(root)] = whole, known
+                home = Home(module, name, root, whole), plain(f"{path}.{name}".lstrip("."))
+                homes[root, id(parameter)].append(home)
     sharded = {id(read) for _, read in compat.fsdp.sharded_pairs()}
     cut = compat.split.uncut(gm) is not None
     for i in (i for i, matrix in found.matrices.items() if matrix.block is None):
         parameter = given[i]
-        known = places[id(roots[i][0])][1] if i in roots else {}
-        owned = known.get(id(parameter), [])
+        owned = homes[roots[i][0], id(parameter)] if i in roots else []
         if id(parameter) in sharded or i in inputs.packed:
             found.refused[i] = SHARDED
         elif cut:
@@ -224,9 +219,9 @@ def frozen_in(job: Job) -> FrozenInGraph:
         elif not owned:
             found.refused[i] = "no module of the compiled model has it"
         elif len(owned) > 1:
-            found.refused[i] = f"tied: {' and '.join(name for _, _, name in owned)}"
+            found.refused[i] = f"tied: {' and '.join(name for _, name in owned)}"
         else:
-            found.homes[i] = Home(*owned[0][:2], roots[i][0], places[id(roots[i][0])][0])
+            found.homes[i] = owned[0][0]
     return found
 
 
@@ -248,10 +243,8 @@ def freeze(joint: Joint) -> int:
 
 
 def _matrix(x: Tensor) -> FrozenMatrix:
-    before = x.numel() * x.dtype.itemsize
-    if isinstance(x, FrozenWeight):
-        return FrozenMatrix(before, x.nbytes, x.block)
-    return FrozenMatrix(before, before, None)
+    block = x.block if isinstance(x, FrozenWeight) else None
+    return FrozenMatrix(x.numel() * x.dtype.itemsize, x.nbytes, block)
 
 
 def _freeze(
@@ -339,11 +332,10 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
     else:
         data, inv = cast(parameter.detach(), dtype, *how)
     _replace(module, name, nn.Parameter(FrozenWeight(data, inv, parameter.dtype, *how), requires_grad=False))
-    before = parameter.nbytes
     if not process.is_set_aside() and module not in _hooked:
         _hooked.add(module)
         module.register_state_dict_post_hook(_plain_entries)
-    return before, data.nbytes + inv.nbytes
+    return parameter.nbytes, data.nbytes + inv.nbytes
 
 
 def _unwritten(parameter: Tensor, dtype: torch.dtype) -> Tensor:

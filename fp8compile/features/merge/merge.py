@@ -18,7 +18,7 @@ that it pays. The pass changes nothing; `quantize` writes what it returns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
@@ -27,7 +27,7 @@ from ... import compat
 from ...config.recipe import COSTS, WHOLE
 from ...devices import cost
 from ...devices.catalog import Device
-from ...ir.fx_utils import ALIASES, CASTS, SAME, VIEWS, Ranks, aten, call_function, hint, value
+from ...ir.fx_utils import ALIASES, CASTS, SAME, VIEWS, Ranks, aten, call_function, hint, readers, value
 from ...ir.matmul import GEMMS, Gemm, Matmul
 from ...passes.joint import Joint
 from ...passes.magnified import Backward
@@ -151,15 +151,15 @@ def _merged(
             gemms[gemm] = members
     if any(ranks.reach(_inputs(members), {x.node for x in members}) for members in gemms.values()):
         return None  # one is computed from another one
-    if any(user.op == "output" for fprop in fprops for user in _readers(fprop.node)):
+    if any(user.op == "output" for fprop in fprops for user in readers(fprop.node, ALIASES)):
         return None  # a slice has other strides than the tensor that the caller expects
     total = total_of([x.node for x in gemms["dgrad"]]) if "dgrad" in gemms else None
     if "dgrad" in gemms and total is None:
         return None
     through = (*ALIASES, *CASTS)  # backward casts again what it reads in another dtype
     late = compat.dynamo.is_backward
-    kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(late, _readers(x.node, through)))]
-    direct = [x for x in kept if any("attention" in str(user.target) for user in _readers(x.node))]
+    kept = [x for x in fprops if "recompute" not in x.node.meta and any(map(late, readers(x.node, through)))]
+    direct = [x for x in kept if any("attention" in str(user.target) for user in readers(x.node, ALIASES))]
     if len(kept) == len(fprops) and 0 < len(direct) < len(fprops):
         # attention reads a copy of its slice that backward keeps, too: after norms of q and k, v stays apart
         rest = [x for x in fprops if x not in direct]
@@ -181,14 +181,6 @@ def _unsaved(x: Node, backward: Backward) -> str:
 
 def _inputs(members: Iterable[Matmul]) -> list[Node]:
     return [x for matmul in members for x in matmul.node.all_input_nodes]
-
-
-def _readers(node: Node, through: tuple = ALIASES) -> Iterator[Node]:
-    """What reads the memory of a tensor, directly or through views."""
-    for user in node.users:
-        yield user
-        if call_function(user, through):
-            yield from _readers(user, through)
 
 
 def total_of(parts: Collection[Node]) -> Node | None:

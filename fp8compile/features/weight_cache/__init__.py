@@ -71,16 +71,8 @@ class CachedWeights(Feature):
         room = ROOM * sum(max(1, len(nodes[i].users)) for i in weights)
         return KeptCopies(weights, room, compat.inductor.cuda_graphs(job.options.inductor))
 
-    def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
-        return casts_of_step(optimizer)
-
-    def step_wrote(
-        self,
-        optimizer: torch.optim.Optimizer,
-        weights: Sequence[torch.Tensor],
-        amaxes: Sequence[torch.Tensor],
-    ) -> None:
-        step_wrote(optimizer, weights, amaxes)
+    wanted_amaxes = staticmethod(casts_of_step)
+    step_wrote = staticmethod(step_wrote)
 
 
 def _cacheable(job: Job) -> frozenset[int]:

@@ -16,13 +16,6 @@ With scales of rows, or of 1 x 32 elements, both are kept.
 
     dgrad reads w8t = quantize(w, scale, transposed=True)    ->    w8t = transposed(w8), in backward
 
-`with_amaxes` makes a second graph of the casts, for an optimizer that computes the amaxes of the weights that
-it writes:
-
-    amax_w = amax(w); scale_w = current_scale(amax_w, ..)  ->  scale_w = current_scale(amaxes[0:1], ..)
-
-It reads each weight once, for the cast.
-
 The inputs of a graph are fixed before it is traced, and the copies are known after `quantize`. So a graph has
 `ROOM` inputs to spare for each use of these parameters. The copies take the first of them, which get their
 sizes here. What does not fit is cast in the graph.
@@ -54,6 +47,7 @@ from ...ir.fx_utils import (
     behind,
     call_function,
     is_tensor,
+    reached,
     same_shape,
     value,
 )
@@ -212,13 +206,7 @@ def _both_layouts(one: Node, other: Node) -> bool:
 
 def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Graph, tuple[int, ...]]:
     """A graph that makes the copies, and the positions of the parameters that it reads."""
-    needed: set[Node] = set()
-    stack = list(copies)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
+    needed = set(reached(copies, lambda node: node.all_input_nodes))
     made = Graph()
     twins: dict[Node, Node] = {}
     for node in sorted(needed):
@@ -230,9 +218,13 @@ def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Gra
 
 
 def with_amaxes(hoisted: Hoisted) -> tuple[Graph, tuple[int, ...]] | None:
-    """The casts, from the weights and one more input: a float32 vector of their amaxes. And the places, among
-    the weights, of those whose amaxes it has. None if no amax is that of a whole weight, as it lies there
-    (amaxes of rows and blocks, of slices, of a weight that is cast first)."""
+    """The casts, for an optimizer that computes the amaxes of the weights that it writes. A float32 vector of
+    these is one more input, so that each weight is read once:
+
+        amax_w = amax(w); scale_w = current_scale(amax_w, ..)  ->  scale_w = current_scale(amaxes[0:1], ..)
+
+    And the places, among the weights, of those whose amaxes it has. None if no amax is that of a whole
+    weight, as it lies there (amaxes of rows and blocks, of slices, of a weight that is cast first)."""
     made = Graph()
     twins: dict[Node, Node] = {}
     made.output(made.graph_copy(hoisted.graph, twins))

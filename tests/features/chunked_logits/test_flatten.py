@@ -18,13 +18,11 @@ import fp8compile
 from fp8compile.dryrun import fake_gpu
 from fp8compile.features.chunked_logits import flatten
 from tests.support import hooks
+from tests.support.executed import planning
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, grads_of, noise, sqnr
+from tests.support.harness import ALL_FP8, grads_of, sqnr
 from tests.support.models import make
 
-needs_description = pytest.mark.skipif(
-    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
-)
 BF16 = torch.bfloat16
 WORDS, TOKENS = 2048, 256
 CHUNKED = {
@@ -90,24 +88,6 @@ def test_every_broadcast_keeps_its_value(matrices: int) -> None:
     assert len(moved) > 60
     # the difference, its tanh, and the exponential; of pairs, the last one alone
     assert (moved["split", "split"], moved["split", "a sum"], moved["rows first", "rows second"]) == (3, 3, 1)
-
-
-def test_a_loss_on_pairs_of_rows() -> None:
-    """Ranking and contrastive losses: they train as without the option."""
-    found = []
-    for more in ({}, CHUNKED):
-        model = make(lambda: nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256)))
-
-        def loss(x: Tensor, model: nn.Module = model) -> Tensor:
-            z = model(x)
-            return F.softplus(z.unsqueeze(1) - z.unsqueeze(0)).mean()
-
-        call = torch.compile(loss, backend="fp8", options={"policy": ALL_FP8, **more})
-        with hooks.interpreted():
-            call(noise(192, 128)).backward()
-        found.append(grads_of(model))
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
 
 
 class Words(nn.Module):
@@ -198,7 +178,7 @@ def test_logits_with_other_readers_stay_whole(loss: str, policy: dict[str, Any])
 
 
 @pytest.mark.slow
-@needs_description
+@planning
 def test_what_a_gpu_keeps() -> None:
     kept = {}
     for chunked in (False, True):

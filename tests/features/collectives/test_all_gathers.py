@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile.dryrun.fake_gpu import Step, trace, unavailable
+from fp8compile.dryrun.fake_gpu import Step, trace
 from fp8compile.features.collectives.collectives import CollectiveRecord
 from tests.support import hooks
+from tests.support.executed import planning
 from tests.support.harness import ALL_FP8
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-needs_fake_gpu = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
 RANKS, TOKENS, DIM = 2, 512, 256
 
@@ -111,7 +111,7 @@ def made_by(recipe: str, dim: int) -> Step:
 
 
 @pytest.mark.slow
-@needs_fake_gpu
+@planning
 @pytest.mark.parametrize(("recipe", "dim"), [("delayed", 1), ("tensorwise", 0)])
 def test_what_a_gpu_sends(recipe: str, dim: int) -> None:
     """FP8 itself, which NCCL can send. The part is cast in the kernel of its producer, right before it is
@@ -133,7 +133,7 @@ def test_what_a_gpu_sends(recipe: str, dim: int) -> None:
     assert [order.count("_scaled_mm") for order in launches(made)] == [2, 4]
 
 
-@needs_fake_gpu
+@planning
 def test_an_all_reduce_of_amaxes_is_waited_for_at_the_end() -> None:
     """The first all-reduce agrees on scales, the second one is for the state: kernels run between its start
     and its wait."""
@@ -145,7 +145,7 @@ def test_an_all_reduce_of_amaxes_is_waited_for_at_the_end() -> None:
 
 
 @pytest.mark.slow
-@needs_fake_gpu
+@planning
 @pytest.mark.parametrize(("recipe", "dim"), [("delayed", 0), ("tensorwise", 1)])
 def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> None:
     """With `_micro_pipeline_tp`, Inductor fuses each gather with the FP8 matmul after it, and a matmul with
@@ -159,17 +159,10 @@ def test_async_tensor_parallelism_finds_the_matmuls(recipe: str, dim: int) -> No
         )
         made = step(model, shard(dim), recipe=recipe, _micro_pipeline_tp=True)
     for order, left, kernel in zip(launches(made), (0, 2), cast(recipe), strict=True):
-        assert (
-            order.count("fused_all_gather_scaled_matmul")
-            == order.count("fused_scaled_matmul_reduce_scatter")
-            == 1
-        )
-        assert order.count("_scaled_mm") == left and not {
-            "all_gather_into_tensor",
-            "reduce_scatter_tensor",
-            "mm",
-        } & {*order}
-        assert kernel in order
+        assert order.count("fused_all_gather_scaled_matmul") == 1
+        assert order.count("fused_scaled_matmul_reduce_scatter") == 1
+        assert order.count("_scaled_mm") == left and kernel in order
+        assert not {"all_gather_into_tensor", "reduce_scatter_tensor", "mm"} & {*order}
     # casts after what Inductor has fused are ours
     assert any("cast_transpose" in kernel for kernel in launches(made)[1])
 
@@ -189,10 +182,7 @@ def small(**how: Any) -> tuple[nn.Module, Tensor]:
 
 def test_bytes_and_names() -> None:
     part = 2 * 32 * DIM
-    expected = [
-        CollectiveRecord("up (input)", part, 4 * part),
-        CollectiveRecord("down (gradient)", part, 4 * part),
-    ]
+    expected = [CollectiveRecord(name, part, 4 * part) for name in ("up (input)", "down (gradient)")]
     model, x = small()
     assert records(model, x) == expected
     assert "read from other ranks" in str(fp8compile.report(model))
@@ -245,7 +235,5 @@ def test_dynamic_shapes() -> None:
             assert x.grad is not None and x.grad.shape == x.shape
     graphs = fp8compile.report(model).graphs
     assert len(graphs) == 1 and len(graphs[0].matmuls) == 6
-    assert [(r.tensor, r.reason) for r in graphs[0].collectives] == [
-        ("up (input)", ""),
-        ("down (gradient)", ""),
-    ]
+    found = {r.tensor: r.reason for r in graphs[0].collectives}
+    assert found == {"up (input)": "", "down (gradient)": ""}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -41,26 +41,17 @@ class Given(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
 
     def forward(self, gradients: dict[str, Tensor], without: tuple[str, ...] = ()) -> Tensor:
-        used = [p for name, p in self.named_parameters() if name not in without]
-        names = [name for name, _ in self.named_parameters() if name not in without]
-        return torch.stack(
-            [(p * gradients[name]).sum().float() for name, p in zip(names, used, strict=True)]
-        ).sum()
+        used = [(name, p) for name, p in self.named_parameters() if name not in without]
+        return torch.stack([(p * gradients[name]).sum().float() for name, p in used]).sum()
 
 
 def gradients(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A parameter's gradient is a thousandth of the others'; blocks differ in scale by six decades."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    found = {}
-    for name, shape in SHAPES.items():
-        size = 10 ** (
-            6 * torch.rand(shape[0], *[1] * (len(shape) - 1), generator=torch.Generator().manual_seed(9)) - 6
-        )
-        scale = 1e-3 if name == "tiny_scale" else 1.0
-        found[name] = (torch.randn(shape, generator=generator) * (size if name == "last" else 1) * scale).to(
-            dtype
-        )
-    return found
+    decades = 6 * torch.rand(SHAPES["last"][0], 1, generator=torch.Generator().manual_seed(9)) - 6
+    scales = {"tiny_scale": 1e-3, "last": 10**decades}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: (values * scales.get(name, 1)).to(dtype) for name, values in drawn.items()}
 
 
 def mean(ranks: int, steps: tuple[int, ...] = (0,), dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -69,57 +60,58 @@ def mean(ranks: int, steps: tuple[int, ...] = (0,), dtype: torch.dtype = torch.f
 
 
 @contextmanager
-def counted() -> Iterator[dict[torch.dtype, int]]:
+def counted() -> Iterator[Counter[torch.dtype]]:
     """The bytes that this rank sends to others in collectives, by dtype."""
-    sent: dict[torch.dtype, int] = {}
+    sent: Counter[torch.dtype] = Counter()
+    others = dist.get_world_size() - 1
+    part = others / (others + 1)
+    shares = {"all_to_all_single": part, "all_reduce": 2 * part}
+    shares |= {"all_gather_into_tensor": others, "all_gather_single": others}
+    shares |= {"reduce_scatter_tensor": part, "reduce_scatter_single": part}
 
     def counting(name: str) -> Any:
         stock = getattr(dist, name)
 
-        @functools.wraps(stock)
         def call(*args: Any, **kwargs: Any) -> Any:
-            others = dist.get_world_size() - 1
             tensor = args[0] if name == "all_reduce" else args[1]
-            part = others / (others + 1)
-            amount = (
-                others if "all_gather" in name else 2 * part if name == "all_reduce" else part
-            ) * tensor.nbytes
-            sent[tensor.dtype] = sent.get(tensor.dtype, 0) + int(amount)
+            sent[tensor.dtype] += int(shares[name] * tensor.nbytes)
             return stock(*args, **kwargs)
 
         return mock.patch.object(dist, name, call)
 
     with ExitStack() as stack:
-        names = ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
-        for name in filter(
-            functools.partial(hasattr, dist), (*names, "all_gather_single", "reduce_scatter_single")
-        ):
-            stack.enter_context(counting(name))
+        for name in shares:
+            if hasattr(dist, name):
+                stack.enter_context(counting(name))
         yield sent
 
 
-def reduced(rank: int, dtype: torch.dtype, kind: str, options: dict[str, Any]) -> Any:
-    """Gradients after a step, and the bytes that crossed the wire."""
+def wrapped(kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any, dict[str, nn.Parameter]]:
+    """A model whose gradients are compressed, and its parameters."""
     model: Any = Given(dtype)
-    how = dict(options)
-    if kind == "ddp":
-        model = DistributedDataParallel(model, bucket_cap_mb=1, **how)
-        compress_gradients(model)
-    elif kind == "by hand":
+    parameters = dict(model.named_parameters())
+    if kind == "by hand":
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, fp8_hook)
+        return model, parameters
+    if kind == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=1, **how)
     else:
         ranks = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (ranks,))
-        if kind == "hsdp":
-            mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        names = ("replicate", "shard") if kind == "hsdp" else None
+        mesh = init_device_mesh("cpu", (2, ranks // 2) if names else (ranks,), mesh_dim_names=names)
         fully_shard(model, mesh=mesh, **how)
-        compress_gradients(model)
-    with counted() as sent:
-        model(gradients(rank, dtype=dtype)).backward()
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+        parameters = dict(model.named_parameters())
+    compress_gradients(model)
+    return model, parameters
+
+
+def reduced(rank: int, dtype: torch.dtype, kind: str, options: dict[str, Any]) -> Any:
+    """Gradients after a step, and statistics."""
+    model, parameters = wrapped(kind, dtype, **options)
+    model(gradients(rank, dtype=dtype)).backward()
     stats = fp8compile.stats(model)
-    return {name: whole(p.grad) for name, p in inner.named_parameters()}, sent, str(stats), stats.rows()
+    return {name: whole(p.grad) for name, p in parameters.items()}, str(stats), stats.rows()
 
 
 @pytest.mark.cases(test=1, slow=2)
@@ -134,15 +126,14 @@ def test_each_parameter_arrives(kind: str, ranks: int) -> None:
             assert abs(found - 28.8) <= 0.5, (name, found)  # flat in ranks
         for other, *_ in results[1:]:
             assert torch.equal(other[name], results[0][0][name])
-    row = results[0][3][0]
+    row = results[0][2][0]
     assert row["role"] == "reduced" and 31 < row["sqnr"] < 33
-    assert "bucket 0 (4 parameters)" in results[0][2]
+    assert "bucket 0 (4 parameters)" in results[0][1]
 
 
 def large_ones(rank: int) -> Any:
-    model = DistributedDataParallel(
-        nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).bfloat16()
-    )
+    layers = [nn.Linear(256, 256, bias=False) for _ in range(3)]
+    model = DistributedDataParallel(nn.Sequential(*layers).bfloat16())
     compress_gradients(model)
     with counted() as sent:
         model(torch.randn(4, 256).bfloat16()).square().sum().backward()
@@ -155,9 +146,7 @@ def test_half_of_the_bytes_of_bf16() -> None:
     assert 0.5 <= sent[torch.uint8] / (2 * 3 / 4 * 3 * 256 * 256 * 2) <= 0.55
 
 
-AS_THE_POLICY_SAYS = {
-    "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-}
+AS_THE_POLICY_SAYS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +154,7 @@ AS_THE_POLICY_SAYS = {
     [
         ("fsdp", torch.float16, {}),
         ("by hand", torch.bfloat16, {}),
-        ("fsdp", torch.float32, AS_THE_POLICY_SAYS),
+        ("fsdp", torch.float32, {"mp_policy": AS_THE_POLICY_SAYS}),
     ],
 )
 def test_gradients_in_other_dtypes(kind: str, dtype: torch.dtype, how: dict[str, Any]) -> None:
@@ -173,17 +162,6 @@ def test_gradients_in_other_dtypes(kind: str, dtype: torch.dtype, how: dict[str,
     exact = mean(2, dtype=dtype)
     for name in ("large", "odd", "tiny_scale", *(SHAPES if how else ())):
         assert sqnr(exact[name], found[name]) >= 27, name
-
-
-def wrapped(kind: str, **how: Any) -> tuple[Any, dict[str, nn.Parameter]]:
-    """A model whose gradients are compressed, and its parameters."""
-    model: Any = Given()
-    if kind == "ddp":
-        model = DistributedDataParallel(model, **how)
-    else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    compress_gradients(model)
-    return model, dict((model.module if kind == "ddp" else model).named_parameters())
 
 
 def _given(rank: int, kind: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +45,32 @@ def trained(model: nn.Module, steps: int = 3, recipe: Any = "delayed", **options
         optimizer.step()
         optimizer.zero_grad()
     return compiled
+
+
+def exported(
+    path: Path, recipe: str, model: nn.Module | None = None, steps: int = 1, **options: Any
+) -> tuple[Any, Any, fp8compile.Exported]:
+    """A trained model, its compiled wrapper, and the export in `path / "out"`."""
+    model = model or Small()
+    format = options.pop("format", None)
+    compiled = trained(model, steps, recipe, **options)
+    return model, compiled, fp8compile.export(model, path / "out", format)
+
+
+def decompressed(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """The weights of these layers, as compressed-tensors reads them; all have one scheme."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    from tests.support.served import config_of, tensors_of
+
+    (scheme,) = QuantizationConfig.model_validate(config_of(directory)).config_groups.values()
+    decompress = BaseCompressor.get_value_from_registry(scheme.format).decompress
+    tensors, found = tensors_of(directory), {}
+    for name in names:
+        own = {last: tensors[f"{name}.{last}"] for last in ("weight", "weight_scale")}
+        found[name] = decompress(own, scheme)["weight"]
+    return found
 
 
 def next_forward(model: Any, ids: Tensor) -> Tensor:

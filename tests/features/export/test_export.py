@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,19 @@ from torch import nn
 import fp8compile
 from fp8compile.features.export.exported_layers import obstacle
 from fp8compile.features.export.forwards import Forward
-from tests.features.export.small import Small, evaluated, next_forward, tokens, trained
+from tests.features.export.small import (
+    Small,
+    decompressed,
+    evaluated,
+    exported,
+    next_forward,
+    tokens,
+    trained,
+)
 from tests.support.harness import load_scaling, sqnr
 from tests.support.hooks import phases_afresh, slots_of
-from tests.support.reference_casts import OCP, Quantized, block_amaxes, quantize
+from tests.support.models import SwiGlu
+from tests.support.reference_casts import OCP, Quantized, quantize
 from tests.support.served import config_of, serve, tensors_of
 
 pytest.importorskip("safetensors")
@@ -26,11 +36,7 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 E4M3 = OCP[0]
 FP8 = ("up", "down")
 # recipe -> (blocks of a weight that share a scale, whether scales are powers of two)
-CURRENT = {
-    "tensorwise": ((0, 0), False),
-    "rowwise": ((1, 0), False),
-    "blockwise": ((128, 128), True),
-}
+CURRENT = {"tensorwise": ((0, 0), False), "rowwise": ((1, 0), False), "blockwise": ((128, 128), True)}
 # The order of float32 sums, and 1 / scale against scale, move results by 2**-24, or let one value in some
 # 100,000 round to the other neighbour. Other scales, or another block, give 20 to 30 dB.
 CLOSE_DB = 60.0
@@ -54,9 +60,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 )
 def test_bytes_and_scales_of_current_scaling(recipe: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A server computes with them what evaluation computes."""
-    model = Small().to(dtype)
-    compiled = trained(model, 2, recipe)
-    made = fp8compile.export(model, tmp_path / "out")
+    model, compiled, made = exported(tmp_path, recipe, Small().to(dtype), 2)
     block, rounded = CURRENT[recipe]
     for name in FP8:
         weight = model.get_submodule(name).weight
@@ -69,20 +73,12 @@ def test_bytes_and_scales_of_current_scaling(recipe: str, dtype: torch.dtype, tm
         assert sqnr(evaluated(compiled, tokens(9)), theirs) > CLOSE_DB
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", CURRENT)
 def test_the_decompressor_of_compressed_tensors(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    model = Small()
-    trained(model, 1, recipe)
-    made = fp8compile.export(model, tmp_path / "out", format="compressed-tensors")
-    (scheme,) = QuantizationConfig.model_validate(config_of(made.directory)).config_groups.values()
-    tensors, (block, rounded) = tensors_of(made.directory), CURRENT[recipe]
-    for name in FP8:
-        own = {last: tensors[f"{name}.{last}"] for last in ("weight", "weight_scale")}
-        found = BaseCompressor.get_value_from_registry(scheme.format).decompress(own, scheme)["weight"]
+    model, _, made = exported(tmp_path, recipe, format="compressed-tensors")
+    block, rounded = CURRENT[recipe]
+    for name, found in decompressed(made.directory, FP8).items():
         expected = quantize(model.get_submodule(name).weight, E4M3, block, rounded=rounded).exact().float()
         assert found.dtype == torch.float32 and torch.equal(found, expected), name
 
@@ -90,10 +86,9 @@ def test_the_decompressor_of_compressed_tensors(recipe: str, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_margin_and_power_of_2_are_in_the_scale(tmp_path: Path) -> None:
     """And a layer whose fprop is not FP8 is left."""
-    model = Small()
     rules = {"rules": [{"module": "down", "override_linear_precision": [True, False, False]}]}
-    trained(model, 1, "tensorwise", margin=(0, 1, 0), power_of_2_scale=True, policy=rules)
-    made = fp8compile.export(model, tmp_path / "out")
+    options: Any = {"margin": (0, 1, 0), "power_of_2_scale": True, "policy": rules}
+    model, _, made = exported(tmp_path, "tensorwise", **options)
     expected, found = quantize(model.up.weight, E4M3, margin=1, rounded=True), stored(made.directory, "up")
     assert same_bytes(found.values, expected.values) and found.scale_inv.item() == expected.scale_inv.item()
     assert set(made.layers) == {"up"} and tensors_of(made.directory)["down.weight"].dtype == torch.float32
@@ -143,17 +138,15 @@ def test_delayed_without_a_history_takes_the_current_amax(tmp_path: Path) -> Non
     made = fp8compile.export(compiled, tmp_path / "out")
     assert "up.input_scale" not in tensors_of(made.directory)
     assert same_bytes(stored(made.directory, "up").values, quantize(model.up.weight, E4M3).values)
-    trained_ = Small()
-    compiled = trained(trained_, 2)
+    model = Small()
+    compiled = trained(model, 2)
     with torch.no_grad():
-        trained_.up.weight.mul_(8.0)
+        model.up.weight.mul_(8.0)
     compiled(tokens(5)).sum().backward()
     made = fp8compile.export(compiled, tmp_path / "other")
-    assert same_bytes(stored(made.directory, "up").values, quantize(trained_.up.weight, E4M3).values)
-    assert (
-        stored(made.directory, "down").scale_inv.item()
-        == slots_of(trained_)["down.weight", "weight", 0].scale_inv()
-    )
+    assert same_bytes(stored(made.directory, "up").values, quantize(model.up.weight, E4M3).values)
+    slot = slots_of(model)["down.weight", "weight", 0]
+    assert stored(made.directory, "down").scale_inv.item() == slot.scale_inv()
 
 
 class UsedTwice(nn.Module):
@@ -169,40 +162,23 @@ class UsedTwice(nn.Module):
 
 @pytest.mark.slow
 def test_a_layer_that_is_used_twice_takes_the_range_of_both_inputs(tmp_path: Path) -> None:
-    model = UsedTwice()
-    trained(model, 2)
-    made = fp8compile.export(model, tmp_path / "out")
+    model, _, made = exported(tmp_path, "delayed", UsedTwice(), 2)
     small, large = (slots_of(model)["layer.weight", "input", use].scale_inv() for use in (0, 1))
     assert small < large and tensors_of(made.directory)["layer.input_scale"].tolist() == [large]
 
 
 def test_merged_weights_share_a_scale(tmp_path: Path) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(96, 128)
-            self.q, self.k = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
-            self.head = nn.Linear(128, 96)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embed(ids)
-            return self.head(torch.nn.functional.silu(self.q(x)) * self.k(x))
-
-    model = Two()
+    model = nn.Sequential(nn.Embedding(96, 128), SwiGlu(), nn.Linear(128, 96))
+    gate, up = model[1].gate.weight, model[1].up.weight  # type: ignore[union-attr]
     with torch.no_grad():
-        model.k.weight.mul_(4.0)
-    compiled = trained(model, 1, "tensorwise", merge_matmuls=True)
-    assert any(
-        "merged" in record.how for record in fp8compile.report(model).matmuls if record.gemm == "fprop"
-    )
-    made = fp8compile.export(compiled, tmp_path / "out")
-    scale = 1.0 / quantize(model.k.weight, E4M3).scale_inv.double().item()
-    for name in ("q", "k"):
-        weight = model.get_submodule(name).weight
-        assert same_bytes(
-            stored(made.directory, name).values, quantize(weight, E4M3, scale=float(scale)).values
-        ), name
-    assert block_amaxes(model.q.weight, (0, 0)) < block_amaxes(model.k.weight, (0, 0))
+        up.mul_(4.0)
+    *_, made = exported(tmp_path, "tensorwise", model, merge_matmuls=True)
+    assert any("merged" in x.how for x in fp8compile.report(model).matmuls if x.gemm == "fprop")
+    scale = 1.0 / quantize(up, E4M3).scale_inv.double().item()
+    for name, weight in {"1.gate": gate, "1.up": up}.items():
+        expected = quantize(weight, E4M3, scale=scale).values
+        assert same_bytes(stored(made.directory, name).values, expected), name
+    assert gate.abs().max() < up.abs().max()
 
 
 def test_what_is_not_fp8_is_written_as_it_is(tmp_path: Path) -> None:
@@ -210,9 +186,8 @@ def test_what_is_not_fp8_is_written_as_it_is(tmp_path: Path) -> None:
     trained(model, 1, "rowwise")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = fp8compile.export(model, tmp_path / "out")
-    assert (
-        made.ignored == ("embed", "head") and made.layers == dict.fromkeys(FP8, "rowwise") and not made.left
-    )
+    assert made.ignored == ("embed", "head") and not made.left
+    assert made.layers == dict.fromkeys(FP8, "rowwise")
     tensors = tensors_of(made.directory)
     for name, tensor in before.items():
         assert torch.equal(model.state_dict()[name], tensor), f"{name} of the model has changed"
@@ -231,58 +206,59 @@ def test_scales_that_no_format_has() -> None:
     assert obstacle(layer, layer.weight, known, ["up"]) == "no format has the scales of recipe 'new'"
 
 
+def _config(path: Path, recipe: str, **options: Any) -> dict[str, Any]:
+    *_, made = exported(path / f"{len(list(path.iterdir()))}", recipe, steps=2, **options)
+    return config_of(made.directory)
+
+
+# recipe, options -> what has a scale, of a weight and of an input; whether servers compute that of an input
+SCHEMES: list[tuple[str, dict[str, Any], str, str, bool]] = [
+    ("rowwise", {}, "channel", "token", True),
+    ("rowwise", {"weight_tiles": True}, "tensor", "token", True),
+    ("delayed", {}, "tensor", "tensor", False),
+    ("tensorwise", {}, "tensor", "tensor", True),
+]
+
+
 @pytest.mark.slow
 def test_configurations(tmp_path: Path) -> None:
-    def config(recipe: str, **given: Any) -> dict[str, Any]:
-        model = Small()
-        trained(model, 2, recipe, **given.pop("options", {}))
-        return config_of(
-            fp8compile.export(model, tmp_path / f"{recipe}{len(list(tmp_path.iterdir()))}", **given).directory
-        )
-
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-    (rowwise,) = config("rowwise")["config_groups"].values()
-    assert rowwise["weights"] == {**fp8, "strategy": "channel", "dynamic": False}
-    assert rowwise["input_activations"] == {**fp8, "strategy": "token", "dynamic": True}
-    assert rowwise["targets"] == ["Linear"]
-    (tiles,) = config("rowwise", options={"weight_tiles": True})["config_groups"].values()
-    assert tiles["weights"] == {**fp8, "strategy": "tensor", "dynamic": False}
-    assert tiles["input_activations"] == {**fp8, "strategy": "token", "dynamic": True}
-    (delayed,) = config("delayed")["config_groups"].values()
-    assert delayed["input_activations"] == {**fp8, "strategy": "tensor", "dynamic": False}
-    (tensorwise,) = config("tensorwise")["config_groups"].values()
-    assert tensorwise["input_activations"] == {**fp8, "strategy": "tensor", "dynamic": True}
-    blocks = config("blockwise")
-    assert blocks == {
+    for recipe, options, weights, inputs, dynamic in SCHEMES:
+        (group,) = _config(tmp_path, recipe, **options)["config_groups"].values()
+        assert group["weights"] == {**fp8, "strategy": weights, "dynamic": False}
+        assert group["input_activations"] == {**fp8, "strategy": inputs, "dynamic": dynamic}
+        assert group["targets"] == ["Linear"]
+    assert _config(tmp_path, "blockwise") == {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
         "modules_to_not_convert": ["embed", "head"],
     }
-    (other,) = config("blockwise", format="compressed-tensors")["config_groups"].values()
-    assert (
-        other["weights"]["block_structure"] == [128, 128] and other["input_activations"]["group_size"] == 128
-    )
-    mixed = {"policy": {"rules": [{"module": "down", "recipe": "blockwise"}]}}
-    found = config("rowwise", options=mixed)
-    assert found["quant_method"] == "compressed-tensors" and found["ignore"] == ["embed", "head"]
-    assert [group["targets"] for group in found["config_groups"].values()] == [["up"], ["down"]]
+    (group,) = _config(tmp_path, "blockwise", format="compressed-tensors")["config_groups"].values()
+    assert group["weights"]["block_structure"] == [128, 128]
+    assert group["input_activations"]["group_size"] == 128
+    mixed = _config(tmp_path, "rowwise", policy={"rules": [{"module": "down", "recipe": "blockwise"}]})
+    assert mixed["quant_method"] == "compressed-tensors" and mixed["ignore"] == ["embed", "head"]
+    assert [group["targets"] for group in mixed["config_groups"].values()] == [["up"], ["down"]]
 
 
 def test_files(tmp_path: Path) -> None:
-    model = Small()
-    trained(model, 1, "tensorwise")
-    made = fp8compile.export(model, tmp_path / "out")
-    assert (
-        sorted(path.name for path in made.directory.iterdir())
-        == sorted(made.files)
-        == ["config.json", "model.safetensors"]
-    )
+    """An older checkpoint goes when the new one is written."""
+    (tmp_path / "out").mkdir()
+    model, _, made = exported(tmp_path, "tensorwise")
+    files = {path.name: path.read_bytes() for path in made.directory.iterdir()}
+    assert sorted(files) == sorted(made.files) == ["config.json", "model.safetensors"]
     whole = tensors_of(made.directory)
-    (made.directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(fp8compile.ExportError, match="is a file: name a directory"):
+        fp8compile.export(model, made.directory / "config.json")
     with pytest.raises(fp8compile.ExportError, match=r"has files already \(config.json, .*overwrite=True"):
         fp8compile.export(model, made.directory)
+    full = mock.patch("safetensors.torch.save_file", side_effect=OSError("no space left on device"))
+    with full, pytest.raises(OSError, match="no space"):
+        fp8compile.export(model, made.directory, overwrite=True)
+    assert {path.name: path.read_bytes() for path in made.directory.iterdir()} == files
+    (made.directory / "tokenizer.json").write_text("{}")
     again = fp8compile.export(model, made.directory, overwrite=True, max_shard_size=40_000)
     names = {path.name for path in made.directory.iterdir()}
     assert names == {*again.files, "tokenizer.json"} and "model.safetensors" not in names and len(names) > 4
@@ -318,7 +294,11 @@ class Block(nn.Module):
 @pytest.mark.slow
 def test_blocks_that_are_compiled_one_by_one(tmp_path: Path) -> None:
     """All blocks run the code of one graph; each has scales of its own."""
-    model = nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96))
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96))
+
+    model = build()
     for block in model[1:4]:
         block.compile(backend="fp8")
     for step in range(3):
@@ -329,33 +309,9 @@ def test_blocks_that_are_compiled_one_by_one(tmp_path: Path) -> None:
     scales = [tensors[f"{i}.up.input_scale"].item() for i in (1, 2, 3)]
     assert len(set(scales)) == 3
     for i, scale in zip((1, 2, 3), scales, strict=True):
-        assert (
-            tensors[f"{i}.gate.input_scale"].item()
-            == scale
-            == slots_of(model)[f"{i}.gate.weight", "input", 0].scale_inv()
-        )
+        assert tensors[f"{i}.gate.input_scale"].item() == scale
+        assert slots_of(model)[f"{i}.gate.weight", "input", 0].scale_inv() == scale
         assert (f"{i}.up.weight", "input", 0) not in slots_of(model)
     model.train()
-    server = serve(
-        nn.Sequential(nn.Embedding(96, 128), Block(), Block(), Block(), nn.Linear(128, 96)), made.directory
-    )
-    assert sqnr(next_forward(model, tokens(9)), server(tokens(9))) > CLOSE_DB
-
-
-def test_an_older_checkpoint_goes_when_the_new_one_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import safetensors.torch
-
-    model = Small()
-    trained(model, 1, "rowwise")
-    made = fp8compile.export(model, tmp_path / "out")
-    before = {path.name: path.read_bytes() for path in made.directory.iterdir()}
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(OSError, match="no space"):
-        fp8compile.export(model, made.directory, overwrite=True)
-    assert {path.name: path.read_bytes() for path in made.directory.iterdir()} == before
+    theirs = serve(build(), made.directory)(tokens(9))
+    assert sqnr(next_forward(model, tokens(9)), theirs) > CLOSE_DB

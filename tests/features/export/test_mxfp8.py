@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.config.recipe import BUILT_IN
-from fp8compile.features.export.exported_layers import STRATEGIES
-from tests.features.export.small import Small, evaluated, tokens, trained
+from fp8compile.features.export.checkpoint_formats import WEIGHTS
+from tests.features.export.small import Small, decompressed, evaluated, exported, tokens
 from tests.support.harness import sqnr
 from tests.support.reference_casts import OCP, Quantized, quantize
 from tests.support.served import config_of, serve, tensors_of
@@ -22,19 +22,15 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 E4M3 = OCP[0]
 ROW_OF_32, TILE = (1, 32), (32, 32)
-every_block = pytest.mark.parametrize("block", [ROW_OF_32, TILE], ids=["rows", "tiles"])
 
 
-def exported(
-    path: Path, block: tuple[int, int], model: Small | None = None, **options: Any
-) -> tuple[Any, Any, Any]:
+def uneven(path: Path, block: tuple[int, int], hidden: int = 256, **options: Any) -> tuple[Any, Any, Any]:
     """A trained model with very uneven weights, its compiled wrapper, and the export."""
-    model = model or Small()
+    model = Small(hidden)
     with torch.no_grad():  # blocks of uniform numbers have equal scales
         for layer in (model.up, model.down):
             layer.weight.mul_(torch.exp2(2.0 * torch.randn_like(layer.weight)))
-    compiled = trained(model, 2, "mxfp8", weight_tiles=block == TILE, **options)
-    return model, compiled, fp8compile.export(model, path)
+    return exported(path, "mxfp8", model, 2, weight_tiles=block == TILE, **options)
 
 
 def expected(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -42,9 +38,8 @@ def expected(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     made = quantize(weight, E4M3, block, rounded=True)
     fraction, exponent = torch.frexp(made.scale_inv.double())
     assert (fraction == 0.5).all()  # powers of two
-    return made.values.view(torch.uint8), (exponent - 1 + 127).repeat_interleave(block[0], 0)[
-        : len(weight)
-    ].to(torch.uint8)
+    scales = (exponent - 1 + 127).repeat_interleave(block[0], 0)[: len(weight)]
+    return made.values.view(torch.uint8), scales.to(torch.uint8)
 
 
 def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[int, int]) -> None:
@@ -52,7 +47,6 @@ def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[
     assert tensors[f"{name}.weight"].dtype == torch.float8_e4m3fn
     assert tensors[f"{name}.weight_scale"].dtype == torch.uint8
     assert torch.equal(tensors[f"{name}.weight"].view(torch.uint8), values)
-    assert tensors[f"{name}.weight_scale"].shape == (weight.shape[0], weight.shape[1] // 32)
     assert torch.equal(tensors[f"{name}.weight_scale"], scales)
 
 
@@ -60,7 +54,7 @@ def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[
 @pytest.mark.parametrize(("block", "margin"), [(ROW_OF_32, 12), (TILE, 0)])
 def test_the_ends_of_the_range(block: tuple[int, int], margin: int, tmp_path: Path) -> None:
     """Blocks of zeros, the least and the largest numbers, and of 448 times a power of two, which is exact."""
-    model, _, made = exported(tmp_path / "out", block, **({"margin": (0, margin, 0)} if margin else {}))
+    model, _, made = uneven(tmp_path, block, **({"margin": (0, margin, 0)} if margin else {}))
     numbers = [0.0, 1e-45, 2.0**-127, 2.0**-118, 1.75 * 2.0**-110, 1e-12, 0.875, 448.0, 449.0, 1e30, 3.4e38]
     with torch.no_grad():
         for i, number in enumerate(numbers):
@@ -83,40 +77,33 @@ def test_the_ends_of_the_range(block: tuple[int, int], margin: int, tmp_path: Pa
 )
 def test_a_layer_whose_rows_are_no_multiple_of_32(block: tuple[int, int], tmp_path: Path) -> None:
     """What has 144 outputs is exported, with a last tile of 16 rows. What has 144 inputs is left."""
-    model, _, made = exported(tmp_path / "out", block, Small(hidden=144))
-    assert set(made.layers) == {"up"} and made.left == {
-        "down": "128 x 144: the second size is no multiple of 32"
-    }
+    model, _, made = uneven(tmp_path, block, 144)
+    assert set(made.layers) == {"up"}
+    assert made.left == {"down": "128 x 144: the second size is no multiple of 32"}
     assert "down" in made.ignored
     assert_as_expected(made.directory, "up", model.up.weight, block)
     assert torch.equal(tensors_of(made.directory)["down.weight"], model.down.weight)
 
 
 @pytest.mark.cases(test=1, slow=1)
-@every_block
+@pytest.mark.parametrize("block", [ROW_OF_32, TILE], ids=["rows", "tiles"])
 def test_compressed_tensors_reads_the_files(block: tuple[int, int], tmp_path: Path) -> None:
     """The configuration is that of its own preset, the compressor that it picks is the one we name, and
     decompressed weights are ours bitwise. It decompresses to bf16, which holds FP8 values times powers of
     two."""
     pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
-    model, _, made = exported(tmp_path / "out", block)
+    model, _, made = uneven(tmp_path, block)
     config = QuantizationConfig.model_validate(config_of(made.directory))
     (scheme,) = config.config_groups.values()
     preset: Any = preset_name_to_scheme("MXFP8", ["Linear"])
-    for mine, theirs in (
-        (scheme.weights, preset.weights),
-        (scheme.input_activations, preset.input_activations),
-    ):
-        assert mine.model_dump(exclude={"zp_dtype"}) == theirs.model_dump(exclude={"zp_dtype"})
+    for what in ("weights", "input_activations"):
+        mine, theirs = (getattr(x, what).model_dump(exclude={"zp_dtype"}) for x in (scheme, preset))
+        assert mine == theirs
     assert config.format == scheme.format == infer_module_format(nn.Linear, scheme).value == "mxfp8-quantized"
-    tensors = tensors_of(made.directory)
-    for name in made.layers:
-        own = {last: tensors[f"{name}.{last}"] for last in ("weight", "weight_scale")}
-        found = BaseCompressor.get_value_from_registry(scheme.format).decompress(own, scheme)["weight"]
+    for name, found in decompressed(made.directory, made.layers).items():
         exact = quantize(model.get_submodule(name).weight, E4M3, block, rounded=True).exact()
         assert found.dtype == torch.bfloat16 and torch.equal(found.double(), exact), name
 
@@ -126,25 +113,21 @@ def test_recipes_that_are_mixed(tmp_path: Path) -> None:
     `dequantize=True`, which reads all layers by the first group, then fails. Else it would give wrong weights
     silently."""
     rules = {"rules": [{"module": "down", "recipe": "rowwise"}]}
-    model, compiled, made = exported(tmp_path / "out", ROW_OF_32, policy=rules)
+    model, compiled, made = uneven(tmp_path, ROW_OF_32, policy=rules)
     config, tensors = config_of(made.directory), tensors_of(made.directory)
     groups = [(group["targets"], group["format"]) for group in config["config_groups"].values()]
     assert groups == [(["down"], "float-quantized"), (["up"], "mxfp8-quantized")]
     assert config["format"] == "mixed-precision"
-    assert tensors["up.weight_scale"].dtype == torch.uint8
     assert tensors["down.weight_scale"].dtype == torch.float32
     assert_as_expected(made.directory, "up", model.up.weight, ROW_OF_32)
     row = Quantized(tensors["down.weight"], tensors["down.weight_scale"], (1, 0))
     assert torch.equal(row.exact(), quantize(model.down.weight, E4M3, (1, 0)).exact())
     assert sqnr(evaluated(compiled, tokens(9)), serve(Small(), made.directory)(tokens(9))) > 60.0
-    with pytest.raises(
-        fp8compile.ExportError, match="128 x 128 elements only, and up was trained with 'mxfp8'"
-    ):
+    wrong = "128 x 128 elements only, and up was trained with 'mxfp8'"
+    with pytest.raises(fp8compile.ExportError, match=wrong):
         fp8compile.export(model, tmp_path / "other", format="fp8")
 
 
 def test_every_recipe_has_a_layout() -> None:
-    blocks = {
-        block for made in BUILT_IN.values() for block in (made.weight_block, made.tile) if block is not None
-    }
-    assert blocks == set(STRATEGIES)
+    blocks = {block for made in BUILT_IN.values() for block in (made.weight_block, made.tile)}
+    assert blocks - {None} == set(WEIGHTS)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile
-from tests.features.export.small import WORDS, trained
+from tests.features.export.small import WORDS, Small, trained
 from tests.support.harness import sqnr
 from tests.support.reference_casts import OCP, quantize
 from tests.support.served import config_of, serve, tensors_of
@@ -45,16 +45,11 @@ class Logits(nn.Module):
         return self.inner(input_ids=ids).logits
 
 
-def llama(**changes: Any) -> Any:
-    sizes = dict(
-        vocab_size=WORDS,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        max_position_embeddings=64,
-    )
-    heads = dict(num_attention_heads=4, num_key_value_heads=4, use_cache=False, attn_implementation="eager")
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **heads, **changes}))
+def llama() -> Any:
+    sizes = dict(vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64)
+    how = dict(use_cache=False, attn_implementation="eager")
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **how))
 
 
 def batch(seed: int) -> Tensor:
@@ -62,12 +57,12 @@ def batch(seed: int) -> Tensor:
 
 
 def exported(
-    recipe: str, path: Path, format: str | None = None, **options: Any
+    recipe: str, path: Path, dtype: torch.dtype = torch.float32, format: str | None = None, **options: Any
 ) -> tuple[Any, Any, fp8compile.Exported]:
     """A trained Llama: the module, its compiled wrapper, and the export."""
-    model = llama()
+    model = llama().to(dtype)
     compiled = trained(Logits(model), 3, recipe, **options)
-    return model, compiled, fp8compile.export(model, path, format=format)
+    return model, compiled, fp8compile.export(model, path, format)
 
 
 def outputs(model: Any, training: bool = False) -> list[Tensor]:
@@ -82,12 +77,9 @@ def assert_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert median(ratios) > MEDIAN_DB and min(ratios) > WORST_DB, ratios
 
 
-def loaded(path: Path) -> nn.Module:
-    return Logits(
-        transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        )
-    )
+def loaded(path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return Logits(load(path, dtype=dtype, attn_implementation="eager"))
 
 
 @pytest.mark.slow
@@ -109,7 +101,7 @@ def test_loaded_with_compressed_tensors(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     # compressed-tensors rounds no scales of inputs
     options = {"power_of_2_scale": False} if recipe == "blockwise" else {}
-    model, compiled, made = exported(recipe, tmp_path / "out", "compressed-tensors", **options)
+    model, compiled, made = exported(recipe, tmp_path / "out", format="compressed-tensors", **options)
     theirs = loaded(made.directory)
     held = dict(theirs.inner.named_parameters())
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in held.values()) == len(made.layers) == 7
@@ -128,12 +120,9 @@ def test_mxfp8_loaded_with_compressed_tensors_in_bf16(tmp_path: Path) -> None:
     about 40 dB. Inputs that are not quantized give 28 dB. Scales of `rowwise` are rounded to bf16; a wrong
     layer is at 0 dB."""
     pytest.importorskip("compressed_tensors")
-    model = llama().bfloat16()
     policy = {"rules": [{"module": "*mlp*", "recipe": "rowwise"}]}
-    compiled = trained(Logits(model), 3, "mxfp8", policy=policy)
-    made = fp8compile.export(model, tmp_path / "out")
-    arguments: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
-    theirs = Logits(transformers.AutoModelForCausalLM.from_pretrained(made.directory, **arguments))
+    model, compiled, made = exported("mxfp8", tmp_path / "out", torch.bfloat16, policy=policy)
+    theirs = loaded(made.directory, torch.bfloat16)
     ratios = [sqnr(a, b) for a, b in zip(outputs(compiled), outputs(theirs), strict=True)]
     for name, recipe in made.layers.items():
         if recipe == "mxfp8":
@@ -149,8 +138,7 @@ def test_mxfp8_of_a_float32_model_is_loaded_in_bf16(tmp_path: Path) -> None:
     model, _, made = exported("mxfp8", tmp_path / "out")
     with pytest.raises(RuntimeError, match="expected m1 and m2 to have the same dtype"):
         loaded(made.directory)(batch(0))
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    theirs = Logits(load(made.directory, dtype=torch.bfloat16, attn_implementation="eager"))
+    theirs = loaded(made.directory, torch.bfloat16)
     ratios = [sqnr(a, b) for a, b in zip(outputs(Logits(model)), outputs(theirs), strict=True)]
     assert median(ratios) > 20.0, ratios  # of the model in high precision, that is, FP8's own error
 
@@ -179,28 +167,18 @@ def test_which_layers_transformers_converts(tmp_path: Path) -> None:
     """By its rules for names, just the exported layers become FP8, even if a name is the end of another."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    from tests.features.export.small import Small
-
-    model = nn.ModuleDict({"net": Small(), "1": nn.Linear(128, 96), "11": nn.Linear(128, 128)})
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
+    class Parts(nn.ModuleDict):
         def forward(self, ids: Tensor) -> Tensor:
-            x = self.parts["net"].embed(ids)
-            x = self.parts["net"].down(self.parts["net"].up(x))
-            return self.parts["1"](self.parts["11"](x)) + self.parts["net"].head(x)
+            x = self["net"].embed(ids)
+            x = self["net"].down(self["net"].up(x))
+            return self["1"](self["11"](x)) + self["net"].head(x)
 
-    whole = Whole()
+    parts = Parts({"net": Small(), "1": nn.Linear(128, 96), "11": nn.Linear(128, 128)})
+    whole = nn.Sequential(parts)
     trained(whole, 1, "blockwise")
-    made = fp8compile.export(whole, tmp_path / "out")
-    patterns = config_of(made.directory)["modules_to_not_convert"]
-    linears = [name for name, module in whole.named_modules() if isinstance(module, nn.Linear)]
-    assert {name for name in linears if should_convert_module(name, patterns)} == set(made.layers)
-    made = fp8compile.export(whole.parts, tmp_path / "parts")
-    patterns = config_of(made.directory)["modules_to_not_convert"]
+    for i, model in enumerate((whole, parts)):
+        made = fp8compile.export(model, tmp_path / f"{i}")
+        patterns = config_of(made.directory)["modules_to_not_convert"]
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        assert {name for name in linears if should_convert_module(name, patterns)} == set(made.layers)
     assert "^1$" in patterns
-    linears = [name.removeprefix("parts.") for name in linears]
-    assert {name for name in linears if should_convert_module(name, patterns)} == set(made.layers)

@@ -7,7 +7,7 @@ import gc
 import io
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,38 +18,31 @@ import fp8compile
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
 from fp8compile.errors import Fp8CompileError, OptionError, StrictError
-from tests.support import hooks
+from tests.support import cached, hooks
+from tests.support.cached import BF16, same
+from tests.support.executed import planning
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, grads_of, load_scaling, noise, scaling_tensors
-from tests.support.models import Checkpointed, Lora, Stack
+from tests.support.harness import ALL_FP8, load_scaling, noise, scaling_tensors
+from tests.support.models import Checkpointed, Lora, Stack, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
-needs_description = pytest.mark.skipif(
-    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
-)
-BF16 = torch.bfloat16
 
 
-class LoRA(nn.Module):
+class Adapted(nn.Module):
     """A frozen linear layer plus a trained update of low rank."""
 
-    def __init__(self, base: nn.Linear, rank: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(base.in_features, rank, bias=False)
-        self.b = nn.Linear(rank, base.out_features, bias=False)
+        self.norm, self.base = nn.LayerNorm(128), nn.Linear(128, 256).requires_grad_(False)
+        self.a, self.b = nn.Linear(128, 16, bias=False), nn.Linear(16, 256, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
+        h = self.norm(x)
+        return self.base(h) + self.b(self.a(h))
 
 
-def one() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(128), LoRA(nn.Linear(128, 256)))
-
-
-def made(dtype: torch.dtype = BF16, model: Callable[[], nn.Module] = one) -> nn.Module:
-    torch.manual_seed(0)
-    return model().to(dtype)
+def made(dtype: torch.dtype = BF16, model: Callable[[], nn.Module] = Adapted) -> nn.Module:
+    return make(model, dtype)
 
 
 def batch(step: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -64,33 +57,16 @@ def compiled(
     return torch.compile(model, backend="fp8", options=given)
 
 
-def trained(
-    model: nn.Module, call: Callable[..., Tensor], steps: int = 3, autocast: bool = False
-) -> list[Tensor]:
+def trained(model: nn.Module, call: Callable[..., Tensor], steps: int = 3) -> list[dict[str, Tensor]]:
     """Outputs and gradients of each step, and the trained parameters after them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # is given the frozen weights, too
-    found: list[Tensor] = []
-    for step in range(steps):
-        with torch.autocast("cpu", BF16, enabled=autocast):
-            out = call(batch(10 * step, next(model.parameters()).dtype))
-        out.float().square().mean().backward()
-        found += [out.detach().clone(), *grads_of(model).values()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found + [p.detach().clone() for p in model.parameters() if p.requires_grad]
-
-
-def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    assert len(one) == len(other) and len(one) > 4
-    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(one, other, strict=True))
+    found = cached.trained(model, call, optimizer, steps, 1)
+    return [*found, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}]
 
 
 def bases(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: p
-        for name, p in model.named_parameters()
-        if name.endswith(("base.weight", "up.weight", "down.weight"))
-    }
+    ends = "base.weight", "up.weight", "down.weight"
+    return {name: p for name, p in model.named_parameters() if name.endswith(ends)}
 
 
 def stored(model: nn.Module) -> set[bool]:
@@ -103,7 +79,7 @@ def stored(model: nn.Module) -> set[bool]:
     [
         (lambda: Checkpointed(Lora()), "mxfp8, tiles", BF16),
         (lambda: Stack(*[Lora()] * 2), "blockwise", BF16),
-        (lambda: Stack(Lora()), "tensorwise", torch.float32),
+        (Lora, "tensorwise", torch.float32),
     ],
 )
 @pytest.mark.compat
@@ -115,17 +91,16 @@ def test_the_training_is_the_one_without_it(
     for frozen in ("high_precision", "fp8"):
         model = made(dtype, build)
         before = {name: p.detach().clone() for name, p in bases(model).items()}
-        found[frozen] = trained(model, compiled(model, recipe, frozen), autocast=dtype == torch.float32)
+        with torch.autocast("cpu", BF16, enabled=dtype == torch.float32):
+            found[frozen] = trained(model, compiled(model, recipe, frozen))
         assert stored(model) == {frozen == "fp8"}
     assert same(found["high_precision"], found["fp8"])
-    kept = sum(p.nbytes for p in bases(model).values()) / sum(p.numel() for p in bases(model).values())
-    assert 1 < kept < 1.005  # bytes a parameter: with tiles, 4 of 1,024 are the scale
-    for name, p in bases(model).items():  # E4M3 has 3 bits of mantissa
+    for name, p in bases(model).items():
+        assert 1 < p.nbytes / p.numel() < 1.005  # with tiles, 4 of 1,024 bytes are the scale
+        # E4M3 has 3 bits of mantissa
         assert (p.dequantized() - before[name]).abs().max() <= before[name].abs().max() / 16
-    records = fp8compile.report(model).graphs[-1].frozen
-    assert [(x.parameter, x.bytes, x.reason) for x in records] == [
-        (name, p.nbytes, "") for name, p in bases(model).items()
-    ]
+    records = [(x.parameter, x.bytes, x.reason) for x in fp8compile.report(model).graphs[-1].frozen]
+    assert records == [(name, p.nbytes, "") for name, p in bases(model).items()]
 
 
 @pytest.mark.slow
@@ -160,17 +135,16 @@ BACK: dict[str, Callable[[nn.Module], None]] = {
 @pytest.mark.parametrize("back", BACK)
 def test_plain_weights_in_each_step_compile_nothing_again(back: str) -> None:
     """As GRPO does: merge adapters, evaluate, take them out, train. After the first round all is known."""
-    model = made()
-    call = compiled(model)
-    layer, counts = model[1], []  # type: ignore[index]
+    model: Any = made()
+    call, counts = compiled(model), []
     for _ in range(3):
         trained(model, call, 1)
         assert stored(model) == {True}
         BACK[back](model)
         with torch.no_grad():
-            layer.base.weight += layer.b.weight @ layer.a.weight
+            model.base.weight += model.b.weight @ model.a.weight
             merged, eager = call(batch(1)), model(batch(1))
-            layer.base.weight -= layer.b.weight @ layer.a.weight
+            model.base.weight -= model.b.weight @ model.a.weight
         assert stored(model) == {False} and torch.equal(merged, eager)
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert counts[0] == counts[2]
@@ -187,7 +161,7 @@ def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCapture
     try:
         with hooks.weights_kept_in_fp8() as alive, caplog.at_level(logging.WARNING, "fp8compile"):
             for given in (False, True):
-                model = made(model=lambda: Stack(Lora()))
+                model = made(model=Lora)
                 optimizer = torch.optim.SGD([p for p in model.parameters() if given or p.requires_grad], 0.1)
                 call = compiled(model, "delayed")
                 for _ in range(1 if given else 2):
@@ -210,7 +184,7 @@ def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCapture
 
 def static(frozen: str) -> tuple[fake_gpu.Step, nn.Module]:
     def build() -> nn.Module:
-        return nn.Sequential(LoRA(nn.Linear(1024, 2048)), nn.GELU(), LoRA(nn.Linear(2048, 1024)))
+        return nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024)).requires_grad_(False)
 
     model = unallocated(build, BF16)
     call = compiled(model, "delayed", frozen)
@@ -220,13 +194,13 @@ def static(frozen: str) -> tuple[fake_gpu.Step, nn.Module]:
 
 @pytest.mark.slow
 @pytest.mark.compiled
-@needs_description
+@planning
 def test_no_kernel_reads_a_frozen_weight_in_high_precision() -> None:
     """The step gets it in one byte an element, keeps no other copy of it, and moves 2 bytes an element for
     dgrad's layout."""
     before, _ = static("high_precision")
     step, model = static("fp8")
-    assert {hooks.frozen(p) for p in model.parameters() if p.dim() == 2 and not p.requires_grad} == {True}
+    assert {hooks.frozen(p) for p in model.parameters() if p.dim() == 2} == {True}
     sizes = [(2048, 1024), (1024, 2048)]
     for graph in step.graphs:
         found = [x.dtype for x in graph.inputs.values() if x.shape in sizes]
@@ -235,11 +209,10 @@ def test_no_kernel_reads_a_frozen_weight_in_high_precision() -> None:
     elements = 2 * 1024 * 2048
     # of 4 or more: read, and written twice
     assert before.bytes_outside_matmuls - step.bytes_outside_matmuls >= 2 * elements
-    # views of small weights count
-    assert step.kept_for_backward <= before.kept_for_backward - elements + 200_000
+    assert step.kept_for_backward <= before.kept_for_backward - elements
     assert step.flops == before.flops and len(step.kernels) <= len(before.kernels)
     copies = [x for x in step.kernels if x.matmul is None and x.bytes == 2 * 1024 * 2048]
-    assert len(copies) == 2 and all(x.fqn.endswith("base") for x in copies)
+    assert len(copies) == 2 and {x.fqn for x in copies} == {"0", "2"}
 
 
 # -- other readers --
@@ -280,15 +253,6 @@ def test_checkpoints_are_vanilla(tmp_path: Any) -> None:
     other = made()
     other.load_state_dict({name: 3 * x for name, x in fresh.items()})
     assert same(loaded, trained(other, compiled(other), 1))
-
-
-@pytest.mark.slow
-def test_weights_that_are_assigned() -> None:
-    model, call = converted()
-    model.load_state_dict(made().state_dict(), assign=True)
-    assert stored(model) == {False}
-    trained(model, call, 1)  # the next training call keeps them in FP8 again
-    assert stored(model) == {True}
 
 
 def test_eager_copies_and_files() -> None:
@@ -380,9 +344,8 @@ def test_thawed_weights_train() -> None:
         p.requires_grad_()
     call = compiled(model)
     call(batch(0)).float().square().mean().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in bases(model).values()) and stored(
-        model
-    ) == {False}
+    assert all(p.grad is not None and p.grad.any() for p in bases(model).values())
+    assert stored(model) == {False}
     assert not fp8compile.report(model).graphs[-1].frozen
 
 
@@ -422,20 +385,14 @@ class Odd(nn.Module):
         return self.head(x)
 
 
-POLICY = {
-    "rules": [
-        {"module": "off", "fp8": "off"},
-        {"module": "small", "frozen": "high_precision"},
-        *ALL_FP8["rules"],
-    ]
-}
+RULES = [{"module": "off", "fp8": "off"}, {"module": "small", "frozen": "high_precision"}, *ALL_FP8["rules"]]
 
 
 def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Odd()
     with caplog.at_level(logging.WARNING, "fp8compile"):
-        call = compiled(model, policy=POLICY)
+        call = compiled(model, policy={"rules": RULES})
         tokens = torch.arange(64) % 128
         call(tokens).square().mean().backward()
     assert [name for name, p in model.named_parameters() if hooks.frozen(p)] == ["plain.weight"]
@@ -446,9 +403,8 @@ def test_only_what_nothing_but_fp8_matmuls_read(caplog: pytest.LogCaptureFixture
         "read.weight": "read by aten.sum",
         "off.weight": "policy: rule 1",
     }
-    assert "frozen weights in FP8 only: 1 of 4, 0.01639 MB instead of 0.06554" in str(
-        fp8compile.report(model)
-    )
+    line = "frozen weights in FP8 only: 1 of 4, 0.01639 MB instead of 0.06554"
+    assert line in str(fp8compile.report(model))
     said = [record.getMessage() for record in caplog.records if "kept in FP8 only" in record.getMessage()]
     assert len(said) == 1 and "1 frozen weights are kept" in said[0]
     alive = weakref.ref(model.read)
@@ -463,7 +419,7 @@ def test_the_weight_decides_its_recipe() -> None:
     model, _ = converted()
     compiled(model, "blockwise", strict=True)(batch(0)).float().mean().backward()
     graph = fp8compile.report(model).graphs[-1]
-    assert "FP8 only: 1 of 1" in str(fp8compile.report(model)), graph.frozen
+    assert [x.reason for x in graph.frozen] == [""]
     told = {x.overrides for x in graph.matmuls if x.fqn == "base" and x.decision == "fp8"}
     assert told and all("bytes are multiplied as they are" in str(lines) for lines in told)
     own = {"rules": [{"name": "mine", "parameter": "base.weight", "recipe": "blockwise"}, {"fp8": "on"}]}
@@ -490,9 +446,8 @@ def test_statistics_know_its_scales() -> None:
     """Also before and after a measured call, whose errors of inputs and gradients are as ever."""
     model, call = converted("delayed")
     for measured in (False, True):
-        found = [
-            row for row in fp8compile.stats(model, measure=not measured).rows() if row["name"] in bases(model)
-        ]
+        found = fp8compile.stats(model, measure=not measured).rows()
+        found = [row for row in found if row["name"] in bases(model)]
         rows = {row["name"]: row for row in found if row["role"] == "weight"}
         assert rows.keys() == bases(model).keys() and len(found) > 2 * len(rows)
         for name, p in bases(model).items():
@@ -510,7 +465,7 @@ def test_scaling_state_goes_on() -> None:
     """The state of inputs and gradients belongs to the weight: it follows, even if loaded before."""
     model, call = converted("delayed")
     saved = {"model": copy.deepcopy(model.state_dict()), "scaling": scaling_tensors(model)}
-    assert "1.base.weight.input.0" in saved["scaling"]
+    assert "base.weight.input.0" in saved["scaling"]
     on = trained(model, call)
     again = made()
     again.load_state_dict(saved["model"])
@@ -520,7 +475,7 @@ def test_scaling_state_goes_on() -> None:
 
 @pytest.mark.slow
 def test_explain_and_compare_change_nothing() -> None:
-    model = made(model=lambda: Stack(Lora()))
+    model: Any = made(model=Lora)
     before = dict(model.named_parameters())
     options = {"policy": ALL_FP8, "frozen": "fp8"}
     with hooks.frozen_values() as copies:
@@ -531,7 +486,7 @@ def test_explain_and_compare_change_nothing() -> None:
     assert all(p is before[name] for name, p in model.named_parameters())
     fp8compile.compare(model, batch(0), options=options, loss=lambda out: out.float().square().mean())
     assert all(p is before[name] for name, p in model.named_parameters())
-    assert not model.inner[0].up._state_dict_hooks  # type: ignore[index, union-attr]
+    assert not model.up._state_dict_hooks
 
 
 @pytest.mark.slow
@@ -543,8 +498,7 @@ def test_an_export_is_the_one_without_it(tmp_path: Any) -> None:
         trained(model, compiled(model, "blockwise", frozen))
         fp8compile.export(model, tmp_path / frozen)
         found.append(safetensors.load_file(tmp_path / frozen / "model.safetensors"))
-    assert found[0].keys() == found[1].keys() and any(
-        x.dtype == torch.float8_e4m3fn for x in found[0].values()
-    )
+    assert found[0].keys() == found[1].keys()
+    assert any(x.dtype == torch.float8_e4m3fn for x in found[0].values())
     for name, x in found[0].items():
         assert torch.equal(x.float(), found[1][name].float()), name

@@ -57,12 +57,8 @@ def step(model: nn.Module, number: int, rank: int, width: int = 128) -> None:
 
 def _disagreeing(rank: int, mesh: tuple[int, ...]) -> dict[str, tuple[str, str]]:
     """The first rank keeps one weight of each block in high precision, and the others do not."""
-    how = (
-        {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))}
-        if len(mesh) > 1
-        else {}
-    )
-    model = sharded(UP_OFF if rank == 0 else {}, **how)
+    names = ("replicate", "shard")[-len(mesh) :]
+    model = sharded(UP_OFF if rank == 0 else {}, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
     for i in range(4):
         step(model, i, rank)
     return gathered(model)
@@ -71,14 +67,10 @@ def _disagreeing(rank: int, mesh: tuple[int, ...]) -> dict[str, tuple[str, str]]
 @pytest.mark.parametrize("mesh", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_ranks_that_decide_differently_gather_the_same(mesh: tuple[int, ...]) -> None:
     """In FP8 what all of a group allow. None waits for another, nor does another group."""
+    expected = [(False, "policy"), (False, "other ranks keep it"), (True, ""), (True, "")]
     for rank, said in enumerate(on_ranks(2 * len(mesh), _disagreeing, mesh)):
         dtype, reason = said["blocks.0.up.weight"]
-        assert (dtype == "e4m3") is (rank >= 2)
-        assert (
-            reason.startswith("policy")
-            if rank == 0
-            else reason == ("other ranks keep it" if rank == 1 else "")
-        )
+        assert (dtype == "e4m3", reason.partition(":")[0]) == expected[rank]
         assert said["blocks.0.down.weight"] == ("e4m3", "")
 
 
@@ -105,77 +97,66 @@ def _never(rank: int) -> list[str]:
     local = extended.blocks[1].up.weight._local_tensor
     local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *_: None
     offload = CPUOffloadPolicy(pin_memory=False)
-    attempts: list[Callable[[], Any]] = [
-        lambda: fp8_all_gather(Net()),
-        lambda: sharded(offload_policy=offload),
-    ]
-    attempts += [lambda: sharded(reshard_after_forward=2), lambda: fp8_all_gather(extended)]
+    attempts = (lambda: fp8_all_gather(Net()), lambda: sharded(offload_policy=offload))
+    attempts += (lambda: sharded(reshard_after_forward=2), lambda: fp8_all_gather(extended))
     return [*map(error_of, attempts)]
 
 
 @pytest.mark.slow
 def test_what_can_never_be_gathered_is_refused_with_the_fix() -> None:
     for plain, offload, number, extension in on_ranks(4, _never):
+        fewer = "blocks.0.up.weight is resharded to fewer ranks after forward: use reshard_after_forward=True"
         assert "nothing of this Net is sharded: call fully_shard(model) first" in plain
         assert "blocks.0.up.weight is offloaded to the CPU: fully_shard without CPUOffloadPolicy" in offload
-        assert (
-            "blocks.0.up.weight is resharded to fewer ranks after forward: use reshard_after_forward=True"
-            in number
-        )
+        assert fewer in number
         assert "blocks.1.up.weight has an all-gather extension already" in extension
 
 
-def _refused(rank: int) -> dict[str, str]:
-    said: dict[str, str] = {}
+def _read_otherwise(rank: int, strict: bool) -> tuple[str, dict, str, dict]:
+    """Weights that something else than a matmul reads, in a graph and outside: errors, what is gathered."""
+    options = {"recipe": "tensorwise", "strict": strict}
+    tied: Any = fully_shard(Tied())
+    tied.compile(backend="fp8", options=options)
+    fp8_all_gather(tied)
+    shared = error_of(lambda: [step(tied, i, rank) for i in range(3)]), gathered(tied)
+    model: Any = sharded(options)
 
-    def attempt(name: str, do: Callable[[], Any]) -> None:
-        said[name] = error_of(do)
+    def look() -> None:
+        step(model, 0, rank), step(model, 1, rank)
+        model.unshard()
+        (model.blocks[0].unshard(), model.blocks[0].up.weight.square().sum(), model.blocks[0].reshard())
+        step(model, 2, rank), step(model, 3, rank)
 
-    for strict in (False, True):
-        torch._dynamo.reset()
-        tied: Any = fully_shard(Tied())
-        tied.compile(backend="fp8", options={"recipe": "tensorwise", "strict": strict})
-        fp8_all_gather(tied)
-        attempt(f"shared, strict={strict}", lambda tied=tied: [step(tied, i, rank) for i in range(3)])
-        said[f"report, strict={strict}"] = str(gathered(tied))
-
-    for strict in (False, True):
-        model: Any = sharded({"strict": strict})
-
-        def look(model: Any = model) -> None:
-            step(model, 0, rank), step(model, 1, rank)
-            model.unshard()
-            (model.blocks[0].unshard(), model.blocks[0].up.weight.square().sum(), model.blocks[0].reshard())
-            step(model, 2, rank), step(model, 3, rank)
-
-        attempt(f"eager, strict={strict}", look)
-        said[f"eager report, strict={strict}"] = str(gathered(model)["blocks.0.up.weight"])
-
-    # a schedule that never leaves high precision is no reason to complain; a policy without FP8 is one
-    for policy in ({"schedule": {"warmup_steps": 100}}, {"rules": [{"module": "blocks.*", "fp8": "off"}]}):
-        model = sharded({"policy": policy, "strict": True})
-        attempt(
-            "schedule" if "schedule" in policy else "off",
-            lambda model=model: [step(model, i, rank) for i in range(4)],
-        )
-    return said
+    return *shared, error_of(look), gathered(model)
 
 
 @pytest.mark.weekly
-def test_what_graphs_say_is_told() -> None:
-    for said in on_ranks(2, _refused):
-        assert said["shared, strict=False"] == "nothing"
-        assert (
-            "up.weight is gathered in high precision: beside FP8 matmuls, it is read by"
-            in said["shared, strict=True"]
-        )
-        assert "'up.weight': ('float32', 'read by aten.pow" in said["report, strict=False"]
-        assert "'down.weight': ('e4m3', '')" in said["report, strict=False"]
-        assert said["eager, strict=False"] == "nothing"
-        assert "blocks.0.up.weight was gathered in FP8, and is read by aten.pow" in said["eager, strict=True"]
-        assert "outside of compiled graphs" in said["eager report, strict=False"]
-        assert said["schedule"] == "nothing"
-        assert "no weight is gathered in FP8" in said["off"] or "no matmul" in said["off"]
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_graphs_say_is_told(strict: bool) -> None:
+    for shared, in_graph, eager, outside in on_ranks(2, _read_otherwise, strict):
+        if strict:
+            why = "up.weight is gathered in high precision: beside FP8 matmuls, it is read by"
+            assert why in shared
+            assert "blocks.0.up.weight was gathered in FP8, and is read by aten.pow" in eager
+        else:
+            assert shared == eager == "nothing"
+            dtype, reason = in_graph["up.weight"]
+            assert dtype == "float32" and reason.startswith("read by aten.pow")
+            assert in_graph["down.weight"] == ("e4m3", "")
+            assert "outside of compiled graphs" in outside["blocks.0.up.weight"][1]
+
+
+def _never_in_fp8(rank: int, policy: dict[str, Any]) -> str:
+    model = sharded({"policy": policy, "strict": True})
+    return error_of(lambda: [step(model, i, rank) for i in range(4)])
+
+
+@pytest.mark.weekly
+def test_a_policy_without_fp8_is_told_and_a_schedule_is_not() -> None:
+    off = {"rules": [{"module": "blocks.*", "fp8": "off"}]}
+    for said in on_ranks(2, _never_in_fp8, off):
+        assert "no weight is gathered in FP8" in said or "no matmul" in said
+    assert on_ranks(2, _never_in_fp8, {"schedule": {"warmup_steps": 100}}) == ["nothing"] * 2
 
 
 # -- statistics, and what a step asks of the device --

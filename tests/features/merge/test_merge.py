@@ -16,14 +16,12 @@ import fp8compile
 from fp8compile.dryrun import fake_gpu
 from fp8compile.ir.fx_utils import Ranks
 from tests.support import hooks
+from tests.support.executed import planning
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, grads_of, histories, noise, sqnr
 from tests.support.models import Checkpointed, LlamaLayer, NormalHeads, make
 
 pytestmark = pytest.mark.shares_graphs
-needs_description = pytest.mark.skipif(
-    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
-)
 BF16 = torch.bfloat16
 
 
@@ -95,9 +93,7 @@ def test_as_exact_as_apart(recipe: str, bias: bool, dtype: torch.dtype) -> None:
             assert sqnr(expected, together[name]) >= min(sqnr(expected, apart[name]), 60) - 1.5, name
     assert states[0].keys() == states[1].keys()
     for key, (amaxes, _) in states[0].items():
-        torch.testing.assert_close(
-            torch.tensor(states[1][key][0]), torch.tensor(amaxes), rtol=0.15, atol=0, msg=str(key)
-        )
+        assert states[1][key][0] == pytest.approx(amaxes, rel=0.15, abs=0), key
 
 
 def test_one_scale_covers_the_largest() -> None:
@@ -203,16 +199,14 @@ def on_a_gpu(build: Callable[[], nn.Module]) -> tuple[fake_gpu.Step, fake_gpu.St
     found = []
     for merge in (False, True):
         torch._dynamo.reset()
-        call = torch.compile(
-            unallocated(build, BF16), backend="fp8", options={"policy": ALL_FP8, "merge_matmuls": merge}
-        )
+        call = run(unallocated(build, BF16), merge, "delayed")
         x = torch.empty((1, 2048, 1024), dtype=BF16, requires_grad=True)
         found.append(fake_gpu.trace(lambda call=call, x=x: call(x).sum().backward()))
     return found[0], found[1]
 
 
 @pytest.mark.weekly
-@needs_description
+@planning
 def test_copies_are_written_where_they_belong() -> None:
     """No kernel puts copies side by side, and less is kept than apart."""
     apart, together = on_a_gpu(lambda: LlamaLayer(1024, 8, 8, 2048))
@@ -220,13 +214,12 @@ def test_copies_are_written_where_they_belong() -> None:
     assert together.bytes_outside_matmuls <= apart.bytes_outside_matmuls
     assert together.kept_for_backward <= apart.kept_for_backward
     assert len(together.kernels) <= len(apart.kernels) - 8
-    assert not any(
-        "cat" in line for graph in together.graphs for line in graph.code.splitlines() if "def triton" in line
-    )
+    lines = [line for graph in together.graphs for line in graph.code.splitlines()]
+    assert not any("cat" in line for line in lines if "def triton" in line)
 
 
 @pytest.mark.weekly
-@needs_description
+@planning
 def test_behind_norms_of_q_and_k_no_more_is_kept() -> None:
     """Backward reads q and k, and attention a copy of v: a buffer of all three would keep v twice."""
     apart, together = on_a_gpu(lambda: NormalHeads(1024))

@@ -37,6 +37,8 @@ SHIFTS: dict[str, Unary] = {
     "around 3": lambda x: 0.05 * x + 3,
     "near 1": lambda x: 1 + 0.02 * x,
 }
+OF_TORCH = ("softplus", "mish", "elu", "selu", "celu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid")
+OF_TORCH += ("relu6", "softsign", "softshrink", "logsigmoid")
 ACTIVATIONS: dict[str, Unary] = {
     "none": lambda x: x,
     "gelu": F.gelu,
@@ -48,19 +50,7 @@ ACTIVATIONS: dict[str, Unary] = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "steep sigmoid": lambda x: torch.sigmoid(8 * x),
-    "softplus": F.softplus,
-    "mish": F.mish,
-    "elu": F.elu,
-    "selu": F.selu,
-    "celu": F.celu,
-    "leaky relu": F.leaky_relu,
-    "hardtanh": F.hardtanh,
-    "hardswish": F.hardswish,
-    "hardsigmoid": F.hardsigmoid,
-    "relu6": F.relu6,
-    "softsign": F.softsign,
-    "softshrink": F.softshrink,
-    "logsigmoid": F.logsigmoid,
+    **{name: getattr(F, name) for name in OF_TORCH},
     "sine": torch.sin,
     "erf": torch.erf,
     "arctangent": torch.atan,

@@ -13,15 +13,11 @@ from torch import Tensor, nn
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu
 from tests.support import hooks
-from tests.support.cached import compiled, layer, same, trained
+from tests.support.cached import BF16, compiled, layer, same, trained
+from tests.support.executed import planning
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, noise
 from tests.support.models import LlamaLayer, Moe, SwiGlu, Uses, make
-
-needs_description = pytest.mark.skipif(
-    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
-)
-BF16 = torch.bfloat16
 
 
 class Turned(nn.Module):
@@ -30,10 +26,7 @@ class Turned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = (
-            nn.Parameter(torch.randn(128, 272) / 12),
-            nn.Parameter(torch.randn(272, 128) / 12),
-        )
+        self.up, self.down = (nn.Parameter(torch.randn(*sides) / 12) for sides in ((128, 272), (272, 128)))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * 1.5) @ self.up @ self.down
@@ -116,22 +109,14 @@ def static(
 ) -> tuple[fake_gpu.Step, int]:
     torch._dynamo.reset()
     model = unallocated(build, BF16)
-    given = {
-        "policy": ALL_FP8,
-        "recipe": recipe,
-        "device": "h100",
-        "cache_weights": True,
-        "recast_weights": recast,
-        **options,
-    }
-    call = torch.compile(model, backend="fp8", options=given)
+    call = compiled(model, True, recipe, device="h100", recast_weights=recast, **options)
     x = torch.empty((1, 2048, 1024), dtype=BF16, requires_grad=True)
     step = fake_gpu.trace(lambda: call(x).sum().backward(), catalog.find("h100").gpu)
     return step, sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
 @pytest.mark.slow
-@needs_description
+@planning
 @pytest.mark.parametrize(
     ("build", "recipe", "options", "count"),
     [
@@ -155,9 +140,6 @@ def test_one_kernel_that_moves_2_bytes_an_element(
     assert one.kept_for_backward == two.kept_for_backward and one.flops == two.flops
     assert len(one.kernels) - len(two.kernels) == count
     backward = next(graph for graph in one.graphs if graph.backward)
-    copies = [
-        x
-        for name, x in backward.inputs.items()
-        if x.dtype == torch.float8_e4m3fn and name.startswith("primals")
-    ]
-    assert len(copies) == count and any(x.matmul is not None for x in backward.kernels)
+    inputs = [x for name, x in backward.inputs.items() if name.startswith("primals")]
+    assert sum(x.dtype == torch.float8_e4m3fn for x in inputs) == count
+    assert any(x.matmul is not None for x in backward.kernels)

@@ -15,14 +15,12 @@ from fp8compile.dryrun import fake_gpu
 from fp8compile.optim import AdamW
 from tests.support import hooks
 from tests.support.cached import BF16, Checkpointed, compiled, same, trained
+from tests.support.executed import planning
 from tests.support.gpu_steps import unallocated
 from tests.support.harness import ALL_FP8, grads_of, noise
 from tests.support.models import Mlp, Uses, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
-needs_description = pytest.mark.skipif(
-    fake_gpu.unavailable() is not None, reason=fake_gpu.unavailable() or ""
-)
 counted = hooks.weight_casts
 
 
@@ -38,16 +36,6 @@ def begun(cache: bool = True) -> tuple[nn.Module, Callable[..., Tensor], torch.o
     return model, call, optimizer
 
 
-@pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize(("build", "recipe"), [(Checkpointed, "blockwise"), (lambda: make(Uses), "delayed")])
-def test_one_cast_a_step(build: Callable[[], nn.Module], recipe: str) -> None:
-    """And two more before the first step, when nobody knows that there is an optimizer."""
-    model = build()
-    with counted() as casts:
-        trained(model, compiled(model, True, recipe), torch.optim.AdamW(model.parameters(), lr=1e-2))
-    assert len(casts) == 3 + 1 + 1
-
-
 # -- never stale --
 
 
@@ -55,26 +43,39 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-class Clamped(torch.optim.SGD):
+def clamped(model: nn.Module) -> torch.optim.Optimizer:
     """A hook of the user's writes to `.data` after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(
+        lambda *_: [p.data.clamp_(-0.05, 0.05) for p in model.parameters()] and None
+    )
+    return optimizer
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), lr=1e-2)
-        self.register_step_post_hook(
-            lambda *_: [p.data.clamp_(-0.05, 0.05) for p in model.parameters()] and None
-        )
+
+def both(
+    build: Callable[[], nn.Module] = mlp,
+    optimizer: Callable[[nn.Module], Any] = fused,
+    recipe: str = "tensorwise",
+    steps: int = 3,
+    micro: int = 3,
+) -> int:
+    """How often a training casts with the cache. It has the bits of the one without."""
+    results = []
+    for cache in (False, True):
+        model = build()
+        with counted() as casts:
+            call = compiled(model, cache, recipe)
+            results.append(trained(model, call, optimizer(model), steps, micro))
+        assert cache or not casts
+    assert same(*results)
+    return len(casts)
 
 
-class EachInBackward:
-    """An optimizer for each parameter, which steps in backward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.optimizers = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: self.optimizers[p].step())
-
-    def step(self) -> None: ...
-    def zero_grad(self) -> None: ...
+@pytest.mark.cases(test=1, slow=1)
+@pytest.mark.parametrize(("build", "recipe"), [(Checkpointed, "blockwise"), (lambda: make(Uses), "delayed")])
+def test_one_cast_a_step(build: Callable[[], nn.Module], recipe: str) -> None:
+    """And two more before the first step, when nobody knows that there is an optimizer."""
+    assert both(build, recipe=recipe) == 3 + 1 + 1
 
 
 class Several:
@@ -86,6 +87,14 @@ class Several:
     def step(self) -> None:
         for step in self.steps:
             step()
+
+
+def in_backward(model: nn.Module) -> Several:
+    """An optimizer for each parameter, which steps in backward."""
+    optimizers = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    return Several(model)
 
 
 def data(model: nn.Module) -> None:
@@ -125,8 +134,8 @@ STEPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "data": Data,
     "compiled": compiled_step,
     "by hand": lambda model: Several(model, lambda: data(model)),
-    "clamped": Clamped,
-    "in backward": EachInBackward,
+    "clamped": clamped,
+    "in backward": in_backward,
     "muon": muon,
     "torchao": eight_bits("torchao.optim"),
     "bitsandbytes": eight_bits("bitsandbytes.optim"),
@@ -138,15 +147,7 @@ STEPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in ("muon", "torchao") else x for x in STEPPERS]
 )
 def test_every_kind_of_step_is_noticed(name: str) -> None:
-    results = []
-    for cache in (False, True):
-        model = mlp()
-        optimizer = STEPPERS[name](model)
-        with counted() as casts:
-            results.append(trained(model, compiled(model, cache), optimizer))
-        expected = 9 if name in ("by hand", "in backward") else 5
-        assert len(casts) == (expected if cache else 0)
-    assert same(*results)
+    assert both(mlp, STEPPERS[name]) == (9 if name in ("by hand", "in backward") else 5)
 
 
 class Ascending(torch.optim.Optimizer):
@@ -266,10 +267,7 @@ def test_a_step_that_failed_stops_no_other_model() -> None:
     failed = Fails(other.parameters(), lr=1e-2)
     with pytest.raises(RuntimeError, match="out of memory"):
         failed.step()
-    model = mlp()
-    with counted() as casts:
-        trained(model, compiled(model), fused(model))
-    assert len(casts) == 5 and failed.param_groups
+    assert both() == 5 and failed.param_groups
 
 
 def test_a_backward_keeps_the_copies_of_its_forward() -> None:
@@ -292,13 +290,13 @@ def test_copies_go_with_their_weights() -> None:
     before = hooks.kept_copies()
     model: Any = mlp()
     call: Any = compiled(model)
-    optimizer: Any = fused(model)
+    optimizer: Any = AdamW(model.parameters(), compiled=False, fp8_weights=True)
     trained(model, call, optimizer, 2, 1)
     call(noise(1, 48, 128))
     assert hooks.kept_copies() == before + 1
     del model, call, optimizer
     gc.collect()
-    assert hooks.kept_copies() == before
+    assert hooks.kept_copies() == before and not hooks.weights_written()
 
 
 def test_measured_calls_see_the_casts_of_weights() -> None:
@@ -309,9 +307,8 @@ def test_measured_calls_see_the_casts_of_weights() -> None:
         trained(model, call, optimizer, 1, 1)
         rows = fp8compile.stats(model).rows()
         found.append({(row["name"], row["role"], row["layout"]): row["sqnr"] for row in rows})
-    assert found[0] == found[1] and any(
-        role == "weight" and value for (_, role, _), value in found[0].items()
-    )
+    assert found[0] == found[1]
+    assert any(role == "weight" and value for (_, role, _), value in found[0].items())
 
 
 def test_evaluation_keeps_no_copies() -> None:
@@ -368,13 +365,8 @@ def test_a_capture_by_hand_keeps_no_copies(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_weights_that_are_computed_are_cast_in_the_graph() -> None:
-    results = []
-    for cache in (False, True):
-        model = make(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(128, 128)))
-        with counted() as casts:
-            results.append(trained(model, compiled(model, cache), fused(model)))
-        assert not casts
-    assert same(*results)
+    weight_norm = nn.utils.parametrizations.weight_norm
+    assert both(lambda: make(lambda: weight_norm(nn.Linear(128, 128)))) == 0
 
 
 class Slices(nn.Module):
@@ -389,14 +381,7 @@ class Slices(nn.Module):
 
 
 def test_what_does_not_fit_is_cast_in_the_graph() -> None:
-    def run(cache: bool) -> list[dict[str, Tensor]]:
-        model = make(Slices)
-        return trained(model, compiled(model, cache, "tensorwise"), fused(model), 2, 2)
-
-    with counted() as casts:
-        found = run(True)
-    assert len(casts) == 2 + 1  # of `down` alone
-    assert same(found, run(False))
+    assert both(lambda: make(Slices), steps=2, micro=2) == 2 + 1  # of `down` alone
 
 
 class Penalty(Mlp):
@@ -407,11 +392,7 @@ class Penalty(Mlp):
 @pytest.mark.slow
 def test_a_product_of_two_weights() -> None:
     """The first one is a matmul's input, too: for that it is cast in the graph, with its own history."""
-    results = []
-    for cache in (False, True):
-        model = make(lambda: Penalty(128, 256))
-        results.append(trained(model, compiled(model, cache, "delayed"), fused(model)))
-    assert same(*results)
+    assert both(lambda: make(Penalty), recipe="delayed") > 0
 
 
 # -- for a GPU --
@@ -419,7 +400,7 @@ def test_a_product_of_two_weights() -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiled
-@needs_description
+@planning
 def test_a_micro_batch_casts_no_weight() -> None:
     """Graphs of forward and backward read no weight, and casts are a graph of their own without a matmul,
     which writes where CUDA graphs will read."""

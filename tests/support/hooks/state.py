@@ -22,7 +22,7 @@ class Slot:
 
     slot: Any
 
-    page = property(lambda self: self.slot.page)
+    page, row = (property(lambda self, name=name: getattr(self.slot, name)) for name in ("page", "row"))
     numbers = property(lambda self: self.slot.numbers)
 
     def scale(self) -> float:
