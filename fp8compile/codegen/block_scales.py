@@ -21,7 +21,7 @@ from torch.fx import Node
 from ..ir import ops
 from ..ir.fx_utils import arg
 from ..ir.grouped import ALIGN
-from .indexing import quotient, size_of, sizes
+from .indexing import quotient, size_of
 from .scales import Scale, computed_scale, of_amax
 from .text import Masks, both, guarded, kept
 
@@ -48,9 +48,7 @@ class Tiles:
             name = writer.name("t")
             self.lines.append(f"{name} = tl.load({writer.scales[node]}{where}{guarded(mask, '1.0')})")
         elif node.target is ops.amax_blocks:
-            index = writer.domain.full(sizes(arg(node, 0)))
-            assert index is not None
-            bits = self.magnitude(writer.value(arg(node, 0), index))
+            bits = self.magnitude(writer.whole_value(arg(node, 0)))
             name = writer.name("t")
             largest = _largest(bits, scale.rows, scale.columns)
             self.lines.append(f"{name} = {largest}.to(tl.float32, bitcast=True)")
@@ -150,9 +148,7 @@ class Tiles:
         before = []
         for node in self.writer.group.tiles:
             if node.target is ops.amax_blocks and of_amax(node).of_span:
-                index = self.writer.domain.full(sizes(arg(node, 0)))
-                assert index is not None
-                bits = self.magnitude(self.writer.value(arg(node, 0), index))
+                bits = self.magnitude(self.writer.whole_value(arg(node, 0)))
                 into = self.writer.name("acc")
                 before.append(f"{into} = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)")
                 self.lines.append(f"{into} = tl.maximum({into}, {bits})")

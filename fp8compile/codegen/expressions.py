@@ -20,10 +20,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import ops
-from ..ir.fx_utils import is_tensor
-
-aten = torch.ops.aten
-prims = torch.ops.prims
+from ..ir.fx_utils import CASTS, FLOATS, aten, is_tensor
 
 TRITON_DTYPE = {
     torch.float32: "tl.float32",
@@ -39,7 +36,6 @@ TRITON_DTYPE = {
     torch.float8_e4m3fnuz: "tl.float8e4b8",
     torch.float8_e5m2fnuz: "tl.float8e5b16",
 }
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _EXP = "tl.exp2({0} * 1.4426950408889634)"  # two instructions; `tl.exp` takes five, for denormal results
 _ERF_SMALL = (0.128379129, -0.376123557, 0.112804116, -0.0267177072, 0.00492478925, -0.00056601542)
@@ -177,9 +173,8 @@ POWERS = {
     -1.0: "1.0 / {0}",
     -2.0: "1.0 / ({0} * {0})",
 }
-CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 COPIES = (*CASTS, aten.clone.default, aten.alias.default, aten.detach.default)
-CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
+CONSTANTS = {aten.full.default: 1, aten.scalar_tensor.default: 0}  # which argument is the number
 INTEGER = (aten.where.self, aten.logical_not.default, aten.logical_and.default, aten.logical_or.default)
 
 
@@ -199,7 +194,7 @@ def supported(node: Node) -> bool:
     if any(dtype.itemsize == 1 and dtype.is_floating_point for dtype in [value.dtype, *dtypes]):
         return target in CASTS and value.dtype in FLOATS  # FP8 values that came from other ranks
     if target in CONSTANTS:
-        return isinstance(node.args[1] if target is CONSTANTS[0] else node.args[0], (int, float))
+        return isinstance(node.args[CONSTANTS[target]], (int, float))
     if target in COPIES:
         return value.dtype in (*FLOATS, torch.bool) or dtypes == [value.dtype]
     if target is aten.pow.Tensor_Scalar:
@@ -227,8 +222,7 @@ def expression(node: Node, operands: list[str], name: str = "v") -> str:
     if target is ops.dequantize:
         return rounded(f"({operands[0]}.to(tl.float32) * {operands[1]})", dtype)
     if target in CONSTANTS:
-        number: Any = node.args[1] if target is CONSTANTS[0] else node.args[0]
-        return _rounded(number, dtype)
+        return _rounded(node.args[CONSTANTS[target]], dtype)
     if target in COPIES:
         text = operands[0]
         source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]

@@ -15,27 +15,24 @@ read outside:
                                   inverse
     sum         [C]               column sums, from a partial sum of each program: a bias gradient, say
 
-Sums over a row (a norm's mean and variance) and the amax of a row must be known before what is made of them:
-either a block holds whole rows, or passes over it come first, and each reads the block again (`blocks`). The
-amax of a block that a tile holds whole (1 x 128 elements), and the scale computed from it, take no pass.
+Sums over a row and the amax of a row must be known before what is made of them (`blocks`). The amax of a
+block that a tile holds whole (1 x 128 elements), and the scale computed from it, take no pass.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
-from ..ir.fx_utils import arg
+from ..ir.fx_utils import arg, aten
 from .composites import composite
 from .expressions import HEAVY, supported
-from .indexing import REDUCTIONS, Domain, Index, in_memory, lookups, sizes
+from .indexing import REDUCTIONS, Domain, Index, in_memory, lookups, sizes, unravel
 from .scales import SPAN, Scale, amax_of, made_in_place
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -50,15 +47,26 @@ class Output:
     spaced: bool = False  # of a copy whose rows may be parts of longer rows: how long they are is an argument
 
 
-@dataclass(eq=False)
+DEEPEST = 64  # operators in a chain; a longer chain is cut: the kernel reads a value in its middle
+
+
 class Group:
-    domain: Domain
-    outputs: list[Output]
-    inputs: dict[Node, None] = field(default_factory=dict)  # in the order of their first use
-    members: dict[Node, None] = field(default_factory=dict)  # what is computed in the kernel
-    levels: dict[Node, int] = field(default_factory=dict)  # sums over a row: their pass, from 0
-    loads: set[tuple[Node, Index]] = field(default_factory=set)
-    tiles: dict[Node, None] = field(default_factory=dict)  # a tile's amaxes of blocks, scales, inverses
+    """Grows: follows values back to what they are computed from.
+
+    `stop(node)` says which tensors are in memory already and are read, not computed. A node that cannot be
+    computed in place is read, too.
+    """
+
+    def __init__(self, domain: Domain, stop: Callable[[Node], bool]):
+        self.domain, self.stop = domain, stop
+        self.outputs: list[Output] = []
+        self.inputs: dict[Node, None] = {}  # in the order of their first use
+        self.members: dict[Node, None] = {}  # what is computed in the kernel
+        self.levels: dict[Node, int] = {}  # sums over a row: their pass, from 0
+        self.loads: set[tuple[Node, Index]] = set()
+        self.tiles: dict[Node, None] = {}  # a tile's amaxes of blocks, scales, inverses
+        self.seen: dict[tuple[Node, Index], int] = {}
+        self.depth = 0
 
     @property
     def passes(self) -> int:
@@ -130,33 +138,16 @@ class Group:
     def with_content(self, *contents: str) -> list[Output]:
         return [x for x in self.outputs if x.content in contents]
 
-
-DEEPEST = 64  # operators in a chain; a longer chain is cut: the kernel reads a value in its middle
-
-
-class Walk(Group):
-    """A group that grows: follows values back to what they are computed from.
-
-    `stop(node)` says which tensors are in memory already and are read, not computed. A node that cannot be
-    computed in place is read, too.
-    """
-
-    def __init__(self, domain: Domain, stop: Callable[[Node], bool]):
-        super().__init__(domain, [])
-        self.stop = stop
-        self.seen: dict[tuple[Node, Index], int] = {}
-        self.depth = 0
+    # -- growing --
 
     def output(self, output: Output) -> None:
         """Visit the values that an output is computed from."""
         node, scale, domain = output.node, output.scale, self.domain
-        index = domain.row_index(node) if output.content == "row" else domain.full(sizes(node))
-        assert index is not None
-        self(node, index)
+        self(node, domain.index_of_row(node) if output.content == "row" else domain.index(node))
         if scale is not None and scale.granularity == "tile":
             self.tile(scale)
         elif scale is not None and scale.granularity != "one":
-            self(scale.node, domain.scale_index(scale.node, scale.granularity))
+            self(scale.node, unravel(scale.granularity, sizes(scale.node)))
 
     def tile(self, scale: Scale) -> None:
         """Visit scales of blocks. If the tile computes them: visit the tensor that they scale."""
@@ -186,7 +177,7 @@ class Walk(Group):
     def _visit(self, node: Node, index: Index) -> int:
         for rows in lookups(index):
             self.inputs[rows] = None
-            self.loads.add((rows, self.domain.row_index(rows)))  # type: ignore[arg-type]
+            self.loads.add((rows, self.domain.index_of_row(rows)))
         if (not lookups(index) or self._narrower(node)) and not self.stop(node) and self.depth < DEEPEST:
             reduced = self._reduction(node, index)
             if reduced is not None:
@@ -217,10 +208,7 @@ class Walk(Group):
         found = self.domain.reduction(whole)
         if found is None or not found[1] or index != self.domain.row_index(node):
             return None
-        source = found[0]
-        full = self.domain.full(sizes(source))
-        assert full is not None
-        level = self(source, full)
+        level = self(found[0], self.domain.index(found[0]))
         if part == "var":  # by its definition: the mean first
             mean = next((user for user in whole.users if statistics_of(user)[1] == "mean"), None)
             if mean is None or self._reduction(mean, index) is None:

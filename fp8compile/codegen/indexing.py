@@ -29,13 +29,12 @@ import torch
 from torch.fx import Node
 
 from ..ir import ops
-from ..ir.fx_utils import PERMUTES, arg, order_of
+from ..ir.fx_utils import FLOATS, PERMUTES, arg, aten, is_tensor, order_of, value
 from ..ir.fx_utils import VIEWS as RESHAPES
 from .composites import composite
-from .expressions import FLOATS, supported
+from .expressions import supported
 from .scales import FROM_AMAX, of_amax
 
-aten = torch.ops.aten
 VIEWS = (*RESHAPES, *PERMUTES, aten.expand.default)  # compute nothing: the operand, at another index
 ELSEWHERE = (*VIEWS, aten.index.Tensor, aten.slice.Tensor, *FROM_AMAX)  # one operand, at its own index
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, ops.amax_blocks)
@@ -117,21 +116,26 @@ class Domain:
         into those of the rows and those of the columns."""
         for split in range(len(shape) + 1):
             if same(product(shape[:split]), self.rows) and same(product(shape[split:]), self.columns):
-                return (*_unravel("row", shape[:split]), *_unravel("col", shape[split:]))
+                return (*unravel("row", shape[:split]), *unravel("col", shape[split:]))
         return None
+
+    def index(self, node: Node) -> Index:
+        """The same of a node that is known to hold the matrix."""
+        index = self.full(sizes(node))
+        assert index is not None, node
+        return index
 
     def is_full(self, node: Node) -> bool:
         """Does a node have the matrix's elements, in dimensions that split into those of rows and columns?"""
-        value = node.meta.get("val")
-        return isinstance(value, torch.Tensor) and self.full(sizes(node)) is not None
+        return is_tensor(node) and self.full(sizes(node)) is not None
 
     def reshaped(self, index: Index, shape: tuple, source: tuple) -> Index | None:
         """The index of the source of a reshape: the same element in row-major order."""
         if index == self.full(shape):
             return self.full(source)
         for axis, extent in (("row", self.rows), ("col", self.columns)):
-            if index == _unravel(axis, shape) and same(product(source), extent):
-                return _unravel(axis, source)
+            if index == unravel(axis, shape) and same(product(source), extent):
+                return unravel(axis, source)
         kept = [(term, size) for term, size in zip(index, shape, strict=True) if size != 1]
         wanted = [size for size in source if size != 1]
         if [size for _, size in kept] != wanted:
@@ -241,8 +245,7 @@ class Domain:
         if node.op != "call_function" or node.target not in REDUCTIONS:
             return None
         source = arg(node, 0)
-        value = source.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
+        if not is_tensor(source) or value(source).dtype not in FLOATS:
             return None
         index = self.full(sizes(source))
         if node.target is ops.amax_blocks:
@@ -262,11 +265,13 @@ class Domain:
 
     def row_index(self, node: Node) -> Index | None:
         """The index of a result with one element a row; None if the node has another number of elements."""
-        return _unravel("row", sizes(node)) if same(product(sizes(node)), self.rows) else None
+        return unravel("row", sizes(node)) if same(product(sizes(node)), self.rows) else None
 
-    def scale_index(self, node: Node, axis: str) -> Index:
-        """The index of a tensor with one scale a row (`axis` "row") or one a column ("col")."""
-        return _unravel(axis, sizes(node))
+    def index_of_row(self, node: Node) -> Index:
+        """The same of a node that is known to have one element a row."""
+        index = self.row_index(node)
+        assert index is not None, node
+        return index
 
     def shift(self, node: Node, index: Index) -> sympy.Expr:
         """The part of the offset of an element that is the same for all elements."""
@@ -334,7 +339,8 @@ def varies_with(index: Index) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _unravel(axis: str, shape: tuple) -> Index:
+def unravel(axis: str, shape: tuple) -> Index:
+    """The index of a tensor whose elements are the rows (`axis` "row") or the columns ("col")."""
     terms: list[Term | None] = []
     outer = True
     for i, size in enumerate(shape):

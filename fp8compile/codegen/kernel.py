@@ -237,10 +237,7 @@ class Writer(Values):
     def term(self, node: Node) -> str:
         """What a sum or an amax over rows takes of each element."""
         whole, part = statistics_of(node)
-        source = arg(whole, 0)
-        index = self.domain.full(sizes(source))
-        assert index is not None
-        value = self.value(source, index)
+        value = self.whole_value(arg(whole, 0))
         if node.target is ops.amax_blocks:
             return magnitude(value, self.masks)
         if part == "var":
@@ -293,8 +290,7 @@ class Writer(Values):
         return f"tl.store({self.pointers[id(output)]}, {stored}, mask=pid == 0)"
 
     def store_row(self, output: Output) -> str:
-        index = self.domain.row_index(output.node)
-        assert index is not None
+        index = self.domain.index_of_row(output.node)
         value = self.value(output.node, index)
         where, dtype = self.offset(output.node, index, "row"), TRITON_DTYPE[output.node.meta["val"].dtype]
         return f"tl.store({self.pointers[id(output)]}{where}, {value}.to({dtype}){guarded(self.masks.row)})"

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from ..ir import merged, ops
-from ..ir.fx_utils import is_data
-
-aten = torch.ops.aten
+from ..ir.fx_utils import aten, is_data
 
 
 def row_amax(x: Tensor) -> Tensor:

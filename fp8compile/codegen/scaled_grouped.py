@@ -25,7 +25,7 @@ from .. import compat
 from ..config.recipe import ROW
 from ..devices.gpu import gpu_of
 from ..ir import ops
-from ..ir.fx_utils import Emitter, arg, element, element_of, is_data, value
+from ..ir.fx_utils import Emitter, arg, aten, element, element_of, is_data, value
 from ..ir.grouped import grouped_mm, order_of_groups, taken
 from ..ir.metadata import FORM
 from ..ir.schemas import GroupedProduct, product_of
@@ -34,8 +34,6 @@ from .grouped_gemm import launch_grouped, launch_order
 from .indexing import quotient, sizes
 from .lowerings import copied, stored
 from .scaled_mm_kind import GROUPED, TRITON, how_grouped
-
-aten = torch.ops.aten
 
 
 def lower_order(node: Node, inline: Callable[..., Node]) -> None:

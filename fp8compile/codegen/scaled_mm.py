@@ -26,7 +26,7 @@ from torch.fx import Node
 from .. import compat
 from ..devices.gpu import gpu_of
 from ..ir import ops
-from ..ir.fx_utils import value
+from ..ir.fx_utils import aten, value
 from ..ir.metadata import FORM
 from ..ir.schemas import ScaledProduct, product_of
 from . import scaled_mm_kind
@@ -35,8 +35,6 @@ from .lowerings import aligned, of_blocks, of_rows, stored, swizzled
 from .scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TENSORWISE, TRITON
 
 Inline = Callable[..., Node]  # writes a plain torch function into the graph, before a node
-
-aten = torch.ops.aten
 
 MX_COLUMNS = 32  # elements that share an E8M0 scale
 

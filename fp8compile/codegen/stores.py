@@ -9,7 +9,7 @@ import torch
 from .block_scales import Tiles, magnitude
 from .expressions import TRITON_DTYPE, converted, number_text, saturates
 from .group import Output
-from .indexing import Index, sizes, varies_with
+from .indexing import sizes, unravel, varies_with
 from .text import both, bracketed, guarded, kept
 
 if TYPE_CHECKING:
@@ -45,15 +45,6 @@ class Stores:
     def write(self) -> list[str]:
         group = self.writer.group
         self.tiles = Tiles(self.writer, self.lines, self.writer.spans)
-        stores = {
-            "amax": self.amax,
-            "column_amax": self.column_amax,
-            "blocks": self.blocks,
-            "sum": self.sum,
-            "value": self.plain,
-            "copy": self.copy,
-            "transposed": self.transposed,
-        }
         if any(x not in self.writer.made for x in group.with_content("transposed")):
             self.lines.append(f"row_t = {self.writer.numbers('[None, :]')}")
             self.lines.append("col_t = start + tl.arange(0, BLOCK_C)[:, None].to(tl.int64)")
@@ -61,18 +52,13 @@ class Stores:
             of_span = output.content == "blocks" and output.scale in self.writer.spans
             elsewhere = output.content in ("row", "number") or output in self.writer.made
             if not elsewhere and not of_span:  # those are the writer's own, or of another kernel
-                stores[output.content](output, self.value(output))
+                getattr(self, f"store_{output.content}")(output, self.value(output))
         return self.lines
-
-    def index(self, output: Output) -> Index:
-        index = self.writer.domain.full(sizes(output.node))
-        assert index is not None
-        return index
 
     def value(self, output: Output) -> str:
         """The value as a tile, also where the whole matrix is one number (the gradient of a sum)."""
         writer = self.writer
-        value = writer.value(output.node, self.index(output))
+        value = writer.whole_value(output.node)
         if not any(varies_with(at) == "one" for (_, at), name in writer.outer.items() if name == value):
             return value
         widened = f"{value}_tile = tl.broadcast_to({value}, [BLOCK_R, BLOCK_C])"
@@ -88,14 +74,14 @@ class Stores:
 
     # -- by their content --
 
-    def amax(self, output: Output, value: str) -> None:
+    def store_amax(self, output: Output, value: str) -> None:
         number = self.writer.group.amaxes.index(output)
         bits = magnitude(value, self.writer.masks)
         bits = f"tl.max({bits}, 1, keep_dims=True)" if self.by_row else bits
         self.largest(f"largest{number}", bits, self.several)
         self.last.append(f'tl.atomic_max(amax{number}, tl.max(largest{number}), sem="relaxed")')
 
-    def column_amax(self, output: Output, value: str) -> None:
+    def store_column_amax(self, output: Output, value: str) -> None:
         number = self.writer.group.column_amaxes.index(output)
         into, largest = f"column_amax{number}", f"largest_of_column{number}"
         if output.groups is not None:
@@ -109,12 +95,12 @@ class Stores:
     def largest(self, name: str, bits: str, collected: bool) -> None:
         self.lines.append(f"{name} = tl.maximum({name}, {bits})" if collected else f"{name} = {bits}")
 
-    def blocks(self, output: Output, _value: str) -> None:
+    def store_blocks(self, output: Output, _value: str) -> None:
         assert output.scale is not None
         found, (where, mask) = self.tiles(output.scale), self.tiles.offset(output.scale)
         self.lines.append(f"tl.store({self.pointer(output)}{where}, {found}{guarded(mask)})")
 
-    def sum(self, output: Output, value: str) -> None:
+    def store_sum(self, output: Output, value: str) -> None:
         sums, masks = self.writer.group.sums, self.writer.masks
         number, block = sums.index(output), "strip" if self.walks else "block"
         where = f"({block} * {len(sums)} + {number}) * {self.columns} + col"
@@ -126,18 +112,18 @@ class Stores:
             [f"total = tl.sum({summed}, 0)[None, :]", f"tl.store(sums + {where}, total{guarded(masks.col)})"]
         )
 
-    def plain(self, output: Output, value: str) -> None:
-        where = self.writer.offset(output.node, self.index(output), "row", "col")
+    def store_value(self, output: Output, value: str) -> None:
+        where = self.writer.offset(output.node, self.writer.domain.index(output.node), "row", "col")
         what = f"{value}.to({TRITON_DTYPE[output.node.meta['val'].dtype]})"
         mask = guarded(self.writer.masks.inside)
         self.lines.append(f"tl.store({self.pointer(output)}{where}, {what}{mask})")
 
-    def copy(self, output: Output, value: str) -> None:
+    def store_copy(self, output: Output, value: str) -> None:
         fp8 = self.fp8(output, value)
         where = f"{self.pointer(output)} + row * {self.width(output, self.columns)} + col"
         self.lines.append(f"tl.store({where}, {fp8}{guarded(self.writer.masks.inside)})")
 
-    def transposed(self, output: Output, value: str) -> None:
+    def store_transposed(self, output: Output, value: str) -> None:
         fp8, masks = self.fp8(output, value), self.writer.masks
         columns_inside = f"(col_t < {self.columns})" if masks.col else ""
         inside = both(columns_inside, f"(row_t < {self.rows})" if masks.row else "")
@@ -177,4 +163,4 @@ class Stores:
             return f"{self.writer.scales[node]}_value"
         if granularity == "tile":
             return self.tiles.spread(output.scale)
-        return self.writer.value(node, self.writer.domain.scale_index(node, granularity))
+        return self.writer.value(node, unravel(granularity, sizes(node)))

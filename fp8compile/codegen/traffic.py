@@ -75,13 +75,10 @@ def compare(group: Group, sizes_of: Sizes, stored: set[Node], ours_too: tuple) -
         if output.content in ("copy", "transposed"):
             ours += elements * (1 if blocks.made_of(output, group) is None else 2)
             theirs += int(elements * (STRIDED if output.content == "transposed" else 1))
-        elif output.content in ("value", "row", "blocks"):
-            written = sizes_of.bytes_of(output.replaces if output.content == "blocks" else output.node)
+        elif output.content in ("value", "row", "blocks", "column_amax"):
+            written = sizes_of.bytes_of(output.replaces) * (2 if output.content == "column_amax" else 1)
             ours += written
             theirs += written
-        elif output.content == "column_amax":
-            ours += 2 * sizes_of.bytes_of(output.replaces)
-            theirs += 2 * sizes_of.bytes_of(output.replaces)
         elif output.content == "amax":
             theirs += 8 * sizes_of(group.domain.rows)
         else:

@@ -1,9 +1,8 @@
 """The values of a kernel's tile: each is loaded, or computed from others, where it is used first.
 
-Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. A tile has one scale for
-each of its blocks, [BLOCK_R / rows, BLOCK_C / columns]; these are spread over the tile where values are
-multiplied with them. Offsets are 64-bit. Row numbers are [BLOCK_R, 1], column numbers [1, BLOCK_C], so a
-value that varies with one of them only is computed once a row or column.
+Values are named after their order (`v3`), inputs `x0`, scales `s0`, outputs `y0`. Offsets are 64-bit. Row
+numbers are [BLOCK_R, 1], column numbers [1, BLOCK_C], so a value that varies with one of them only is
+computed once a row or column.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import sympy
 import torch
 from torch.fx import Node
 
+from ..ir.fx_utils import FLOATS, aten
 from .composites import composite
-from .expressions import FLOATS, expression, number_text, prelude
+from .expressions import expression, number_text, prelude
 from .group import Group
 from .indexing import VIEWS, Index, in_memory, varies_with
 from .scales import FROM_AMAX, computed_scale
@@ -54,10 +54,10 @@ class Values:
             operands = self.domain.operands(node, index)
             assert operands is not None, node
             texts = [self.value(*x) if isinstance(x, tuple) else number_text(x) for x in operands]
-            if node.target in (*VIEWS, torch.ops.aten.index.Tensor, torch.ops.aten.slice.Tensor):
+            if node.target in (*VIEWS, aten.index.Tensor, aten.slice.Tensor):
                 return texts[0]
             name = f"v{self.count + 1}"
-            if node.target is torch.ops.aten.cat.default:
+            if node.target is aten.cat.default:
                 text, before = self.beside(node, index, texts), []
             elif node.target in FROM_AMAX:
                 *before, text = computed_scale(node, texts[0], name)
@@ -74,6 +74,10 @@ class Values:
         lines = self.lines if inner else self.outer_lines
         lines += [*(line for line in before if line not in lines), f"{name} = {text}"]
         return name
+
+    def whole_value(self, node: Node) -> str:
+        """The name of the value of a node that holds the matrix."""
+        return self.value(node, self.domain.index(node))
 
     def beside(self, node: Node, index: Index, parts: list[str]) -> str:
         """The one of several values side by side that the column is in."""
@@ -103,7 +107,7 @@ class Values:
         parts = []
         for (axis, divisor, size), stride in self.domain.address(node, index).items():
             if isinstance(axis, Node):
-                axis = self.value(axis, self.domain.row_index(axis))  # type: ignore[arg-type]
+                axis = self.value(axis, self.domain.index_of_row(axis))
             text = axis if divisor == 1 else f"{axis} // {self.text(divisor)}"
             text = text if size is None else f"{text} % {self.text(size)}"
             parts.append(text if stride == 1 else f"{bracketed(text)} * {self.text(stride)}")

@@ -24,6 +24,8 @@ from .. import compat
 from ..devices.formats import E4M3, E5M2
 from ..logs import get_logger, say_once
 from . import ops, products
+from .products import ScaledProduct
+from .schemas import FP8Copy, copies_of
 
 logger = get_logger(__name__)
 
@@ -120,59 +122,34 @@ def _amaxes(x: Tensor, bits: Tensor, block: Sequence[int], turned: bool) -> Tens
     return bits.view(torch.float32)
 
 
-def _cast(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    block: Sequence[int],
-    plain: bool,
-    turned: bool,
-) -> tuple[Any, Any]:
+def _cast(made: FP8Copy, x: Tensor, plain: bool, turned: bool) -> tuple[Any, Any]:
     """Both layouts of x, or the one that is asked for."""
     x, *sizes = _matrix(_numbers(x))
     padded = ops.padded_rows(x.shape[0])
-    copy = x.new_empty(x.shape, dtype=dtype) if plain else None
-    other = x.new_empty([x.shape[1], padded], dtype=dtype) if turned else None
-    scales = _blocks(scale, block, x.shape, not plain)
-    kind = x.dtype == torch.bfloat16
-    _run("fp8_encode", kind, x, *sizes, *scales, dtype == E5M2.dtype, fp8_max, copy, other, padded)
+    copy = x.new_empty(x.shape, dtype=made.dtype) if plain else None
+    other = x.new_empty([x.shape[1], padded], dtype=made.dtype) if turned else None
+    scales = _blocks(made.scale, made.block, x.shape, not plain)
+    kind, wide = x.dtype == torch.bfloat16, made.dtype == E5M2.dtype
+    _run("fp8_encode", kind, x, *sizes, *scales, wide, made.fp8_max, copy, other, padded)
     return copy, other
 
 
-def quantize(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    transposed: bool,
-    block: Sequence[int] = ALL,
-    rows: Tensor | None = None,
-) -> Tensor:
-    if dtype not in FORMATS:
-        return ops.OPERATORS[ops.quantize](x, scale, dtype, fp8_max, transposed, block, rows)
-    if not transposed:
-        return _cast(x, scale, dtype, fp8_max, block, True, False)[0]
-    if rows is not None:
-        x = ops.ordered(x, rows)
-    return _cast(x, scale, dtype, fp8_max, block, False, True)[1]
+def quantize(*given: Any) -> Tensor:
+    (made,) = copies_of(ops.quantize, given)
+    if made.dtype not in FORMATS:
+        return ops.OPERATORS[ops.quantize](*given)
+    if not made.transposed:
+        return _cast(made, made.source, True, False)[0]
+    x = made.source if made.rows is None else ops.ordered(made.source, made.rows)
+    return _cast(made, x, False, True)[1]
 
 
-def quantize_both(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    transposed_scale: Tensor | None = None,
-    block: Sequence[int] = ALL,
-    rows: Tensor | None = None,
-    transposed_block: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    if dtype in FORMATS and scale.dim() == 1 and transposed_scale is None and rows is None:
-        return _cast(x, scale, dtype, fp8_max, ALL, True, True)
-    other = scale if transposed_scale is None else transposed_scale
-    plain = quantize(x, scale, dtype, fp8_max, False, block)
-    return plain, quantize(x, other, dtype, fp8_max, True, transposed_block or block, rows)
+def quantize_both(*given: Any) -> tuple[Tensor, Tensor]:
+    plain, late = copies_of(ops.quantize_both, given)
+    one = plain.scale is late.scale and plain.scale.dim() == 1
+    if one and plain.dtype in FORMATS and plain.rows is None:
+        return _cast(plain, plain.source, True, True)
+    return quantize(*plain.args), quantize(*late.args)
 
 
 class _Memory(threading.local):
@@ -212,58 +189,36 @@ def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[in
     return _values(data, inv, block).to(dtype)
 
 
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    a_inv: Tensor,
-    b_inv: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    return _product(a, None, ALL, b, None, ALL, a_inv * b_inv, None, bias, out_dtype)
+def scaled_mm(*given: Any) -> Tensor:
+    x = ScaledProduct(*given)
+    return _product(x, None, None, x.a_inv * x.b_inv, None)
 
 
-def block_mm(
-    a: Tensor,
-    b: Tensor,
-    a_inv: Tensor,
-    b_inv: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-) -> Tensor:
-    of_rows, of_columns = a_block[1] == 0, b_block[1] == 0
-    rows = a_inv.reshape(-1) if of_rows else a_inv.new_ones(1)
-    columns = b_inv.reshape(-1) if of_columns else None
-    left, right = (None if of_rows else a_inv), (None if of_columns else b_inv)
-    return _product(a, left, a_block, b, right, b_block, rows, columns, bias, out_dtype)
+def block_mm(*given: Any) -> Tensor:
+    x = ScaledProduct(*given)
+    of_rows, of_columns = x.a_block[1] == 0, x.b_block[1] == 0
+    rows = x.a_inv.reshape(-1) if of_rows else x.a_inv.new_ones(1)
+    columns = x.b_inv.reshape(-1) if of_columns else None
+    return _product(x, None if of_rows else x.a_inv, None if of_columns else x.b_inv, rows, columns)
 
 
 def _product(
-    a: Tensor,
+    given: ScaledProduct,
     a_inv: Tensor | None,
-    a_block: Sequence[int],
-    b: Tensor,
     b_inv: Tensor | None,
-    b_block: Sequence[int],
     of_rows: Tensor,
     of_columns: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
 ) -> Tensor:
     """a @ b^T, times factors, one a row and column or one for all, plus bias, rounded once."""
-    x = _values(a, a_inv, a_block, _memory("a", *a.shape))
-    y = _values(b, b_inv, b_block, _memory("b", *b.shape))
-    out = products.multiplied(x, y, _memory("product", a.shape[0], b.shape[0]))
-    kind = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    x = _values(given.a, a_inv, given.a_block, _memory("a", *given.a.shape))
+    y = _values(given.b, b_inv, given.b_block, _memory("b", *given.b.shape))
+    out = products.multiplied(x, y, _memory("product", x.shape[0], y.shape[0]))
+    kind = torch.bfloat16 if given.out_dtype == torch.bfloat16 else torch.float32
     made = torch.empty(out.shape, dtype=kind)
     rows, columns = map(_factor, (of_rows, of_columns))
-    bias = None if bias is None else bias.to(torch.float32).contiguous()
+    bias = None if given.bias is None else given.bias.to(torch.float32).contiguous()
     _run("fp8_finish", kind == torch.bfloat16, out, *out.shape, *rows, *columns, bias, made)
-    return made.to(out_dtype)
+    return made.to(given.out_dtype)
 
 
 def _factor(x: Tensor | None) -> tuple[Any, int]:

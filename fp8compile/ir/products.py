@@ -1,9 +1,5 @@
 """The products of FP8 values that the reference operators compute, in plain torch.
 
-    multiplied(a, b)        [M, K], [N, K] -> a @ b^T with float32 sums: every matmul of the reference
-    product(...)            times one scale_inv an operand, plus bias, rounded once
-    block_product(...)      the same, where an operand has more than one
-
 On a CPU operands are multiplied in float32. On a GPU float32 has no tensor cores (an H100 has 67 TFLOP/s, in
 bf16 989), and takes 4 bytes an element. There operands are bf16 copies. bf16 has 8 significant bits and the
 exponents of float32, so it holds every FP8 value exactly. Products of two are exact in float32, and only the
@@ -13,9 +9,12 @@ order of the sums differs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..config.recipe import WHOLE, Block
 
 NARROW, WIDE = torch.bfloat16, torch.float32
 
@@ -35,48 +34,48 @@ def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
 
 
 def multiplied(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [N, K]^T in float32, on a CPU in `out`. Operands are FP8, or what `scaled_values`
-    returns."""
+    """a [M, K] @ b [N, K]^T in float32, on a CPU in `out`: every matmul of the reference. Operands are FP8,
+    or what `scaled_values` returns."""
     if not on_tensor_cores(a):
         return torch.mm(a.to(WIDE), b.to(WIDE).t(), out=out)
     return torch.ops.aten.mm.dtype(a.to(NARROW), b.to(NARROW).t(), WIDE)
 
 
-def product(
-    a: Tensor,
-    b: Tensor,
-    a_inv: Tensor,
-    b_inv: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
+class ScaledProduct(NamedTuple):
+    """The arguments of `product` and `block_product`: a [M, K] and b [N, K], FP8, row-major; the
+    inverses of their scales, float32, one a block, [rows / block rows, columns / block columns] rounded up,
+    or [1] for one scale; bias, [N] or None. The result is [M, N] of `out_dtype`."""
+
+    a: Tensor
+    b: Tensor
+    a_inv: Tensor
+    b_inv: Tensor
+    bias: Tensor | None
+    out_dtype: torch.dtype
+    fast_accum: bool
+    a_block: Block = WHOLE
+    b_block: Block = WHOLE
+
+
+def product(*given: Any) -> Tensor:
     """a @ b^T of FP8 values with float32 sums, times both inverses, plus bias, rounded once."""
-    return _finished(multiplied(a, b), [a_inv * b_inv], bias, out_dtype)
+    x = ScaledProduct(*given)
+    return _finished(multiplied(x.a, x.b), [x.a_inv * x.b_inv], x.bias, x.out_dtype)
 
 
-def block_product(
-    a: Tensor,
-    b: Tensor,
-    a_inv: Tensor,
-    b_inv: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-) -> Tensor:
+def block_product(*given: Any) -> Tensor:
     """a @ b^T of FP8 values, each times its block's scale_inv, with float32 sums, plus bias, rounded once.
 
     A scale_inv for a whole row multiplies the sum. One that changes along the contraction multiplies the
     values, which is exact in float32, and in bf16, if it is a power of two.
     """
-    values, factors = [], []
-    for copy, inverse, block, shape in ((a, a_inv, a_block, (-1, 1)), (b, b_inv, b_block, (-1,))):
+    x, values, factors = ScaledProduct(*given), [], []
+    operands = (x.a, x.a_inv, x.a_block, (-1, 1)), (x.b, x.b_inv, x.b_block, (-1,))
+    for copy, inverse, block, shape in operands:
         whole = block[1] == 0
         values.append(copy if whole else scaled_values(copy, inverse, block))
         factors += [inverse.reshape(shape)] if whole else []
-    return _finished(multiplied(*values), factors, bias, out_dtype)
+    return _finished(multiplied(*values), factors, x.bias, x.out_dtype)
 
 
 def _finished(out: Tensor, factors: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

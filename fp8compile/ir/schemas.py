@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..config.recipe import WHOLE, Block
+from ..config.recipe import Block
 from . import grouped, ops
+from .products import ScaledProduct as ScaledProduct  # others import it from here
 
 
 class FP8Copy(NamedTuple):
@@ -63,22 +64,6 @@ def both_args(plain: FP8Copy, late: FP8Copy) -> tuple:
     block = None if late.block == plain.block else list(late.block)
     rows = plain.rows if plain.rows is not None else late.rows
     return (*plain[:4], other, list(plain.block), rows, block)
-
-
-class ScaledProduct(NamedTuple):
-    """The arguments of `ops.scaled_mm` and `ops.block_mm`: a [M, K] and b [N, K], FP8, row-major; the
-    inverses of their scales, float32, one a block, [rows / block rows, columns / block columns] rounded up,
-    or [1] for one scale; bias, [N] or None. The result is [M, N] of `out_dtype`."""
-
-    a: Tensor
-    b: Tensor
-    a_inv: Tensor
-    b_inv: Tensor
-    bias: Tensor | None
-    out_dtype: torch.dtype
-    fast_accum: bool
-    a_block: Block = WHOLE
-    b_block: Block = WHOLE
 
 
 class GroupedProduct(NamedTuple):

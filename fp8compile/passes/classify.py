@@ -33,11 +33,10 @@ from ..ir.fx_utils import (
     value,
 )
 from ..ir.matmul import Matmul
-from .output_heads import last_matmuls
+from .output_heads import TABLES, last_matmuls
 
 HEADS = "lm_head head heads embed_out unembed unembedding output_projection score classifier logits".split()
 ROUTERS = "router routing gating".split()
-EMBEDDINGS = (aten.embedding.default, aten._embedding_bag.default)
 LOSSES: tuple = (aten._log_softmax.default, aten.logsumexp.default, aten.cross_entropy_loss.default)
 LOSSES += (aten.nll_loss_forward.default,)
 CHOICES: tuple = (aten._softmax.default, aten.topk.default, aten.sort.default)
@@ -48,8 +47,8 @@ PLACES: tuple = (aten.argmax.default, aten.argmin.default, aten.topk.default, at
 PLACES += (aten.sort.default, aten.sort.stable)
 EXTREMA = (aten.max.dim, aten.min.dim)
 # operators that may stand between a head and its loss, or between a router and its choice
-BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, aten.clone.default, aten.permute.default)
-BETWEEN += (aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default)
+PARTS = (aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default)
+BETWEEN: tuple = (*CASTS, *SAME, *VIEWS, *PARTS, aten.clone.default, aten.permute.default)
 BETWEEN += (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sigmoid.default, aten.tanh.default)
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 LAST = "output head: the last matmul of the model, nothing follows it"
@@ -82,7 +81,7 @@ def _head(matmul: Matmul) -> str | None:
 def _looks_up(user: Node) -> bool:
     """Does this node read rows of a table? (An index into stacked weights reads whole matrices.)"""
     indexed = call_function(user, (aten.index.Tensor,)) and value(arg(user, 0)).dim() == 2
-    return indexed or call_function(user, EMBEDDINGS)
+    return indexed or call_function(user, TABLES)
 
 
 def _router(matmul: Matmul) -> str | None:
@@ -162,7 +161,7 @@ def _downstream(node: Node) -> Iterator[Node]:
 
     def intact(user: Node) -> bool:
         kept = not call_function(user, (aten.mm.default,)) and call_function(user, BETWEEN) and _no_mix(user)
-        return kept and (same_size(value(user).numel(), value(node).numel()) or _is_slice(user))
+        return kept and (same_size(value(user).numel(), value(node).numel()) or call_function(user, PARTS))
 
     return _reached(node, intact)
 
@@ -205,10 +204,6 @@ def _softmax(node: Node) -> str | None:
     if any(call_function(user, (aten.log.default,)) for user in after):
         return "log"
     return "plain" if any(call_function(user, (aten.div.Tensor,)) for user in after) else None
-
-
-def _is_slice(node: Node) -> bool:
-    return call_function(node, (aten.slice.Tensor, aten.constant_pad_nd.default, aten.select.int))
 
 
 def _no_mix(node: Node) -> bool:

@@ -94,37 +94,41 @@ class _Finder:
         for i, seed in enumerate(seeds):
             if seed in taken:
                 continue
-            source, group = seed.source.name, self.grouping(seed.domain, seed.sinks)
-            # if sizes are data: Inductor keeps no strides of such copies (`GraphLowering.run_node`)
-            needed = is_data(value(seed.source).shape[0])
-            if isinstance(group, str) and needed:
-                self.stored.add(seed.source)
-                self.changed({seed.source})
-                group = self.grouping(seed.domain, seed.sinks)
-            if isinstance(group, str):
-                logger.debug("%s stays with Inductor: %s", source, group)
-                continue
-            alone, others = group, [x for x in seeds[i + 1 : i + 1 + WINDOW] if x not in taken]
-            group, joined = self.joined(group, seed, others)
-            ours, theirs = compare(group, self.sizes, self.stored, OURS)
-            if ours > theirs and joined:
-                group, joined = alone, []
-                ours, theirs = compare(group, self.sizes, self.stored, OURS)
-            if ours > theirs and not needed:
-                why = f"a kernel would move {ours} bytes, not {theirs}"
-                logger.debug("%s stays with Inductor: %s", source, why)
-                continue
+            source, others = seed.source, [x for x in seeds[i + 1 : i + 1 + WINDOW] if x not in taken]
             try:
-                kernels = self.kernels(group, [seed, *joined])
+                kernels, served = self.served(seed, others)
             except Unwritable as error:
-                logger.debug("%s stays with Inductor: %s", source, error)
+                logger.debug("%s stays with Inductor: %s", source.name, error)
                 continue
-            taken.update([seed, *joined])
-            for node, (_, kernel) in kernels.items():
-                moved = f"{ours} bytes, {theirs} by Inductor"
-                logger.debug("%s: %s, %s; reads %s", source, kernel.name, moved, _reads(node))
+            taken.update(served)
             done.update(kernels)
         return done
+
+    def served(self, seed: Seed, others: list[Seed]) -> tuple[dict[Node, Made], list[Seed]]:
+        """The kernels that serve a seed, and all seeds that they serve. Raises Unwritable if none can."""
+        source = seed.source
+        # if sizes are data: Inductor keeps no strides of such copies (`GraphLowering.run_node`)
+        needed = is_data(value(source).shape[0])
+        try:
+            alone = self.grouping(seed.domain, seed.sinks)
+        except Unwritable:
+            if not needed:
+                raise
+            self.stored.add(source)
+            self.changed({source})
+            alone = self.grouping(seed.domain, seed.sinks)
+        group, joined = self.joined(alone, seed, others)
+        ours, theirs = compare(group, self.sizes, self.stored, OURS)
+        if ours > theirs and joined:
+            group, joined = alone, []
+            ours, theirs = compare(group, self.sizes, self.stored, OURS)
+        if ours > theirs and not needed:
+            raise Unwritable(f"a kernel would move {ours} bytes, not {theirs}")
+        kernels = self.kernels(group, [seed, *joined])
+        for node, (_, kernel) in kernels.items():
+            moved = f"{ours} bytes, {theirs} by Inductor"
+            logger.debug("%s: %s, %s; reads %s", source.name, kernel.name, moved, _reads(node))
+        return kernels, [seed, *joined]
 
     def kernels(self, group: Group, seeds: list[Seed]) -> dict[Node, Made]:
         """Write the kernel of a group, and put its functional node into the graph.
@@ -145,17 +149,16 @@ class _Finder:
         rows = [Output("row", node, node) for node in group.levels]
         whole = len(written) == len(sources)
         first = self.grouping(group.domain, written if whole else rows, sums=whole)
-        if isinstance(first, str):
-            raise Unwritable(first)
         needed = _nearest(sources, {x.node for x in first.outputs}, group.members)
         inside = first.members.keys()
         first.outputs = [x for x in first.outputs if x.node in needed or set(x.replaces.users) - inside]
         kernels = self.replaced(first, _written(first))
-        second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
-        if not isinstance(second, str) and blocks.apart(second):
-            second = "they need whole rows once more"
-        if isinstance(second, str):  # the outputs of the first kernel are additional inputs of the second
-            logger.debug("%s: its casts stay with Inductor: %s", seeds[0].source.name, second)
+        try:
+            second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
+            if blocks.apart(second):
+                raise Unwritable("they need whole rows once more")
+        except Unwritable as error:  # the outputs of the first kernel are additional inputs of the second
+            logger.debug("%s: its casts stay with Inductor: %s", seeds[0].source.name, error)
             return kernels
         return kernels | self.replaced(second, _written(second))
 
@@ -166,8 +169,11 @@ class _Finder:
         for other in others:
             if other.domain != seed.domain or not self.shares(group, other):
                 continue
-            larger = self.grouping(seed.domain, [*sinks, *other.sinks])
-            if not isinstance(larger, str) and _tensors(larger) <= max(_tensors(group) + 1, 3):
+            try:
+                larger = self.grouping(seed.domain, [*sinks, *other.sinks])
+            except Unwritable:
+                continue
+            if _tensors(larger) <= max(_tensors(group) + 1, 3):
                 group, sinks = larger, [*sinks, *other.sinks]
                 joined.append(other)
         return group, joined

@@ -15,11 +15,12 @@ from torch.fx import Node
 
 from ..codegen import launch
 from ..codegen.expressions import TRITON_DTYPE, supported
-from ..codegen.group import Group, Output, Walk
+from ..codegen.group import Group, Output
 from ..codegen.indexing import RESHAPES, VIEWS, Domain, product, sizes
+from ..codegen.text import Unwritable
 from ..codegen.traffic import Sizes, fusable
 from ..ir import grouped, ops
-from ..ir.fx_utils import CASTS, Ranks, aten, is_tensor, reached
+from ..ir.fx_utils import CASTS, Ranks, aten, is_tensor, reached, value
 
 MOST_INPUTS = 12
 SEEDS = (ops.quantize, ops.amax, ops.amax_blocks, grouped.group_amax)
@@ -32,15 +33,15 @@ class Grouping:
     def __init__(self, sizes_of: Sizes, stored: set[Node], ranks: Ranks):
         self.sizes, self.stored, self.ranks = sizes_of, stored, ranks
 
-    def walk(self, domain: Domain, sinks: list[Output], stops: Collection[Node] = ()) -> Walk:
-        walk = Walk(domain, lambda node: node in self.stored or node in stops)
+    def walk(self, domain: Domain, sinks: list[Output], stops: Collection[Node] = ()) -> Group:
+        walk = Group(domain, lambda node: node in self.stored or node in stops)
         for sink in sinks:
             walk.output(sink)
         return walk
 
-    def __call__(self, domain: Domain, sinks: list[Output], sums: bool = True) -> Group | str:
-        """The group of the casts and amaxes `sinks`, with all its outputs, or the reason why it cannot be one
-        kernel. `sums`: take in column sums of values that the kernel holds."""
+    def __call__(self, domain: Domain, sinks: list[Output], sums: bool = True) -> Group:
+        """The group of the casts and amaxes `sinks`, with all its outputs. `sums`: take in column sums of
+        values that the kernel holds. Raises Unwritable if it cannot be one kernel."""
         stops: set[Node] = set()
         orders = [x for x in (domain.order, *(sink.groups for sink in sinks)) if isinstance(x, Node)]
         while True:
@@ -57,16 +58,16 @@ class Grouping:
             others = {x.replaces for x in outputs if x.content in ("value", "row", "sum")} - stops
             late = {x for x in others if self.ranks.reach(reads, {x})}
             if not late:
-                return "it reads what is made of its own results"
+                raise Unwritable("it reads what is made of its own results")
             stops |= late
         if len(walk.inputs) > MOST_INPUTS:
-            return f"{len(walk.inputs)} inputs"
+            raise Unwritable(f"{len(walk.inputs)} inputs")
         for x in (*walk.inputs, *walk.scales):
             if not readable(x):
-                return f"{x.name} cannot be read: {_described(x)}"
+                raise Unwritable(f"{x.name} cannot be read: {_described(x)}")
         return walk
 
-    def others(self, domain: Domain, walk: Walk, sinks: set[Node]) -> list[Output]:
+    def others(self, domain: Domain, walk: Group, sinks: set[Node]) -> list[Output]:
         """Members that someone else reads, and that are cheaper to write than to compute again."""
         found: list[Output] = []
         self.follow_rows(domain, walk, sinks)
@@ -87,7 +88,7 @@ class Grouping:
                 found.append(Output("value", node, node))
         return found
 
-    def follow_rows(self, domain: Domain, walk: Walk, sinks: set[Node]) -> None:
+    def follow_rows(self, domain: Domain, walk: Group, sinks: set[Node]) -> None:
         """Take in nodes that compute one number a row from members alone (statistics that are rounded for
         backward): outside, they would be a tiny kernel."""
         tensors = [node for node in walk.members if is_tensor(node)]
@@ -103,20 +104,18 @@ class Grouping:
                     rows.append(user)
 
     @staticmethod
-    def of_sums(node: Node, walk: Walk) -> bool:
+    def of_sums(node: Node, walk: Group) -> bool:
         """Is this node computed from a sum over rows that the group computes?"""
         sources = reached([node], lambda x: x.all_input_nodes if x in walk.members else ())
         return any(x in walk.levels for x in sources)
 
-    def cost_again(self, domain: Domain, node: Node, walk: Walk) -> int:
+    def cost_again(self, domain: Domain, node: Node, walk: Group) -> int:
         """Bytes to read for computing a member once more."""
-        index = domain.full(sizes(node))
-        assert index is not None
-        again = Walk(domain, walk.stop)
-        again(node, index)
+        again = Group(domain, walk.stop)
+        again(node, domain.index(node))
         return sum(map(self.sizes.bytes_of, again.inputs))
 
-    def column_sums(self, domain: Domain, walk: Walk, replaced: set[Node]) -> dict[Node, Output]:
+    def column_sums(self, domain: Domain, walk: Group, replaced: set[Node]) -> dict[Node, Output]:
         """Column sums (over all rows) of values that the kernel holds in registers anyway."""
         found: dict[Node, Output] = {}
         big = {x for x in walk.inputs if domain.is_full(x)}
@@ -136,24 +135,22 @@ class Grouping:
             stack = following
         for node in candidates:
             reduced, taken = domain.reduction(node), replaced & {node, _rounded(node)}
-            if taken or reduced is None or reduced[1] or not _same_columns(node, domain):
+            if taken or reduced is None or reduced[1] or product(sizes(node)) != domain.columns:
                 continue
             source = reduced[0]
-            index = domain.full(sizes(source))
-            probe = Walk(domain, walk.stop)
-            probe(source, index)  # type: ignore[arg-type]
+            index = domain.index(source)
+            probe = Group(domain, walk.stop)
+            probe(source, index)
             if {x for x in probe.inputs if domain.is_full(x)} <= big and all(map(readable, probe.inputs)):
-                walk(source, index)  # type: ignore[arg-type]
+                walk(source, index)
                 found[node] = Output("sum", source, _rounded(node))
         return found
 
 
 def readable(node: Node) -> bool:
     """Can a kernel read it?"""
-    tensor = node.meta.get("val")
-    if not isinstance(tensor, torch.Tensor):
-        return False
-    return tensor.dtype in TRITON_DTYPE and tensor.device.type in launch.DEVICES
+    there = is_tensor(node) and value(node).device.type in launch.DEVICES
+    return there and value(node).dtype in TRITON_DTYPE
 
 
 def _described(node: Node) -> str:
@@ -180,8 +177,3 @@ def _rounded(total: Node) -> Node:
             break
         node = user
     return node
-
-
-def _same_columns(node: Node, domain: Domain) -> bool:
-    """Does this node have one element a column?"""
-    return product(sizes(node)) == domain.columns

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.fx import Node, map_arg
 
 from .. import compat
+from ..codegen.expressions import CONSTANTS
 from ..codegen.traffic import fusable
 from ..config.operators import MATMULS
 from ..ir.fx_utils import CASTS, FLOATS, PERMUTES, SAME, SLICES, VIEWS, aten, call_function, root, value
@@ -46,10 +47,6 @@ ONE_TO_ONE = frozenset(
     " bitwise_or bitwise_not".split()
 )
 ELEMENTWISE = PRODUCTS | SUMS | ONE_TO_ONE
-NUMBERS = {
-    "full": 1,
-    "scalar_tensor": 0,
-}  # operators that make a number a tensor, and the argument that it is
 
 STEP = 2.0**-5  # a rounding: on average 2.6%, at most 2**-4
 _positive = 10.0 ** torch.linspace(-6, 2, 321, dtype=torch.float64, device="cpu")
@@ -212,10 +209,8 @@ class _Walk:
         if a not in given or b not in given or one.of is other.of:
             product = replace(one if a in given else other, at=one.at * other.at, factors=())
             return replace(product.times(*one.factors, *other.factors), near=one.near and other.near)
-        for safe in (
-            _near,
-            _bounded,
-        ):  # one becomes a factor: the other may be a function only with what follows
+        # one becomes a factor: the other may be a function only with what follows
+        for safe in (_near, _bounded):
             for kept, x, state in ((one, b, other), (other, a, one)):
                 if safe(state):
                     return kept.times(str(x), near=_near(state))
@@ -324,7 +319,7 @@ def _number(x: Any) -> Any:
     """The number that an argument is; None for a tensor that is none."""
     if not isinstance(x, Node):
         return x
-    return x.args[NUMBERS[_name(x)]] if _name(x) in NUMBERS else None
+    return x.args[CONSTANTS[x.target]] if x.target in CONSTANTS else None
 
 
 def _ours(node: Node) -> bool:

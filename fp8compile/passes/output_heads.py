@@ -55,15 +55,12 @@ def last_matmuls(matmuls: Sequence[Matmul], inputs: Inputs) -> frozenset[Matmul]
     if not fprops:
         return frozenset()
     known = {matmul.node: matmul for matmul in fprops}
-    ends = [known[node] for node in _ends(fprops[0].node.graph, known) if _index(known[node]) in inputs.last]
+    ends = [known[node] for node in _ends(fprops[0].node.graph, known)]
+    ends = [matmul for matmul in ends if matmul.weight_among(inputs.last)]
     if not ends:
         return frozenset()
     flow = _Flow(fprops[0].node.graph, known, inputs)
     return frozenset(matmul for matmul in ends if flow.is_head(matmul))
-
-
-def _index(matmul: Matmul) -> int | None:
-    return compat.dynamo.input_index(matmul.parameter) if matmul.parameter is not None else None
 
 
 def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:

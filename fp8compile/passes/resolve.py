@@ -132,15 +132,13 @@ OVERRIDES = (
 
 def settle(recipe: Recipe, facts: Facts) -> tuple[Recipe, tuple[str, ...]]:
     """The settings that run, and a line for each override: "weight_tiles=True: why"."""
-    lines = []
+    lines: list[str] = []
     for override in OVERRIDES:
         if not override.when(facts, recipe):
             continue
-        changed = (
-            recipe.current if override.change is None else replace(recipe, **override.change(facts, recipe))
-        )
-        if difference := _difference(recipe, changed):
-            lines.append(f"{difference}: {override.why}")
+        change = override.change
+        changed = recipe.current if change is None else replace(recipe, **change(facts, recipe))
+        lines += _difference(recipe, changed, override.why)
         recipe = changed
     return recipe, tuple(lines)
 
@@ -148,8 +146,7 @@ def settle(recipe: Recipe, facts: Facts) -> tuple[Recipe, tuple[str, ...]]:
 def overridden(decision: Decision, why: str, **settings: Any) -> Decision:
     """The decision with these settings, and a line for the report. What passes find out later."""
     recipe = replace(decision.recipe, **settings)
-    difference = _difference(decision.recipe, recipe)
-    lines = (f"{difference}: {why}",) if difference else ()
+    lines = _difference(decision.recipe, recipe, why)
     return replace(decision, recipe=recipe, overrides=(*decision.overrides, *lines))
 
 
@@ -158,9 +155,9 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
     choice = policy.choose(site)
     rule = policy.rules[choice.rule] if choice.rule is not None else None
     recipe, overrides = settle(choice.recipe, facts)
-    if rule is not None and (difference := _difference(policy.recipe, choice.recipe)):
+    if rule is not None:
         which = f"rule {rule.name!r}" if rule.name else choice.label
-        overrides = (f"{difference}: {which} of the policy", *overrides)
+        overrides = (*_difference(policy.recipe, choice.recipe, f"{which} of the policy"), *overrides)
     chosen, misfit = _kept(site, choice, rule, recipe), facts.misaligned or unfit(facts.weight, recipe)
     either, emulated = False, not recipe.built_in.native(facts.gpu)
     if facts.grouped:
@@ -199,10 +196,11 @@ def _kept(site: Site, choice: Choice, rule: Rule | None, recipe: Recipe) -> str 
     return None
 
 
-def _difference(before: Recipe, after: Recipe) -> str:
-    """The settings that `after` has and `before` has not: "current_scaling=(False, True, False)". Those that
-    the recipe does not look at are no difference."""
+def _difference(before: Recipe, after: Recipe, why: str) -> tuple[str, ...]:
+    """A line with the settings that `after` has and `before` has not, if there are any:
+    "current_scaling=(False, True, False): why". Those that the recipe does not look at are no difference."""
     names = [field.name for field in fields(Recipe)]
     names = [x for x in names if getattr(before, x) != getattr(after, x)]
     names = [x for x in names if x not in SETTINGS or SETTINGS[x].matters(after)]
-    return ", ".join(f"{'recipe' if name == 'name' else name}={getattr(after, name)!r}" for name in names)
+    told = [f"{'recipe' if name == 'name' else name}={getattr(after, name)!r}" for name in names]
+    return (f"{', '.join(told)}: {why}",) if told else ()

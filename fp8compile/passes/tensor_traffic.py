@@ -36,6 +36,7 @@ from ..ir.matmul import form_of
 
 _MOVES: tuple = (*VIEWS, *PERMUTES, *SAME, *CASTS, operator.getitem, aten.expand.default)
 _MOVES += (aten.slice.Tensor, aten.select.int, aten.clone.default)
+_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)
 MOST_NODES = 64  # of a producer's kernel; a longer chain has a tensor in memory somewhere
 
@@ -74,7 +75,8 @@ def _producer_bytes(base: Node) -> int | None:
     The walk back ends at tensors in memory: those that no pointwise kernel computes, and those that other
     nodes read as well (a residual stream). In backward it ends at the tensors of the forward.
     """
-    if not _computes(base):
+    made = _moved(base)
+    if not _part(made) or call_function(made, _JOINS):  # a view of a matmul's or attention's output
         return None
     late = compat.dynamo.is_backward(base)
     members, inputs = {base}, dict[Node, None]()
@@ -101,12 +103,6 @@ def _part(node: Node) -> bool:
     return node.op == "call_function" and fusable(node, ())
 
 
-def _computes(node: Node) -> bool:
-    """Does a pointwise kernel compute this tensor? (None does a view of a matmul's or attention's output.)"""
-    node = _moved(node)
-    return _part(node) and not call_function(node, _JOINS)
-
-
 def _moved(node: Node) -> Node:
     """The tensor that this one is a view, a cast or a copy of."""
     return behind(node, _MOVES)
@@ -128,12 +124,8 @@ def _readers(base: Node) -> tuple[set[Node], bool]:
             matmuls.add(user)
         elif not call_function(user, _MOVES):
             alike = compat.dynamo.is_backward(user) == late
-            shared |= not fusable(user, ()) or (alike and not _reduces(user))
+            shared |= not fusable(user, ()) or (alike and not call_function(user, _REDUCTIONS))
     return matmuls, shared
-
-
-def _reduces(node: Node) -> bool:
-    return call_function(node, (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default))
 
 
 def _bytes(node: Node) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from tests.support import hooks
-from tests.support.aten import GAPS, RULES, Grouped, Library, Product, Refused
+from tests.support.aten import RULES, Grouped, Library, Product, Refused
 from tests.support.executed import Launched, Plan, executed, planning
 from tests.support.harness import ALL_FP8, noise
 from tests.support.models import Experts, LlamaLayer, Mlp, make
@@ -33,7 +33,7 @@ GPUS = {"sm_89": RTX4090, "sm_90": H100, "sm_100": B200, "sm_120": RTX5090, "gfx
 
 
 @contextlib.contextmanager
-def planned(gpu: Any, gaps: bool = False, kernels: bool = False) -> Iterator[Plan]:
+def planned(gpu: Any, kernels: bool = False) -> Iterator[Plan]:
     """Inside, steps are compiled for this GPU. `kernels`: they run, too."""
     with contextlib.ExitStack() as stack:
         if gpu is MI300X:
@@ -42,7 +42,7 @@ def planned(gpu: Any, gaps: bool = False, kernels: bool = False) -> Iterator[Pla
             stack.enter_context(pytest.MonkeyPatch.context()).setattr(
                 Launched, "run", lambda self, *_, **__: None
             )
-        yield stack.enter_context(executed(gpu=gpu, gaps=gaps))
+        yield stack.enter_context(executed(gpu=gpu))
 
 
 def trained(model: nn.Module, recipe: str, rows: int, plan: Plan, dtype: torch.dtype) -> int:
@@ -135,14 +135,10 @@ def test_experts(recipe: str) -> None:
 @planning
 @pytest.mark.slow
 def test_a_plan_is_refused() -> None:
-    """Where the choice of a form is wrong, and where a library has a known gap."""
+    """Where the choice of a form is wrong."""
     with planned(B200), hooks.block_mm_by("blockwise"), pytest.raises(Refused) as refused:
         trained(make(lambda: Mlp(512, 512), BF16), "blockwise", 64, Plan(), BF16)
     assert refused.value.broken == ("block gpu",) and "sm_100" in str(refused.value)
-    with planned(RTX5090, gaps=True) as plan:
-        plan.library = plan.library._replace(torch=(2, 11))
-        with pytest.raises(Refused, match="pytorch#192707"):
-            trained(make(lambda: Mlp(), BF16), "rowwise", 64, plan, BF16)
 
 
 # -- the rules --
@@ -286,30 +282,9 @@ def rdna(generation: int) -> Any:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_enforced(rule: str) -> None:
-    """By itself: calls that break it break no other. They are refused with known gaps, too."""
+    """By itself: calls that break it break no other."""
     calls = breaking()[rule]
     for gpu, versions, call in calls:
         with pytest.raises(Refused) as refused:
             Library(gpu, *versions).check(call)
         assert refused.value.broken == (rule,) and RULES[rule] in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("gap", "gpu", "taken", "refused"),
-    [
-        ("few tiles", H100, product("row", m=257, n=3072, k=9216), product("row", m=127, n=3072, k=9216)),
-        ("few tiles", H100, product("row", m=127, n=3072, k=3072), product("row", m=768, n=768, k=9216)),
-        ("rowwise by cuBLASLt", RTX5090, product("tensor"), product("row")),
-        ("groups on Blackwell", B200, product("row"), grouped()),
-    ],
-)
-def test_known_gaps_are_refused_if_asked(gap: str, gpu: Any, taken: Product, refused: Product) -> None:
-    assert gap in GAPS
-    library = Library(gpu, (2, 11), (13, 0))
-    for call in (taken, refused):
-        library.check(call)
-    library = library._replace(gaps=True)
-    library.check(taken)
-    with pytest.raises(Refused) as error:
-        library.check(refused)
-    assert error.value.broken == (gap,)

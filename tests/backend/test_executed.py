@@ -7,19 +7,17 @@ buffers, the strides that Inductor chooses, Inductor's kernels around ours, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fp8compile import compat
-from fp8compile.dryrun.fake_gpu import unavailable
-from tests.support.executed import Launched, executed
+from tests.backend import test_agreement
+from tests.support.executed import Launched, executed, planning
 from tests.support.harness import ALL_FP8, MOVING, Pair, gated_inputs, grads_of, like, noise, sqnr
-from tests.support.models import Block, Checkpointed, Mlp, Rotary, Spelled, Stack, Twice, make, relus
+from tests.support.models import Mlp, Rotary, Stack, make, relus
 
-pytestmark = [pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""), pytest.mark.compat]
+pytestmark = [planning, pytest.mark.compat]
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -59,20 +57,13 @@ class Concatenated(nn.Module):
         return self.last(torch.cat((y.flip(-1), x * y), -1))
 
 
-BUILDS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": Mlp,
-    "block": Block,
-    "gated": lambda: Block(gated=True),
-    "spelled": Spelled,
-    "twice": Twice,
+BUILDS = {
+    **test_agreement.BUILDS,
     "odd": lambda: Mlp(144, 1040),  # Inductor would pad these rows to a multiple of 128 bytes
     "post_norm": PostNorm,
     "rotary": Rotary,
-    "stack": lambda: Stack(*relus()),
-    "checkpointed": lambda: Checkpointed(*relus()),
-    "checkpointed_blocks": lambda: Checkpointed(Block(), Block(gated=True)),
 }
-DEEP = {"post_norm", "rotary", "block", "gated", "spelled", "stack", "checkpointed", "checkpointed_blocks"}
+DEEP = test_agreement.DEEP | {"post_norm", "rotary"}
 
 
 def pair_of(model: nn.Module, recipe: str = "delayed", **options: object) -> Pair:
@@ -100,7 +91,7 @@ def steps(pair: Pair, shape: tuple[int, ...], count: int = 4) -> None:
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype", "choice"),
     [
-        ("checkpointed", "delayed", BF16, 0),
+        ("checkpointed_relus", "delayed", BF16, 0),
         ("mlp", "mxfp8", FP32, 1),
         ("rotary", "delayed", BF16, 0),
         ("gated", "tensorwise", FP32, 0),

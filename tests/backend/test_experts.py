@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 import fp8compile
-from fp8compile.devices.gpu import Gpu
-from fp8compile.dryrun.fake_gpu import unavailable
 from tests.support import hooks
 from tests.support.executed import executed
+from tests.support.executed import planning as where_planned
 from tests.support.harness import ALL_FP8, Pair, histories, sqnr
 from tests.support.interpreter import OLD_INTERPRETER
 from tests.support.models import Experts
-from tests.support.operands import ends
+from tests.support.operands import B200, ends
 from tests.support.reference import Reference
 from tests.support.reference_settings import RECIPES
 
@@ -162,7 +161,6 @@ def test_a_slice_of_a_stack_is_a_weight() -> None:
 
 # -- the plan for a GPU, executed on a CPU, whose memory is NaN until it is written --
 
-B200 = Gpu("NVIDIA B200", 10, 0, 148, 180 << 30)
 STEPS = ([30, 0, 17, 40], [0, 64, 16, 1])
 
 
@@ -203,8 +201,7 @@ def planned(
 
 
 def planning(test):
-    missing = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-    return missing(pytest.mark.compat(pytest.mark.compiled(test)))
+    return where_planned(pytest.mark.compat(pytest.mark.compiled(test)))
 
 
 @pytest.mark.cases(slow=1)

@@ -13,18 +13,18 @@ import torch
 
 from fp8compile import compat
 from fp8compile.passes.pipeline import run_post_grad
+from tests.backend.test_agreement import BUILDS
 from tests.equivalence.features import MODELS
 from tests.support import hooks
 from tests.support.groups import CASES, Cast, Made, Source, trace
 from tests.support.harness import ALL_FP8, MOVING, Pair, assert_close, like, noise
 from tests.support.kernel_checks import check
-from tests.support.models import Block, Checkpointed, Mlp, make, relus
+from tests.support.models import Mlp, make
 
 pytestmark = pytest.mark.gpu
 
 FLOOR_DB = 30.0
 CHAIN_DB = 18.0  # of a chain of FP8 layers in bf16, which multiplies the noise: 20 dB on a CPU, too
-BUILDS = {"mlp": Mlp, "block": Block, "checkpointed": lambda: Checkpointed(*relus())}
 
 
 @pytest.fixture(params=["cuda"])
@@ -41,15 +41,15 @@ def device(request: pytest.FixtureRequest) -> str:
         ("mlp", torch.float32, "tensorwise"),
         ("block", torch.float32, "delayed"),
         ("mlp", torch.bfloat16, "delayed"),
-        ("checkpointed", torch.bfloat16, "delayed"),
-        ("checkpointed", torch.bfloat16, "tensorwise"),
+        ("checkpointed_relus", torch.bfloat16, "delayed"),
+        ("checkpointed_relus", torch.bfloat16, "tensorwise"),
     ],
     ids=str,
 )
 def test_ten_steps(name: str, dtype: torch.dtype, recipe: str, device: str) -> None:
     """The second and the ninth have two forwards before two backwards. Nothing jumps there: the host would
     hear of it after the second forward, the reference before it."""
-    floor = CHAIN_DB if name == "checkpointed" else FLOOR_DB
+    floor = CHAIN_DB if name == "checkpointed_relus" else FLOOR_DB
     pair = Pair(make(BUILDS[name], dtype, device), recipe, floor_db=floor, deep=True, policy=ALL_FP8)
     for step, factor in enumerate(MOVING):
         x = noise(2, 32, 128, seed=step, scale=factor, dtype=dtype, device=device)

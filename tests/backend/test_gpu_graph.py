@@ -14,14 +14,15 @@ import torch.nn as nn
 
 import fp8compile.backend
 from fp8compile.devices import catalog
-from fp8compile.dryrun.fake_gpu import MatmulLaunch, Step, trace, unavailable
+from fp8compile.dryrun.fake_gpu import MatmulLaunch, Step, trace
 from fp8compile.features.delayed import state_page
 from fp8compile.ir import ops
+from tests.support.executed import planning
 from tests.support.gpu_steps import compile_mlp, unallocated
 from tests.support.harness import ALL_FP8
 from tests.support.models import LlamaLayer
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+pytestmark = planning
 RECIPES = pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
 
 BF16 = torch.bfloat16
@@ -56,11 +57,6 @@ def llama(recipe: str = "") -> Step:
     return (
         layer_step(backend="fp8", options={"recipe": recipe, "policy": ALL_FP8}) if recipe else layer_step()
     )
-
-
-@functools.cache
-def mlp_step() -> Step:
-    return compile_mlp(64)
 
 
 @pytest.mark.slow
@@ -109,27 +105,24 @@ def test_bytes_kept_for_backward(recipe):
 def test_scales_are_read_from_where_they_are():
     """Four tensors, four slots: each matmul of the forward reads the inverses of its own slots. (In torch
     2.11, `as_strided` without an offset becomes the first number of the scales: pytorch#175325.)"""
-    calls = [line for line in mlp_step().graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line]
+    calls = [
+        line for line in compile_mlp(64).graphs[0].code.splitlines() if "extern_kernels._scaled_mm(" in line
+    ]
     offsets = [int(offset) for line in calls for offset in re.findall(r"\(1, 1\), \(1, 1\), (\d+)\)", line)]
     assert len(calls) == 2 and len(set(offsets)) == len(offsets) == 4
     assert {offset % state_page.APART for offset in offsets} == {0}  # 16-byte aligned
     assert {offset // state_page.APART % state_page.READ for offset in offsets} == {state_page.SCALE_INV}
 
 
-@functools.cache
-def four_linears(recipe: str) -> Step:
-    """100 tokens: cuBLASLt does not support these sizes."""
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
-    compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
-    x = torch.randn(100, 512, dtype=BF16, requires_grad=True)
-    return trace(lambda: compiled(x).sum().backward())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_a_weight_is_cast_where_it_is_read(recipe):
-    """Casting all weights at the beginning would keep all FP8 copies of a model in memory at once."""
-    forward = four_linears(recipe).graphs[0]
+    """Casting all weights at the beginning would keep all FP8 copies of a model in memory at once. (cuBLASLt
+    does not support blocks with 100 tokens.)"""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(BF16)
+    compiled = torch.compile(model, backend="fp8", options={"policy": ALL_FP8, "recipe": recipe})
+    x = torch.randn(100, 512, dtype=BF16, requires_grad=True)
+    forward = trace(lambda: compiled(x).sum().backward()).graphs[0]
     lines = [
         line
         for line in forward.code.splitlines()

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile
 from fp8compile.reporting.report import Report
@@ -22,68 +21,19 @@ STEPS = 6
 WORDS, LENGTH = 512, 32
 
 
-def tokens(seed: int = 0) -> dict[str, torch.Tensor]:
-    ids = torch.randint(WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(seed))
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}
 
 
-def gpt2(attention: str, layers: int = 1) -> nn.Module:
-    sizes = dict(
-        vocab_size=WORDS, n_positions=64, n_embd=128, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0
-    )
-    off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    config = transformers.GPT2Config(**sizes, **off, use_cache=False, attn_implementation=attention)
-    return transformers.GPT2LMHeadModel(config)
+def images() -> dict[str, torch.Tensor]:
+    return {"pixel_values": noise(8, 3, 32, 32), "labels": torch.arange(8)}
 
 
-def llama(attention: str, layers: int = 1) -> nn.Module:
-    sizes = dict(
-        vocab_size=WORDS,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        max_position_embeddings=64,
-    )
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    config = transformers.LlamaConfig(**sizes, **heads, use_cache=False, attn_implementation=attention)
-    return transformers.LlamaForCausalLM(config)
-
-
-def bert(attention: str, layers: int = 1) -> nn.Module:
-    sizes = dict(
-        vocab_size=WORDS,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        max_position_embeddings=64,
-    )
-    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    config = transformers.BertConfig(**sizes, **off, num_attention_heads=4, attn_implementation=attention)
-    return transformers.BertForMaskedLM(config)
-
-
-def vit(attention: str, layers: int = 1) -> nn.Module:
-    sizes = dict(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        image_size=32,
-        patch_size=8,
-        num_labels=16,
-    )
-    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    # else the model finds and sets it in the first call
-    off |= dict(problem_type="single_label_classification")
-    config = transformers.ViTConfig(**sizes, **off, num_attention_heads=4, attn_implementation=attention)
-    return transformers.ViTForImageClassification(config)
-
-
-def linears(model: nn.Module, *skip: str) -> list[str]:
-    """The names of a model's linears (and GPT-2's Conv1D), except names that contain one of `skip`."""
+def linears(model: nn.Module, head: str) -> list[str]:
+    """The names of a model's linears (and GPT-2's Conv1D), except those of its head."""
     kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
-    return [
-        name for name, m in model.named_modules() if isinstance(m, kinds) and not any(s in name for s in skip)
-    ]
+    return [name for name, m in model.named_modules() if isinstance(m, kinds) and head not in name]
 
 
 def key(batch: int, *sizes: int) -> tuple[int, ...]:
@@ -91,48 +41,46 @@ def key(batch: int, *sizes: int) -> tuple[int, ...]:
     return batch, *sorted(sizes)
 
 
-class CountMatmuls(TorchDispatchMode):
-    """Counts mm, addmm, bmm and baddbmm of an eager step by their sizes."""
-
-    OPS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
-    OPS |= {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.default: 1}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: Counter[tuple[int, ...]] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in self.OPS:
-            a, b = args[self.OPS[func] : self.OPS[func] + 2]
-            self.sizes[key(a.shape[0] if a.dim() == 3 else 1, *a.shape[-2:], b.shape[-1])] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def counted(model: nn.Module, batch: dict[str, torch.Tensor]) -> Counter[tuple[int, ...]]:
     """{(batch, sizes in ascending order): number of matmuls} of a vanilla training step in eager mode."""
-    with CountMatmuls() as count:
+    with torch.profiler.profile(record_shapes=True) as profile:
         model(**batch).loss.backward()
     model.zero_grad(set_to_none=True)
-    return count.sizes
+    matmuls = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+    sizes = [event.input_shapes for event in profile.events() if event.name in matmuls]
+    operands = [[shape for shape in shapes if len(shape) > 1][-2:] for shapes in sizes]
+    return Counter(key(a[0] if len(a) == 3 else 1, *a[-2:], b[-1]) for a, b in operands)
 
 
 def reported(report: Report) -> Counter[tuple[int, ...]]:
     return Counter(key(r.batch, r.m, r.n, r.k) for r in report.matmuls)
 
 
+# sizes of all models, and no dropout: what a configuration does not know it ignores
+SMALL = {
+    "vocab_size": WORDS, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
+# without a type of problem, the model finds and sets it in the first call
+IMAGES = {"image_size": 32, "patch_size": 8, "num_labels": 16, "problem_type": "single_label_classification"}
+# the kind of model, its own sizes, a batch, the head
 CASES = {
-    "gpt2": (gpt2, tokens, "lm_head"),
-    "llama": (llama, tokens, "lm_head"),
-    "bert": (bert, tokens, "cls.predictions.decoder"),
-    "vit": (vit, lambda: {"pixel_values": noise(8, 3, 32, 32), "labels": torch.arange(8)}, "classifier"),
+    "gpt2": (transformers.AutoModelForCausalLM, {}, tokens, "lm_head"),
+    "llama": (transformers.AutoModelForCausalLM, WIDE, tokens, "lm_head"),
+    "bert": (transformers.AutoModelForMaskedLM, {}, tokens, "cls.predictions.decoder"),
+    "vit": (transformers.AutoModelForImageClassification, IMAGES, images, "classifier"),
 }
 
 
 def train(name: str, attention: str, layers: int = 1, *, evaluate: bool) -> None:
     """AdamW steps; then checks the loss, the report and the checkpoint."""
-    build, make_batch, head = CASES[name]
+    kind, sizes, make_batch, head = CASES[name]
     torch.manual_seed(0)
-    model, batch = build(attention, layers).train(), make_batch()
+    sizes = {**SMALL, **sizes, "num_hidden_layers": layers, "attn_implementation": attention}
+    model, batch = kind.from_config(transformers.AutoConfig.for_model(name, **sizes)).train(), make_batch()
     vanilla = copy.deepcopy(model)
     matmuls = counted(vanilla, batch)
     compiled = torch.compile(model, backend="fp8", dynamic=False)

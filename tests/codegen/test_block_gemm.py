@@ -7,7 +7,6 @@ the ATen calls.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fp8compile.codegen import block_gemm, lowerings, scaled_mm, triton_kernels
+from fp8compile.codegen import block_gemm, scaled_mm, triton_kernels
 from fp8compile.codegen.scaled_mm_kind import AFTER, BLOCKWISE, EMULATED, MX, REFERENCE, ROWWISE, TRITON, how
 from fp8compile.config.recipe import ROW, WHOLE
 from fp8compile.devices.gpu import Gpu
 from fp8compile.ir import ops
 from tests.support import hooks, interpreter
-from tests.support.interpreter import OLD_INTERPRETER, Interpreted
+from tests.support.interpreter import OLD_INTERPRETER
 from tests.support.kernel_checks import assert_close
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
 from tests.support.operands import (
@@ -112,44 +111,28 @@ def test_sizes_that_only_a_run_knows_are_no_promise() -> None:
     """A dynamic size that was a multiple of 512 during tracing may be 16 in a later call."""
     dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
     x = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(4096, 512), symbolic_context=dynamic)
-    assert (
-        how(H100, LINE, LINE, 4096, 4096, x.shape[0])
-        == how(H100, LINE, SQUARE, x.shape[0], 4096, 4096)
-        == TRITON
-    )
+    assert how(H100, LINE, LINE, 4096, 4096, x.shape[0]) == TRITON
+    assert how(H100, LINE, SQUARE, x.shape[0], 4096, 4096) == TRITON
 
 
 # -- our kernel --
 
 
+def launched(call: Any, given: Sequence[Tensor], dynamic: bool, tile: tuple[int, int]) -> GraphModule:
+    """A graph with one `ops.block_mm`, lowered to a launch that the interpreter runs on the CPU."""
+    with hooks.block_mm_by(TRITON, (*tile, 4, 1)):
+        return interpreter.launched(call, given, ops.block_mm, scaled_mm.lower_mm, dynamic)
+
+
 def run(
-    a: Tensor,
-    b: Tensor,
-    a_inv: Tensor,
-    b_inv: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    tile: tuple[int, int] = (64, 32),
+    given: Sequence[Tensor], out_dtype: torch.dtype, blocks: tuple, tile: tuple[int, int] = (64, 32)
 ) -> Tensor:
-    """The kernel's result, from the interpreter."""
-    (m, k), n = a.shape, b.shape[0]
-    out = torch.full((m, n), float("nan"), dtype=out_dtype)
-    given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "y": out}
-    given["a_inv"] = lowerings.columns_first(a_inv) if a_block[0] == 1 else a_inv
-    given["b_inv"] = lowerings.columns_first(b_inv) if b_block[0] == 1 else b_inv
-    given |= {"m": None, "n": None, "k16": None}
-    programs = -(-m // tile[0]) * -(-n // tile[1])
-    fixed = constants((m, n, k), (a_block, b_block))
-    Interpreted(triton_kernels.fp8_gemm, tile)[(programs,)](**given, **fixed)
-    return out
+    """The kernel's result. `given`: a, b, the inverses of their scales, and perhaps a bias."""
 
+    def call(*given: Tensor) -> Tensor:
+        return ops.block_mm(*(*given, None)[:5], out_dtype, False, *map(list, blocks))
 
-def constants(sizes: Sequence[int | None], blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The constants of the kernel: M, N and K, or None for an argument, and the kinds of blocks."""
-    squares = {f"{name}_SQUARE": tuple(block) == SQUARE for name, block in zip("AB", blocks, strict=True)}
-    return dict(zip("MNK", sizes, strict=True)) | squares
+    return launched(call, given, False, tile)(*given)
 
 
 @pytest.mark.cases(test=12, slow=2)
@@ -169,12 +152,11 @@ def test_kernel(blocks: tuple, sizes: tuple[int, int, int], tile: tuple[int, int
     m, n, k = sizes
     (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(n, k, blocks[1], seed=1)
     expected = ops.block_product(a, b, a_inv, b_inv, None, F32, False, *blocks)
-    got = run(a, b, a_inv, b_inv, None, F32, *blocks, tile=tile)
+    got = run((a, b, a_inv, b_inv), F32, blocks, tile)
     assert_close(expected, got, magnitudes(a, b, a_inv, b_inv, *blocks), "a product")
     # a wrong scale would show: the product of no block is negligible
-    assert not torch.allclose(
-        expected, ops.block_product(a, b, a_inv.flip(0) * 2, b_inv, None, F32, False, *blocks)
-    )
+    wrong = ops.block_product(a, b, a_inv.flip(0) * 2, b_inv, None, F32, False, *blocks)
+    assert not torch.allclose(expected, wrong)
 
 
 @pytest.mark.parametrize(
@@ -189,21 +171,15 @@ def test_kernel_with_bias_and_other_dtypes(fp8: torch.dtype, out: torch.dtype, b
     added = torch.randn(48, generator=torch.Generator().manual_seed(2)).mul(100).to(bias)
     expected = ops.block_product(a, b, a_inv, b_inv, added, out, False, LINE, SQUARE)
     assert expected.isfinite().all()
-    got = run(a, b, a_inv, b_inv, added, out, LINE, SQUARE)
+    got = run((a, b, a_inv, b_inv, added), out, (LINE, SQUARE))
     assert_close(expected, got, magnitudes(a, b, a_inv, b_inv, LINE, SQUARE), "a product")
 
 
 def test_kernel_keeps_nan_and_its_place() -> None:
     (a, a_inv), (b, b_inv) = operand(40, 144, LINE), operand(48, 144, LINE, seed=1)
     a.view(torch.uint8)[7, 130] = 0x7F  # NaN
-    got = run(a, b, a_inv, b_inv, None, F32, LINE, LINE)
+    got = run((a, b, a_inv, b_inv), F32, (LINE, LINE))
     assert got[7].isnan().all() and got.isnan().sum() == 48
-
-
-def launched(call: Any, given: Sequence[Tensor], dynamic: bool) -> GraphModule:
-    """A graph with one `ops.block_mm`, lowered to a launch that the interpreter runs on the CPU."""
-    with hooks.block_mm_by(TRITON):
-        return interpreter.launched(call, given, ops.block_mm, scaled_mm.lower_mm, dynamic)
 
 
 @pytest.mark.cases(test=4, slow=2)
@@ -215,17 +191,14 @@ def test_launch(blocks: tuple, dynamic: bool) -> None:
         pytest.skip("Triton's interpreter takes no argument as the end of a range before 3.7")
 
     def call(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor) -> Tensor:
-        return (
-            ops.block_mm(a, b, a_inv, b_inv.t(), bias[:, 0], BF16, False, list(blocks[0]), list(blocks[1]))
-            * 2
-        )
+        return 2 * ops.block_mm(a, b, a_inv, b_inv.t(), bias[:, 0], BF16, False, *map(list, blocks))
 
     def inputs(m: int, k: int) -> tuple[Tensor, ...]:
         (a, a_inv), (b, b_inv) = operand(m, k, blocks[0]), operand(144, k, blocks[1], seed=1)
         return a, b, a_inv, b_inv.t().contiguous(), torch.randn(144, 3)
 
     first = (33, 272) if dynamic or PAIRS.index(blocks) % 2 else (40, 48)
-    graph = launched(call, inputs(*first), dynamic)
+    graph = launched(call, inputs(*first), dynamic, (64, 32))
     for m, k in (first, (70, 400), (17, 16)) if dynamic else (first,):
         given = inputs(m, k)
         a, b, a_inv, b_inv, _ = given
@@ -244,22 +217,17 @@ def gpu(target: str) -> Gpu:
     return Gpu(major=int(target[3:-1]), minor=int(target[-1]))
 
 
-@functools.cache
-def compiled(target: str, tile: tuple, sizes: tuple, blocks: tuple) -> Any:
-    """With a bias and a bf16 result, compiled as by Inductor: pointers are declared multiples of 16."""
-    dtype = FNUZ if target == "gfx942" else E4M3
-    fp8 = "*fp8e4b8" if dtype == FNUZ else "*fp8e4nv"
-    types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "bias": "*bf16", "y": "*bf16"}
+def compiled(
+    function: Any, target: str, tile: tuple, sizes: dict[str, int | None], more: str, fixed: dict[str, Any]
+) -> Any:
+    """A matmul with a bf16 result, compiled as by Inductor: pointers are declared multiples of 16. `sizes`:
+    of an argument each; None: that only a run knows. `more`: another argument, with its type."""
+    fp8 = "*fp8e4b8" if target == "gfx942" else "*fp8e4nv"
+    types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "y": "*bf16"}
+    types |= dict([more.split()]) | {name: "i32" for name, size in sizes.items() if size is None}
     rows, columns, warps, stages = tile
-    fixed = constants(sizes, blocks) | {"BLOCK_R": rows, "BLOCK_C": columns}
-    for name, size in zip(("m", "n", "k16"), sizes, strict=True):
-        if size is None:
-            types[name] = "i32"
-        else:
-            fixed[name] = None
-    return compile_function(
-        triton_kernels.fp8_gemm, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages
-    )
+    fixed = {**fixed, "BLOCK_R": rows, "BLOCK_C": columns, **dict.fromkeys(sizes.keys() - types.keys())}
+    return compile_function(function, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages)
 
 
 CASES = [
@@ -293,5 +261,9 @@ def test_machine_code(target: str, cases: list[tuple]) -> None:
     """At the default tile; for sm_90 at each one."""
     for sizes, blocks in cases:
         tiles = block_gemm.configurations(gpu(target), SHARED[target], blocks[1])
+        fixed = {"A_SQUARE": blocks[0] == SQUARE, "B_SQUARE": blocks[1] == SQUARE}
+        fixed |= dict(zip("MNK", sizes, strict=True))
+        arguments = dict(zip(("m", "n", "k16"), sizes, strict=True))
         for tile in tiles if target == "sm_90" and len(cases) > 1 else tiles[:1]:
-            assert_machine_code(compiled(target, tile, sizes, blocks), target, (sizes, blocks, tile))
+            made = compiled(triton_kernels.fp8_gemm, target, tile, arguments, "bias *bf16", fixed)
+            assert_machine_code(made, target, (sizes, blocks, tile))

@@ -74,20 +74,15 @@ def _cases() -> Iterator[Case]:
         yield Case(name, op := _op(name), lambda x, y, mask, whole, op=op: op(x, y))
     for name, number in itertools.product(SCALAR, NUMBERS):
         yield Case(f"{name} {number}", op := _op(name), lambda x, y, mask, whole, op=op, n=number: op(x, n))
-    for name in MASKS:
-        yield Case(
-            f"{name} of masks", op := _op(name), lambda x, y, mask, whole, op=op: op(mask, op(y > 0, mask))
-        )
-    for name in ("add", "sub"):
-        yield Case(
-            f"{name} alpha", op := _op(f"{name}.Tensor"), lambda x, y, mask, whole, op=op: op(x, y, alpha=2)
-        )
+    for op in map(_op, MASKS):
+        yield Case(f"{op} of masks", op, lambda x, y, mask, whole, op=op: op(mask, op(y > 0, mask)))
+    for op in (aten.add.Tensor, aten.sub.Tensor):
+        yield Case(f"{op} alpha", op, lambda x, y, mask, whole, op=op: op(x, y, alpha=2))
     for n in POWERS:
         yield Case(f"pow {n}", n, lambda x, y, mask, whole, n=n: aten.pow.Tensor_Scalar(x, n))
     yield Case("where", aten.where.self, lambda x, y, mask, whole: aten.where.self(mask, x, y))
-    yield Case(
-        "not of a mask", aten.logical_not.default, lambda x, y, mask, whole: aten.logical_not.default(mask)
-    )
+    opposite = aten.logical_not.default
+    yield Case("not of a mask", opposite, lambda x, y, mask, whole: opposite(mask))
     yield Case("mul by a mask", aten.mul.Tensor, lambda x, y, mask, whole: aten.mul.Tensor(x, mask))
     convert, copy = prims.convert_element_type.default, aten._to_copy.default
     for dtype in [*FLOATS, torch.bool]:

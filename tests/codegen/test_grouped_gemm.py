@@ -30,10 +30,10 @@ from fp8compile.codegen.scaled_mm_kind import (
 )
 from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.ir import grouped
-from tests.codegen.test_block_gemm import assert_machine_code, gpu
+from tests.codegen.test_block_gemm import assert_machine_code, compiled, gpu
 from tests.support import hooks, interpreter
 from tests.support.interpreter import OLD_INTERPRETER
-from tests.support.machine_code import SHARED, TARGETS, compile_function
+from tests.support.machine_code import SHARED, TARGETS
 from tests.support.operands import B200, BF16, E4M3, F32, FNUZ, H100, MI300X, RTX4090, RTX5090, ends
 
 SIZES = [0, 70, 0, 129, 1, 16, 15, 17, 0]
@@ -87,13 +87,8 @@ def operands(
         a.view(torch.uint8)[-beyond:] = 0x80 if dtype == FNUZ else 0x7F
     blocks = -(-k // max(1, a_block.columns))
     a_inv = inverses([1] if a_block == WHOLE else [m, 1] if a_block == ROW else [m, blocks], g)
-    wide = {
-        WHOLE: [1],
-        ROW: [count, n, 1],
-        SQUARE: [count, -(-n // 128), blocks],
-        MX_BLOCK: [count, n, blocks],
-    }
-    wide[MX_TILE] = [count, n // 32, blocks]
+    wide = {WHOLE: [1], ROW: [count, n, 1], SQUARE: [count, -(-n // 128), blocks]}
+    wide |= {MX_BLOCK: [count, n, blocks], MX_TILE: [count, n // 32, blocks]}
     b_inv = inverses([count, 1, 1] if matrices else wide[b_block], g)
     return a, b, a_inv, b_inv, ends(sizes), F32, False, list(a_block), list(b_block)
 
@@ -116,16 +111,12 @@ def columns(
     copies = [numbers([rows, length], dtype, g) for rows in (r, c)]
     for copy in copies:
         copy.view(torch.uint8)[:, sum(padded) :] = 0x80 if dtype == FNUZ else 0x7F
-        for size, start, room in zip(
-            sizes, [0, *torch.tensor(padded).cumsum(0).tolist()], padded, strict=False
-        ):
-            copy.view(torch.uint8)[:, start + size : start + room] = 0
+        for size, end, room in zip(sizes, ends(padded).tolist(), padded, strict=True):
+            copy.view(torch.uint8)[:, end - room + size : end] = 0
     made = []
     for rows, block in ((r, a_block), (c, b_block)):
-        shape = (
-            [1] if block == WHOLE else [len(sizes), rows] if block == ROW else [rows, length // block.columns]
-        )
-        made.append(inverses(shape, g))
+        shapes = {WHOLE: [1], ROW: [len(sizes), rows]}
+        made.append(inverses(shapes.get(block) or [rows, length // block.columns], g))
     return *copies, *made, ends(padded), F32, False, list(a_block), list(b_block)
 
 
@@ -220,21 +211,15 @@ def test_dtypes_and_fast_accumulation(out: torch.dtype, fast: bool) -> None:
     assert_kernel((*given, out, fast, a_block, b_block))
 
 
+DYNAMIC = [(operands, pair) for pair in ((WHOLE, WHOLE), (ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK))]
+DYNAMIC += [(columns, (ROW, ROW)), (columns, (LINE, LINE))]
+
+
 @pytest.mark.cases(test=1, slow=2)
 @pytest.mark.skipif(
     OLD_INTERPRETER, reason="Triton's interpreter takes no argument as the end of a range before 3.7"
 )
-@pytest.mark.parametrize(
-    ("make", "blocks"),
-    [
-        *(
-            (operands, blocks)
-            for blocks in ((WHOLE, WHOLE), (ROW, ROW), (LINE, SQUARE), (MX_BLOCK, MX_BLOCK))
-        ),
-        *((columns, blocks) for blocks in ((ROW, ROW), (LINE, LINE))),
-    ],
-    ids=lambda x: getattr(x, "__name__", str(x)),
-)
+@pytest.mark.parametrize(("make", "blocks"), DYNAMIC, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_numbers_of_tokens_that_only_a_run_knows(make: Any, blocks: tuple) -> None:
     """Traced for one number of tokens, and run with others."""
     first = make(SIZES, 48, 128, *blocks)
@@ -279,10 +264,9 @@ def test_scales_for_atens_matmul_are_spread_over_rows_and_columns() -> None:
     (output,) = graph.graph.find_nodes(op="output")
     output.args = (scales,)
     graph.recompile()
-    for got, shape, inverse in zip(
-        graph(*tensors), ((sum(SIZES),), (len(SIZES), 48)), tensors[2:4], strict=True
-    ):
-        assert torch.equal(got, inverse.expand(shape))
+    of_a, of_b = graph(*tensors)
+    assert torch.equal(of_a, tensors[2].expand(sum(SIZES)))
+    assert torch.equal(of_b, tensors[3].expand(len(SIZES), 48))
 
 
 # -- the padded order --
@@ -296,19 +280,12 @@ def test_scales_for_atens_matmul_are_spread_over_rows_and_columns() -> None:
 def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
     offs, m = ends(sizes), sum(sizes) + beyond
     expected = grouped.order_of_groups(offs, m, align)
-    made = interpreter.launched(
-        lambda offs: grouped.group_order(offs, m, align),
-        (offs,),
-        grouped.group_order,
-        scaled_grouped.lower_order,
-        False,
-    )
+    call = lambda offs: grouped.group_order(offs, m, align)  # noqa: E731
+    made = interpreter.launched(call, (offs,), grouped.group_order, scaled_grouped.lower_order, False)
     for one, other in zip(expected, made(offs), strict=True):
         assert torch.equal(one, other)
     rows, last, groups = expected
-    assert sorted([x for x in rows.tolist() if x >= 0] + [-2 - x for x in rows.tolist() if x < -1]) == list(
-        range(m)
-    )
+    assert sorted(x if x >= 0 else -2 - x for x in rows.tolist() if x != -1) == list(range(m))
     assert all(x % align == 0 for x in last.tolist()) and len(groups) * align == len(rows)
     # a wgrad of each group has what to contract
     assert (last.diff(prepend=torch.zeros(1, dtype=torch.int32)) >= align).all()
@@ -317,33 +294,15 @@ def test_the_order_of_groups(sizes: list[int], beyond: int, align: int) -> None:
 # -- machine code --
 
 
-@functools.cache
-def compiled(target: str, tile: tuple, of_rows: bool, m: int | None, kinds: tuple) -> Any:
-    """The kernel with a bf16 result for a Qwen3-30B-A3B layer, compiled as by Inductor: pointers are
-    multiples of 16."""
-    fp8 = "*fp8e4b8" if target == "gfx942" else "*fp8e4nv"
-    types = {"a": fp8, "b": fp8, "a_inv": "*fp32", "b_inv": "*fp32", "offs": "*i32", "y": "*bf16"}
-    rows, wide, warps, stages = tile
+def compiled_for(target: str, tile: tuple, of_rows: bool, tokens: int | None, kinds: tuple) -> Any:
+    """The kernel for a Qwen3-30B-A3B layer."""
     codes = {WHOLE: 0, ROW: 2, LINE: 3, SQUARE: 4, MX_BLOCK: 5, MX_TILE: 7}
-    fixed: dict[str, Any] = {
-        "N": 1536,
-        "E": 128,
-        "LANES": 128,
-        "OF_ROWS": of_rows,
-        "B_MATRIX": 1536 * 2048 if of_rows else 0,
-    }
-    fixed |= {"B_ROW": 2048 if of_rows else 0, "B_COLUMN": 1}
+    m, k = (tokens, 2048) if of_rows else (2048, tokens)
+    stack = {"B_MATRIX": 1536 * 2048, "B_ROW": 2048} if of_rows else {"B_MATRIX": 0, "B_ROW": 0}
+    fixed = {"M": m, "N": 1536, "K": k, "E": 128, "LANES": 128, "OF_ROWS": of_rows, **stack, "B_COLUMN": 1}
     fixed |= {"A_KIND": codes[kinds[0]], "B_KIND": codes[kinds[1]], "FAST": kinds[0] == WHOLE}
     fixed |= {"NATIVE_MX": target in ("sm_100", "sm_120"), "EVEN": of_rows or kinds[0] == LINE}
-    fixed |= {"M": m if of_rows else 2048, "K": 2048 if of_rows else m, "BLOCK_R": rows, "BLOCK_C": wide}
-    for name, size in (("m", fixed["M"]), ("k16", fixed["K"])):
-        if size is None:
-            types[name] = "i32"
-        else:
-            fixed[name] = None
-    return compile_function(
-        triton_grouped.fp8_grouped, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages
-    )
+    return compiled(triton_grouped.fp8_grouped, target, tile, {"m": m, "k16": k}, "offs *i32", fixed)
 
 
 CASES = [
@@ -366,5 +325,5 @@ def test_machine_code(target: str) -> None:
     for of_rows, m, kinds in CASES if target == "sm_90" else [CASES[i] for i in (0, 2, 4, 6, 8)]:
         tiles = grouped_gemm.configurations(gpu(target), SHARED[target], kinds[1])
         for tile in tiles if target == "sm_90" else tiles[:1]:
-            made = compiled(target, tile, of_rows, m, kinds)
+            made = compiled_for(target, tile, of_rows, m, kinds)
             assert_machine_code(made, target, (of_rows, kinds, tile), mx=kinds[0] == MX_BLOCK)

@@ -42,9 +42,8 @@ def copies(x: Tensor, offs: Tensor, scale: Tensor, recipe: str) -> tuple[Tensor,
         turned = ops.quantize(x, grouped.of_groups(column, groups), *E4M3, True, [1, 16], rows)
         return plain, turned, ops.inverse(own), ops.inverse(column)
     block = [1, ALIGN[recipe]]
-    made = [
-        ops.current_scale(ops.amax_blocks(x, turned, block, rows), 448.0, 0, True) for turned in (False, True)
-    ]
+    amaxes = [ops.amax_blocks(x, turned, block, rows) for turned in (False, True)]
+    made = [ops.current_scale(amax, 448.0, 0, True) for amax in amaxes]
     return *ops.quantize_both(x, made[0], *E4M3, made[1], block, rows), *map(ops.inverse, made)
 
 
@@ -62,9 +61,8 @@ def kernel(recipe: str, producer: str, config: tuple[int, int, int] | None = Non
 
 
 def inputs(sizes: list[int], seed: int = 0) -> tuple[Tensor, ...]:
-    x, gate = (
-        Source(ROWS, COLUMNS, torch.bfloat16, "extreme" if seed % 2 else "normal").full() for _ in range(2)
-    )
+    data = "extreme" if seed % 2 else "normal"
+    x, gate = (Source(ROWS, COLUMNS, torch.bfloat16, data).full() for _ in range(2))
     token = torch.randint(ROWS, (ROWS,), generator=torch.Generator().manual_seed(seed))
     return x, gate, token, ends(sizes), torch.tensor([3.0])
 

@@ -65,12 +65,8 @@ def compile_for(kernel: Generated, target: str) -> Any:
 
 
 def assert_no_spills(kernels: Iterable[tuple[Generated, Any]]) -> None:
-    took = [(kernel, resources(made)) for kernel, made in kernels]
-    spilled = [
-        f"{kernel.model}: {kernel.name} at {kernel.configs[0]}: {found}"
-        for kernel, found in took
-        if found.spills
-    ]
+    took = {f"{x.model}: {x.name} at {x.configs[0]}": resources(made) for x, made in kernels}
+    spilled = [f"{kernel}: {found}" for kernel, found in took.items() if found.spills]
     assert not spilled, f"{len(spilled)} of {len(took)} kernels spill:\n" + "\n".join(spilled)
 
 
@@ -85,21 +81,6 @@ def test_every_kernel_compiles_to_machine_code(target):
             rows, columns, _ = kernel.configs[0]
             # the transposition goes through shared memory; whole rows have a kernel of its own for it
             assert rows < 16 or resources(made).shared >= rows * columns // 4, kernel.name
-
-
-@pytest.mark.parametrize(  # for sm_89 and sm_90, kernels are compiled in other tests, too
-    "target",
-    ["sm_89", "sm_90", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("sm_100", "sm_120"))],
-)
-def test_conversions_saturate(target):
-    """Casts rely on it: on NVIDIA a kernel does not compare with the largest value."""
-    texts = [(kernel.source, made.asm["ptx"]) for kernel, made in compiled(target)]
-    for triton_name, name in (("tl.float8e4nv", "e4m3x2"), ("tl.float8e5", "e5m2x2")):
-        casts = [ptx for source, ptx in texts if f".to({triton_name}" in source]
-        assert len(casts) >= 5
-        for ptx in casts:
-            converted = re.findall(rf"cvt\.\S*{name}\S*", ptx)
-            assert converted and set(converted) == {f"cvt.rn.satfinite.{name}.f32"}
 
 
 def test_nothing_spills_at_the_default_tile():
@@ -166,10 +147,9 @@ def test_fnuz_sources_are_those_of_a_gpu_that_wants_them():
         expected = [kernel.source.replace(kernel.name, "kernel") for kernel in traced("ffn", "delayed")]
     made = [with_fnuz(kernel) for kernel in _traced("ffn", "delayed", amd=True)]
     assert [kernel.source.replace(kernel.name, "kernel") for kernel in made] == expected
-    assert any("tl.float8e4b8" in source for source in expected) and any(
-        "tl.float8e5b16" in source for source in expected
-    )
-    assert not any("e4nv" in source or "float8e5)" in source or "448.0" in source for source in expected)
+    every = "".join(expected)
+    assert "tl.float8e4b8" in every and "tl.float8e5b16" in every
+    assert not any(text in every for text in ("e4nv", "float8e5)", "448.0"))
 
 
 def stores(ptx: str) -> list[int]:

@@ -372,25 +372,11 @@ class Case:
         def numbers() -> tuple[int, int, int]:
             return draw.randrange(64), draw.randrange(64), draw.randrange(64)
 
-        if scaled:
-            code = [
-                (draw.choice(MAKING), *numbers()),
-                (draw.choice(MAKING), *numbers()),
-                ("blocks", *numbers()),
-            ]
-        else:
-            code = [(draw.choice(INSTRUCTIONS), *numbers()) for _ in range(draw.randint(1, 8))]
+        choices = [MAKING, MAKING, ["blocks"]] if scaled else [INSTRUCTIONS] * draw.randint(1, 8)
+        code = tuple((draw.choice(names), *numbers()) for names in choices)
         block = draw.randint(0, 2 * len(BLOCKS) if scaled else len(BLOCKS))
-        sides = draw.choice(PAIRS), draw.choice(PAIRS)
-        return cls(
-            *sides,
-            draw.randrange(3),
-            draw.randrange(16),
-            draw.randrange(2**20),
-            tuple(code),
-            numbers(),
-            block,
-        )
+        sides, kind = (draw.choice(PAIRS), draw.choice(PAIRS)), (draw.randrange(3), draw.randrange(16))
+        return cls(*sides, *kind, draw.randrange(2**20), code, numbers(), block)
 
     @property
     def wide(self) -> bool:
@@ -512,19 +498,6 @@ def count(made: list[Interpreted], seen: Counter) -> None:
         seen.update(name for name, text in FEATURES.items() if text in kernel.source)
 
 
-def explore(numbers: range, scaled: bool = False) -> Counter:
-    """Checks the cases with these numbers; counts the features of their kernels."""
-    seen: Counter = Counter()
-    for number in numbers:
-        case = Case.of(number, scaled)
-        try:
-            check(case, seen)
-        except Exception as error:
-            raise AssertionError(shortest(case, error)) from error
-    assert seen["fused"] > 0.9 * seen["cases"] == 0.9 * len(numbers), seen
-    return seen
-
-
 def shortest(case: Case, error: Exception) -> str:
     """The shortest program that fails, by leaving out one instruction after the other, and its error."""
     for i in range(len(case.code)):
@@ -536,28 +509,33 @@ def shortest(case: Case, error: Exception) -> str:
     return f"{case}\n{type(error).__name__}: {error}"
 
 
+SLOW, WEEKLY = pytest.mark.slow, pytest.mark.weekly
+
+
 @pytest.mark.parametrize(
-    "numbers",
+    ("numbers", "scaled"),
     [
-        range(25),
-        pytest.param(range(25, 100), marks=pytest.mark.slow),
-        pytest.param(range(100, CASES), marks=pytest.mark.weekly),
+        (range(25), False),
+        pytest.param(range(25, 100), False, marks=SLOW),
+        pytest.param(range(20), True, marks=SLOW),
+        pytest.param(range(100, CASES), False, marks=WEEKLY),
+        pytest.param(range(20, CASES // 4), True, marks=WEEKLY),
     ],
     ids=str,
 )
-def test_fused_and_unfused_agree(numbers: range) -> None:
-    seen = explore(numbers)
-    assert seen["several casts"] > 0.1 * seen["kernels"], seen
-    missing = set(FEATURES) - {"amaxes of columns", "strips"} - set(seen)
-    assert not missing, (missing, seen)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "numbers", [range(20), pytest.param(range(20, CASES // 4), marks=pytest.mark.weekly)], ids=str
-)
-def test_scales_of_rows_and_blocks_agree(numbers: range) -> None:
-    """Casts follow chains and norms; in half of the cases blocks are as large as in training."""
-    seen = explore(numbers, scaled=True)
-    missing = set(FEATURES) - {"value outputs", "row outputs", "column sums", "amaxes"} - set(seen)
+def test_fused_and_unfused_agree(numbers: range, scaled: bool) -> None:
+    """The cases with these numbers, and the features of their kernels."""
+    seen: Counter = Counter()
+    for number in numbers:
+        case = Case.of(number, scaled)
+        try:
+            check(case, seen)
+        except Exception as error:
+            raise AssertionError(shortest(case, error)) from error
+    assert seen["fused"] > 0.9 * seen["cases"] and seen["several casts"] > 0.1 * seen["kernels"], seen
+    plain, of_blocks = (
+        {"value outputs", "row outputs", "column sums", "amaxes"},
+        {"amaxes of columns", "strips"},
+    )
+    missing = FEATURES.keys() - (plain if scaled else of_blocks) - seen.keys()
     assert not missing, (missing, seen)

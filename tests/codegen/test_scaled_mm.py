@@ -6,6 +6,7 @@ The matmuls are traced with fake CUDA tensors, so ATen checks their layouts.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -85,6 +86,13 @@ def test_emulation_is_exact(k: int) -> None:
     assert torch.equal(x @ y.t(), ops.block_product(a, b, a_inv, b_inv, None, F32, False, MX_BLOCK, MX_BLOCK))
 
 
+def product(blocks: tuple[Any, Any], out_dtype: torch.dtype) -> Callable[..., Tensor]:
+    def call(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, *bias: Tensor) -> Tensor:
+        return ops.block_mm(a, b, a_inv, b_inv, *(*bias, None)[:1], out_dtype, False, *map(list, blocks))
+
+    return call
+
+
 def graph_of(
     sizes: tuple[int, int, int],
     blocks: tuple[Any, Any],
@@ -103,11 +111,7 @@ def graph_of(
         with mode:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
-    def call(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, *more: Tensor) -> Tensor:
-        return ops.block_mm(
-            a, b, a_inv, b_inv, more[0] if more else None, out_dtype, False, list(blocks[0]), list(blocks[1])
-        )
-
+    call = product(blocks, out_dtype)
     with mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None, create=True):
         traced = make_fx(call)(*map(moved, given))
         (node,) = traced.graph.find_nodes(op="call_function", target=ops.block_mm)
@@ -134,9 +138,8 @@ def test_other_threads_may_call_compiled_functions_meanwhile() -> None:
         return t.cos()
 
     graph = make_fx(torch.exp, tracing_mode="fake")(x).graph
-    Inliner()(
-        next(iter(graph.find_nodes(op="output"))), function, next(iter(graph.find_nodes(op="placeholder")))
-    )
+    (given,), (output,) = (graph.find_nodes(op=op) for op in ("placeholder", "output"))
+    Inliner()(output, function, given)
     assert torch.equal(found[0], x.sin())
 
 
@@ -152,11 +155,10 @@ def layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def test_the_scale_of_one_row_is_found_in_its_vector() -> None:
     """`as_strided` counts from the storage's beginning, so a view of one of many scales is copied."""
     inverses = torch.tensor([8.0, 0.5, 2.0])
+    zeros = torch.zeros(1, 32)
+    given = scaled_mm.ScaledProduct(zeros, zeros, inverses[1:2], inverses[2:3], None, BF16, False)
     with hooks.scales_of_products() as scales:
-        zeros = torch.zeros(1, 32)
-        scaled_mm.rowwise(
-            scaled_mm.ScaledProduct(zeros, zeros, inverses[1:2], inverses[2:3], None, BF16, False)
-        )
+        scaled_mm.rowwise(given)
     assert [x.item() for x in scales] == [0.5, 2.0]
 
 
@@ -213,35 +215,29 @@ def test_a_bias_of_another_dtype_is_added_after() -> None:
 def test_emulated_graph(bias: torch.dtype | None, out: torch.dtype, overload: str) -> None:
     graph = graph_of((40, 64, 48), (MX_BLOCK, MX_BLOCK), bias, out, H100).graph
     (mm,) = graph.find_nodes(op="call_function", target=getattr(torch.ops.aten.mm, overload))
-    assert {x.meta["val"].dtype for x in mm.args[:2]} == {BF16} and mm.meta["val"].dtype == (
-        F32 if bias else BF16
-    )
+    assert {x.meta["val"].dtype for x in mm.args[:2]} == {BF16}
+    assert mm.meta["val"].dtype == (F32 if bias else BF16)
 
 
-FORMS = {
-    "swizzled": lambda inverse: lowerings.swizzled(inverse, inverse.shape[0], 1),
-    "swizzled tiles": lambda inverse: lowerings.swizzled(inverse, 32 * inverse.shape[0], 32),
-    "columns first": lowerings.columns_first,
-    "rows first": lowerings.rows_first,
-}
+def swizzled(inverse: Tensor) -> Tensor:
+    return lowerings.swizzled(inverse, inverse.shape[0], 1)
 
 
-@pytest.mark.parametrize(
-    ("form", "flipped"),
-    [
-        ("swizzled", True),
-        ("swizzled tiles", False),
-        ("swizzled tiles", True),
-        ("columns first", True),
-        ("rows first", False),
-    ],
-)
-def test_scales_of_sizes_that_are_symbols(form: str, flipped: bool) -> None:
+def tiles(inverse: Tensor) -> Tensor:
+    return lowerings.swizzled(inverse, 32 * inverse.shape[0], 32)
+
+
+FORMS = [(swizzled, True), (tiles, False), (tiles, True)]
+FORMS += [(lowerings.columns_first, True), (lowerings.rows_first, False)]
+
+
+@pytest.mark.parametrize(("form", "flipped"), FORMS)
+def test_scales_of_sizes_that_are_symbols(form: Callable[[Tensor], Tensor], flipped: bool) -> None:
     """Traced with a K of one block, a graph is right for any number of blocks: it is not specialised."""
 
     def call(x: Tensor) -> Tensor:
         amax = ops.amax_blocks(x, False, list(LINE))
-        return FORMS[form](amax.t() if flipped else amax)
+        return form(amax.t() if flipped else amax)
 
     graph = make_fx(call, tracing_mode="symbolic")(torch.ones(40, 48))
     for shape in ((40, 48), (33, 272), (130, 1040)):
@@ -275,18 +271,13 @@ def test_on_a_device(
     given[1::2] = [x.clamp(max=0.25) for x in given[1::2]]  # fp16 ends at 65504
     given += [torch.randn(n, dtype=bias, device="cuda")] if bias is not None else []
 
-    def call(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, *more: Tensor) -> Tensor:
-        return ops.block_mm(
-            a, b, a_inv, b_inv, more[0] if more else None, out_dtype, False, list(pair[0]), list(pair[1])
-        )
-
+    call = product(pair, out_dtype)
     expected = call(*given)
     assert expected.isfinite().all()
     absolute = [x.to(F32).abs().to(dtype) for x in given[:4:2]]
     terms = ops.block_product(absolute[0], absolute[1], given[1], given[3], None, F32, False, *pair)
-    first = scaled_mm_kind.how(
-        gpu_of(torch.device("cuda", 0)), *pair, m, n, k, F32 if bias == F32 else out_dtype
-    )
+    gpu, made = gpu_of(torch.device("cuda", 0)), F32 if bias == F32 else out_dtype
+    first = scaled_mm_kind.how(gpu, *pair, m, n, k, made)
     for way in dict.fromkeys((first, *OTHER_WAYS[pair[0]])):
         graph = make_fx(call, tracing_mode="fake")(*given)
         (node,) = graph.graph.find_nodes(op="call_function", target=ops.block_mm)
@@ -296,6 +287,5 @@ def test_on_a_device(
         graph.recompile()
         got = graph(*given)
         error = (got.to(F32) - expected.to(F32)).abs()
-        assert (error <= 2.0**-10 * terms + 2 * torch.finfo(out_dtype).eps * expected.to(F32).abs()).all(), (
-            way
-        )
+        allowed = 2.0**-10 * terms + 2 * torch.finfo(out_dtype).eps * expected.to(F32).abs()
+        assert (error <= allowed).all(), way

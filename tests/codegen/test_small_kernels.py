@@ -49,14 +49,11 @@ def test_raised_amaxes(tensors, count, known):
         rows[2][count // 2], rows[2][-1] = math.inf, -torch.tensor(math.nan)
     vector = torch.zeros(launch.APART * tensors, dtype=torch.int32)
     (config,) = launch.RAISED
-    given = {f"rows{i}": rows[i] if i < tensors else None for i in range(launch.Launcher.MOST_RAISED)}
-    places = {
-        f"amax{i}": vector[4 * i :] if i < tensors else None for i in range(launch.Launcher.MOST_RAISED)
-    }
-    kernel = Interpreted(triton_kernels.fp8_raise, config)
-    kernel[programs(count, config[0])](
-        **given, **places, n=None if known else count, COUNT=count if known else None
-    )
+    numbers = range(launch.Launcher.MOST_RAISED)
+    given = {f"rows{i}": rows[i] if i < tensors else None for i in numbers}
+    given |= {f"amax{i}": vector[4 * i :] if i < tensors else None for i in numbers}
+    given |= {"n": None, "COUNT": count} if known else {"n": count, "COUNT": None}
+    Interpreted(triton_kernels.fp8_raise, config)[programs(count, config[0])](**given)
     expected = torch.stack([x.amax() for x in rows])
     found = vector.view(torch.float32)[:: launch.APART]
     assert torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))

@@ -4,13 +4,12 @@ training shows."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import hashlib
 import io
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -41,7 +41,7 @@ import fp8compile
 from fp8compile.distributed import compress_gradients, fp8_all_gather
 from tests.equivalence.protocols import Run
 from tests.support import hooks
-from tests.support.harness import grads_of, load_scaling, scaling_tensors
+from tests.support.harness import grads_of, scaling_tensors
 from tests.support.models import Gated, ResidualMlp
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -102,7 +102,8 @@ def build(model: str) -> nn.Module:
 @dataclass(frozen=True)
 class Way:
     """`kind`: "one" device; "replica", whose gradients are averaged; "ddp", "fsdp", "fsdp1", "tp", "fsdp x
-    tp", "sequence" (tensor and sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are
+    tp", "context" (each rank has a part of the tokens, and gradients are added up), "sequence" (tensor and
+    sequence parallel) or "simple fsdp". `compiled`: the blocks "before" they are
     sharded, "after" it, or "wrapped"; the root "whole" or "around"; or "not". `mesh`: FSDP's; of two
     dimensions, it shards over the second one."""
 
@@ -119,7 +120,6 @@ class Way:
     dim: int = 0  # along which "simple fsdp" shards
     adam: dict[str, Any] | None = None
     same: bool = False  # batches on all ranks
-    how: dict[str, Any] = field(default_factory=dict)  # more arguments of `compile`
 
 
 class Gathered(nn.Module):
@@ -166,7 +166,7 @@ def whole(x: Any) -> Tensor:
 
 def sharded(model: Any, way: Way, mesh: Any) -> Callable[..., Tensor]:
     """What a trainer does to a model: checkpointing, compiling and sharding, in this order."""
-    how = {"backend": "fp8", "options": way.options, **way.how}
+    how: dict[str, Any] = {"backend": "fp8", "options": way.options}
     dp = None if mesh is None else mesh["dp"] if "tp" in mesh.mesh_dim_names else mesh
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shards: dict[str, Any] = {} if dp is None else {"mesh": dp}
@@ -180,7 +180,7 @@ def sharded(model: Any, way: Way, mesh: Any) -> Callable[..., Tensor]:
         if way.checkpoint == "outside":
             block = model.blocks[i] = checkpoint_wrapper(block)
         if way.compiled == "before":
-            inner.compile(**{"fullgraph": way.checkpoint != "inside", **how})
+            inner.compile(fullgraph=way.checkpoint != "inside", **how)
         if way.kind == "fsdp1":
             block = model.blocks[i] = flat(block, way, dp)
         elif way.kind != "replica":
@@ -204,21 +204,16 @@ def sharded(model: Any, way: Way, mesh: Any) -> Callable[..., Tensor]:
 
 def flat(module: nn.Module, way: Way, mesh: Any) -> nn.Module:
     """A module in FSDP1."""
-    strategies = ShardingStrategy
-    strategy = strategies.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else strategies.FULL_SHARD
-    strategy = strategies.SHARD_GRAD_OP if way.reshard is False else strategy
-    policy = (
-        MixedPrecision(param_dtype=way.dtype, reduce_dtype=torch.float32)
-        if way.dtype != torch.float32
-        else None
+    strategy = "HYBRID_SHARD" if mesh is not None and mesh.ndim == 2 else "FULL_SHARD"
+    policy = MixedPrecision(param_dtype=way.dtype, reduce_dtype=torch.float32)
+    return FullyShardedDataParallel(
+        module,
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy["SHARD_GRAD_OP" if way.reshard is False else strategy],
+        device_mesh=mesh,
+        mixed_precision=None if way.dtype == torch.float32 else policy,
+        use_orig_params=True,
     )
-    more = {
-        "sharding_strategy": strategy,
-        "device_mesh": mesh,
-        "mixed_precision": policy,
-        "use_orig_params": True,
-    }
-    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **more)
 
 
 def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
@@ -234,14 +229,13 @@ def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
         data = mesh.get_local_rank("dp") if way.kind == "fsdp x tp" else rank  # type: ignore[union-attr]
         call, root = sharded(model, way, mesh), model  # FSDP1 wraps it
     elif way.kind == "ddp":
+        if way.compiled == "wrapped":
+            sharded(model, replace(way, kind="replica"), None)
         root, data = DistributedDataParallel(model, bucket_cap_mb=1), rank
-        call = torch.compile(root, **how) if way.compiled != "not" else root
+        call = torch.compile(root, **how) if way.compiled == "before" else root
     else:
-        mesh, root = (
-            init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp" if way.kind == "simple fsdp" else "tp",)),
-            model,
-        )
-        data = rank if way.kind == "simple fsdp" else 0
+        name, data = ("dp", rank) if way.kind == "simple fsdp" else ("tp", 0)
+        mesh, root = init_device_mesh("cpu", (ranks,), mesh_dim_names=(name,)), model
         if way.kind == "simple fsdp":
             for module in list(model.modules()):
                 for name, p in list(module.named_parameters(recurse=False)):
@@ -254,6 +248,9 @@ def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
             if way.compiled != "not":
                 block.compile(**how)
         call = model
+        if way.kind == "context":
+            model.attention.parallel = True
+            call = lambda x: model(x.chunk(ranks, 1)[rank].contiguous())  # noqa: E731
         if way.kind == "sequence":
             call = lambda x: local(model(DTensor.from_local(x.chunk(ranks, 1)[rank], mesh, [Shard(1)])))  # noqa: E731
     if way.compress:
@@ -266,7 +263,6 @@ def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
 
 def all_gathers() -> contextlib.AbstractContextManager[list[int]]:
     """The bytes that this rank puts into each all-gather of FSDP2."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
     def sent(done: Any, self: Any, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> int:
         return input_tensor.nbytes
@@ -385,16 +381,18 @@ class OnRanks(Run):
 
     def dy(self, y: Tensor) -> Tensor:
         """The same for a tensor that is whole and for its parts."""
-        ranks, rank, sequence = dist.get_world_size(), dist.get_rank(), self.way.kind == "sequence"
-        shape = (y.shape[0], y.shape[1] * (ranks if sequence else 1), y.shape[2])
+        ranks, rank, parts = dist.get_world_size(), dist.get_rank(), self.way.kind in ("sequence", "context")
+        shape = (y.shape[0], y.shape[1] * (ranks if parts else 1), y.shape[2])
         whole = self.noise(*shape, seed=1000 + self.batches, dtype=y.dtype)
-        return whole.chunk(ranks, 1)[rank] if sequence else whole
+        return whole.chunk(ranks, 1)[rank] if parts else whole
 
     def backward(self, which: int = 0) -> None:
         x, y = self.open.pop(which)
         y.backward(self.dy(y))
         for p in self.model.parameters() if self.way.kind == "replica" else ():
             p.grad = averaged(p.grad, self.way.mesh)  # type: ignore[arg-type]
+        for leaf in (x, *self.model.parameters()) if self.way.kind == "context" else ():
+            dist.all_reduce(leaf.grad)  # type: ignore[arg-type]
         self.keep("gradient", grads_of(self.model, [x]))
 
     def accumulate(self) -> None:
@@ -437,26 +435,12 @@ class OnRanks(Run):
         self.call(x).sum().backward()
         self.zero()
 
-    def resume(self) -> None:
-        weights, steps = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.steps.state_dict())
-        scaling = scaling_tensors(self.model)
-        self.model = self.build()
-        self.start()
-        self.model.load_state_dict(weights)
-        self.steps.load_state_dict(steps)
-        load_scaling(self.model, scaling)
-
-
-def prepared(model: str, way: Way) -> OnRanks:
-    of = way.dtype if way.kind == "sequence" else torch.float32
-    width = WIDTHS.get(model, 128)
-    return OnRanks(lambda: build(model).to(of), lambda m: m, lambda m: m, way=way, width=width)  # type: ignore[arg-type]
-
 
 def train(model: str, way: Way, protocol: str) -> OnRanks:
     torch._dynamo.reset()
+    of, width = way.dtype if way.kind == "sequence" else torch.float32, WIDTHS.get(model, 128)
     with mock.patch.dict(os.environ, {"FP8COMPILE_SKIP": way.skip}):
-        run = prepared(model, way)
+        run = OnRanks(lambda: build(model).to(of), lambda m: m, lambda m: m, way=way, width=width)  # type: ignore[arg-type]
         run(protocol)
     return run
 

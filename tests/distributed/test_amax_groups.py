@@ -21,15 +21,14 @@ from fp8compile.errors import Fp8CompileError, OptionError
 from fp8compile.runtime import agreement
 from tests.features.delayed.test_moves import by_schedule
 from tests.support.gpu_steps import compile_mlp
-from tests.support.harness import histories
+from tests.support.harness import histories, noise
 from tests.support.hooks import slots_of
 from tests.support.models import Branches, Linear
 from tests.support.processes import on_ranks
 
 
 def batch(step: int, rank: int) -> Tensor:
-    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(10 * step + rank))
-    return x * (1 + step / 2) * (1 + rank)
+    return noise(32, 128, seed=10 * step + rank) * (1 + step / 2) * (1 + rank)
 
 
 def error_of(model: Any, x: Tensor) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -20,7 +21,7 @@ from fp8compile.errors import StateError
 from fp8compile.features.delayed.checkpoint import LEAVE_OUT
 from fp8compile.features.delayed.state_page import Rows
 from tests.distributed.ranks import Way, build, parallel
-from tests.support.harness import scaling_tensors
+from tests.support.harness import noise, scaling_tensors
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks, warnings
 
@@ -44,12 +45,7 @@ class Net(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(10 * step + rank))
-    return x * (1 + step / 4) * (1 + rank)
-
-
-def loss_of(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
+    return noise(32, 128, seed=10 * step + rank) * (1 + step / 4) * (1 + rank)
 
 
 class Run:
@@ -62,7 +58,7 @@ class Run:
         if kind == "pp":
             run = torch.compile(self.model, backend="fp8", options=options)
             self.schedule: Any = Schedule1F1B(
-                PipelineStage(run, rank, ranks, torch.device("cpu")), ranks, loss_fn=loss_of
+                PipelineStage(run, rank, ranks, torch.device("cpu")), ranks, loss_fn=F.mse_loss
             )
         else:
             mesh = (ranks // 2, 2) if kind == "fsdp x tp" else ()
@@ -105,10 +101,6 @@ def resume(rank: int, folder: str, kind: str) -> dict[str, Any]:
     return {"state": state, "same": equal(state, loaded), "steps": [expected, [other.step(2), other.step(3)]]}
 
 
-def _on_four(rank: int, folder: str) -> dict[str, Any]:
-    return {"fsdp x tp": resume(rank, folder, "fsdp x tp")}
-
-
 def _on_two(rank: int, folder: str) -> dict[str, Any]:
     """Each kind goes on; then the warnings and errors of a run that loads what other ranks have saved."""
     found: dict[str, Any] = {kind: resume(rank, folder, kind) for kind in KINDS[:-1]}
@@ -132,14 +124,14 @@ def _on_two(rank: int, folder: str) -> dict[str, Any]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """On four ranks, and on two."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return on_ranks(4, _on_four, str(folder)), on_ranks(2, _on_two, str(folder))
+    return on_ranks(4, resume, str(folder), KINDS[-1]), on_ranks(2, _on_two, str(folder))
 
 
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_to_the_bit(found, kind: str) -> None:
     """Also before the first call, where a rank has no slots yet. Ranks have states of their own."""
-    results = [one[kind] for one in found[kind != KINDS[-1]]]
+    results = found[0] if kind == KINDS[-1] else [one[kind] for one in found[1]]
     for result in results:
         assert result["same"] and len(result["state"]) > 6
         assert all(map(equal, *result["steps"]))

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 from fp8compile.errors import OptionError
-from tests.support.harness import scaling_tensors
+from tests.support.harness import noise, scaling_tensors
 from tests.support.hooks import slots_of
 from tests.support.models import Mlp
 from tests.support.processes import on_ranks, warnings
@@ -39,7 +39,7 @@ def to_one(y: Tensor) -> Tensor:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(16, 128, generator=torch.Generator().manual_seed(10 * step + rank))
+    return noise(16, 128, seed=10 * step + rank)
 
 
 class Run:

@@ -124,6 +124,7 @@ REPLICAS = {
     "cached weights": with_replicas(
         Way(options=recipe("tensorwise", cache_weights=True), compiled="after"), "fbs afbs"
     ),
+    "in any order": with_replicas(Way(options=recipe("delayed")), "fbs ffbzbz ffrzrz cbs obs d jbs fxfbs"),
     "over 2 x 2": with_replicas(Way(options=recipe("delayed"), mesh=(2, 2)), "afbs fbs", ranks=4),
     "to fewer ranks": with_replicas(
         Way(options=recipe("rowwise_with_gw_hp"), mesh=(4,), reshard=2), "fbs fbs", ranks=4, promise=100.0
@@ -147,6 +148,10 @@ REPLICAS = {
     "ddp cuts": Case(
         Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs fbs",
         "over buckets", check=cut,
+    ),
+    "ddp, blocks": Case(
+        Way("ddp", recipe("rowwise"), "wrapped"), Way("replica", recipe("rowwise"), "wrapped"),
+        "fbs afbs e cbs obs", check=same_decisions,
     ),
     # of the graphs that DDP has cut, each keeps its own copies
     "ddp, cached weights": Case(
@@ -419,3 +424,14 @@ def test_training_is_the_same(name: str) -> None:
     for rank, found in enumerate(on_ranks(case.ranks, _case, name)):
         assert not found["wrong"], (rank, found["wrong"])
         case.check(found["ours"], found["theirs"], rank)
+
+
+COMPILED = ("ddp", "gathered, checkpoint", "gathered in blocks, checkpoint", "sequence")
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", COMPILED)
+def test_training_is_the_same_through_inductor(name: str) -> None:
+    case = CASES[name]
+    for rank, found in enumerate(on_ranks(case.ranks, _case, name, inductor=True)):
+        assert not found["wrong"], (rank, found["wrong"])

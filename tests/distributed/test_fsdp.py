@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from tests.distributed.ranks import Net, Way, build, sharded
+from tests.distributed.ranks import Way, build, sharded
 from tests.support import hooks
 from tests.support.harness import noise, sqnr
 from tests.support.hooks import slots_of
@@ -24,70 +23,51 @@ from tests.support.processes import on_ranks, warnings
 pytestmark = pytest.mark.slow
 
 
-def shard(model: Any, kind: str = "fsdp", **options: Any) -> Any:
-    """With its blocks compiled."""
-    return sharded(model, Way(kind, options), None)
-
-
-def _classes(rank: int) -> list[tuple[set[tuple[str, str]], list[str]]]:
-    """The decisions of a policy that names a class, and the classes in the report: without FSDP2, with
-    sharded blocks, with one group for the whole model."""
-    found = []
-    for kinds in ((), (ResidualMlp,), (Net,)):
-        torch._dynamo.reset()
-        model = build("mlps")
-        rules = [{"module_class": "ResidualMlp", "parameter": "*up*", "fp8": "off"}]
-        model.compile(backend="fp8", options={"policy": {"rules": rules}, "strict": True})
-        for module in reversed(list(model.modules())):
-            if isinstance(module, kinds):
-                fully_shard(module)
-        model(noise(32, 128, seed=rank)).sum().backward()
-        report = fp8compile.report(model)
-        mlps = [m for m in report.matmuls if m.parameter.endswith(("up.weight", "down.weight"))]
-        decisions = {(m.fqn.rpartition(".")[2], m.decision) for m in mlps}
-        found.append((decisions, [graph.name for graph in report.graphs if graph.matmuls]))
-    return found
-
-
-def test_a_policy_names_classes_as_the_user_does() -> None:
-    """`fully_shard` makes a class of its own for each, and breaks the graph at each of its modules."""
-    for plain, blocks, whole in on_ranks(2, _classes):
-        assert plain[0] == {("up", "high_precision"), ("down", "fp8")}
-        assert blocks[0] == whole[0] == plain[0]
-        assert {*plain[1], *whole[1]} == {"Net, training"} and {*blocks[1]} == {"ResidualMlp, training"}
-
-
-def _names(rank: int) -> list[dict[str, str]]:
-    """The reasons of the matmuls by name, of the model as it is and sharded: compiled whole, where FSDP2
-    breaks the graph; with its blocks compiled; with compiled blocks in their place, as torchtitan does."""
-    found = []
-    for way in ("plain", "whole", "blocks", "replaced"):
+def _names(rank: int) -> dict[str, tuple[dict[str, str], set[str]]]:
+    """The reasons of the matmuls by name, and the names of graphs: of the model as it is, and sharded as one
+    group; in groups, compiled whole, where FSDP2 breaks the graph; with its blocks compiled; with compiled
+    blocks in their place, as torchtitan does."""
+    found = {}
+    for way in ("plain", "one", "whole", "blocks", "replaced"):
         torch._dynamo.reset()
         model = build("mlps")
         last = {"name": "last", "blocks": "last 1", "gemm": "wgrad", "fp8": "off"}
-        options = {"strict": True, "exclude": ["blocks.0.up"], "policy": {"rules": [last]}}
+        named = {
+            "name": "class",
+            "module_class": "ResidualMlp",
+            "module": "*.1.up",
+            "gemm": "dgrad",
+            "fp8": "off",
+        }
+        options = {"strict": True, "exclude": ["blocks.0.up"], "policy": {"rules": [last, named]}}
         how: Any = {"backend": "fp8", "options": options}
         blocks: Any = model.blocks
-        if way in ("plain", "whole"):
+        if way in ("plain", "one", "whole"):
             model.compile(**how)
         for name, block in list(blocks.named_children()):
             if way == "blocks":
                 block.compile(**how)
             elif way == "replaced":
                 blocks.register_module(name, torch.compile(block, **how))
-        for module in (*blocks, model) if way != "plain" else ():
+        for module in {"plain": (), "one": (model,)}.get(way, (*blocks, model)):
             fully_shard(module)
         with hooks.traced():
             model(noise(32, 128, seed=rank).requires_grad_()).sum().backward()
             torch.optim.SGD(model.parameters(), 0.0).step()
         report = fp8compile.report(model)
-        found.append({f"{x.fqn} {x.gemm}": x.reason for x in report.matmuls if x.fqn.startswith("blocks")})
+        reasons = {f"{x.fqn} {x.gemm}": x.reason for x in report.matmuls if x.fqn.startswith("blocks")}
+        found[way] = reasons, {graph.name for graph in report.graphs if graph.matmuls}
     return found
 
 
 def test_names_are_those_of_the_model() -> None:
-    for plain, *others in on_ranks(2, _names):
-        assert {*plain.values()} >= {"", "exclude blocks.0.up", "last"} and others == [plain] * 3
+    """`fully_shard` makes a class of its own for each, and breaks the graph at each of its modules."""
+    for found in on_ranks(2, _names):
+        plain, _ = found["plain"]
+        assert {*plain.values()} >= {"", "exclude blocks.0.up", "last", "class"}
+        assert all(reasons == plain for reasons, _ in found.values())
+        assert found["plain"][1] == found["one"][1] == {"Net, training"}
+        assert found["blocks"][1] == found["replaced"][1] == {"ResidualMlp, training"}
 
 
 class Stem(nn.Module):
@@ -138,17 +118,18 @@ def _as_fsdp2(rank: int) -> list[Any]:
     how far a model is from high precision, in dB, one and two steps after its start: FP8 begins after two."""
     found = []
     rules = [{"layers": "last 2", "recipe": "rowwise"}, {"blocks": "first 1", "fp8": "off"}]
-    for way in (shard, partial(shard, kind="fsdp1")):
+    for kind in ("fsdp", "fsdp1"):
         torch._dynamo.reset()
         made = []
         for options in ({"policy": {"rules": rules}}, {"policy": lambda module, name: name.endswith("up")}):
-            model = way(build("mlps"), **options)
+            model: Any = sharded(build("mlps"), Way(kind, options), None)
             model(noise(32, 128, seed=rank)).sum().backward()
             report = fp8compile.report(model)
             made.append(sorted((x.fqn, x.gemm, x.decision, x.recipe, x.reason) for x in report.matmuls))
             made.append([(x.parameter, x.rows, x.columns) for x in report.outside])
         torch._dynamo.reset()
-        model, plain = way(build("mlps"), policy={"schedule": {"warmup_steps": 2}}), build("mlps")
+        warmup = Way(kind, {"policy": {"schedule": {"warmup_steps": 2}}})
+        model, plain = sharded(build("mlps"), warmup, None), build("mlps")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(3):
             made.append(sqnr(plain(noise(32, 128, seed=9)), y := model(noise(32, 128, seed=9))) > 100.0)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 from tests.distributed.ranks import plain, whole
-from tests.support.harness import scaling_tensors
+from tests.support.harness import noise, scaling_tensors
 from tests.support.hooks import slots_of, waiting_apart
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks
@@ -34,13 +36,9 @@ SCHEDULES = {
 }
 
 
-def loss_of(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
-
-
 def batch(step: int, replica: int) -> Tensor:
     """Inputs and targets."""
-    return (1 + step) * torch.randn(2, 32, 128, generator=torch.Generator().manual_seed(10 * step + replica))
+    return (1 + step) * noise(2, 32, 128, seed=10 * step + replica)
 
 
 @dataclass(frozen=True)
@@ -85,18 +83,15 @@ def stage_of(number: int, case: Case, mesh: Any, parallel: bool) -> nn.Module:
 @contextmanager
 def garbage() -> Iterator[None]:
     """Uninitialised memory, on which a pipeline runs stages to infer shapes, is full of large numbers."""
-    real = torch.empty_strided, torch.empty
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: (
             x.fill_(1e30) if (x := make(*args, **kwargs)).dtype == torch.float32 else x
         )
 
-    torch.empty_strided, torch.empty = map(filled, real)
-    try:
+    names = ("empty_strided", "empty")
+    with mock.patch.multiple(torch, **{name: filled(getattr(torch, name)) for name in names}):
         yield
-    finally:
-        torch.empty_strided, torch.empty = real
 
 
 def watched(stage: PipelineStage) -> list[tuple[str, int]]:
@@ -145,7 +140,7 @@ def by_hand(
                     made["backward", s, i] = leaves[s, i].grad
             if kind == "forward" and s == last:
                 made["backward", s + 1, i] = torch.ones(())
-                made["forward", s, i] = loss_of(y, wanted[i])
+                made["forward", s, i] = F.mse_loss(y, wanted[i])
     for stage in stages:
         for p in stage.parameters():
             assert p.grad is not None
@@ -178,7 +173,7 @@ def _pipeline(rank: int, case: Case) -> dict[str, Any]:
         stages.append(
             PipelineStage(module, number, count, torch.device("cpu"), group=mesh.get_group("pp"), **shapes)
         )
-    schedule = kind(stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)  # type: ignore[arg-type]
+    schedule = kind(stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=F.mse_loss)  # type: ignore[arg-type]
     orders = [watched(stage) for stage in stages]
     twins = [stage_of(number, case, mesh, False) for number in range(count)]
     wrong, apart = [], dict[int, Any]()
@@ -252,7 +247,9 @@ def test_a_pipeline_is_its_stages_by_hand(name: str) -> None:
 
 def _reduced_over_all(rank: int) -> None:
     run = torch.compile(ResidualMlp(), backend="fp8", options={"reduce_amax": True})
-    schedule = Schedule1F1B(PipelineStage(run, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=loss_of)
+    schedule = Schedule1F1B(
+        PipelineStage(run, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=F.mse_loss
+    )
     x = torch.randn(32, 128)
     schedule.step(x) if rank == 0 else schedule.step(target=x)
 

@@ -166,8 +166,8 @@ class Run:
         weights, steps = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.steps.state_dict())
         scaling = scaling_tensors(self.model) if histories(self.model) else None
         self.model = self.build()
-        self.model.load_state_dict(weights)
         self.start()
+        self.model.load_state_dict(weights)
         self.steps.load_state_dict(steps)
         if scaling is not None:
             load_scaling(self.model, scaling)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from fp8compile.ir import ops
 from fp8compile.ir.scale import inverse_of, scale_of
-from tests.support.harness import assert_close, compiled, grads_of, histories, leaf, noise
+from tests.support.harness import assert_close, compiled, histories, leaf, noise
 from tests.support.models import make
 from tests.support.reference_casts import FLT_MAX, FNUZ, FORMATS, cast
 from tests.support.reference_settings import RECIPES as EVERY
+from tests.support.stepped import stepped
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
@@ -30,22 +31,14 @@ def linear() -> nn.Linear:
     return make(lambda: nn.Linear(128, 128))  # type: ignore[return-value]
 
 
-def stepped(model: nn.Module, call, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """The output and all gradients of a step."""
-    model.zero_grad()
-    x = leaf(x)
-    y = call(x)
-    y.backward(dy)
-    return {"y": y.detach(), **grads_of(model, [x])}
-
-
 @pytest.mark.parametrize("recipe", EVERY)
 def test_first_step_of_small_and_large_gradients(recipe: str) -> None:
     """Scale 1 would lose E5M2 gradients under 7.6e-6; a cold slot uses the scale of the current amax."""
     for scale in (1e-12, 1e-7, 1e4):
         model = linear()
         x, dy = noise(ROWS, 128) / scale, noise(ROWS, 128, seed=1) * scale
-        sides = [stepped(model, call, x, dy) for call in (model, compiled(model, recipe, dynamic=False))]
+        calls = model, compiled(model, recipe, dynamic=False)
+        sides = [stepped(call, model, [x], lambda y, dy=dy: dy) for call in calls]
         assert_close(*sides, 24.0, f"scale {scale}")
 
 
@@ -110,10 +103,10 @@ def test_infinity_and_nan_show(recipe: str) -> None:
         model = linear()
         run = compiled(model, recipe, dynamic=False)
         x, dy = noise(ROWS, 128), noise(ROWS, 128, seed=1)
-        stepped(model, run, x, dy)
+        stepped(run, model, [x], lambda y, dy=dy: dy)
         x[3, 5] = dy[7, 9] = bad
-        got = stepped(model, run, x, dy)
-        for name, rows, columns in (("y", [3], []), ("input 0", [7], []), ("weight", [9], [5])):
+        got = stepped(run, model, [x], lambda y, dy=dy: dy)
+        for name, rows, columns in (("output 0", [3], []), ("input 0", [7], []), ("weight", [9], [5])):
             rest = torch.ones_like(got[name], dtype=torch.bool)
             rest[rows], rest[:, columns] = False, False
             assert got[name][rest].isfinite().all() and not got[name][~rest].isfinite().any(), (bad, name)
@@ -126,8 +119,8 @@ def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
     run = compiled(model, recipe, dynamic=False)
     for value in (0.0, 1e-45, 1e-38, 0.0):
         x = torch.full((ROWS, 128), value)
-        got = stepped(model, run, x, x)
-        torch.testing.assert_close(got["y"], model.bias.expand(ROWS, -1), rtol=1e-6, atol=1e-6)
+        got = stepped(run, model, [x], lambda y, dy=x: dy)
+        torch.testing.assert_close(got["output 0"], model.bias.expand(ROWS, -1), rtol=1e-6, atol=1e-6)
         assert got["input 0"].isfinite().all() and got["weight"].isfinite().all()
     for _, scale in histories(model).values():
         assert 0.0 < scale <= FLT_MAX
@@ -144,24 +137,19 @@ def test_fnuz_cast(dtype: torch.dtype, fp8_max: float) -> None:
     assert values[0x7F] == fp8_max and values.isnan().tolist() == [code == 0x80 for code in range(256)]
 
     def bytes_of(x: Tensor) -> Tensor:
-        made = ops.quantize(x.reshape(1, -1), torch.ones(1), dtype, fp8_max, False).view(torch.uint8)
-        across = ops.quantize(x.reshape(-1, 1), torch.ones(1), dtype, fp8_max, True).view(torch.uint8)[
-            0, : x.numel()
-        ]
-        assert torch.equal(made[0], across) and torch.equal(
-            made, cast(x.reshape(1, -1), 1.0, dtype, fp8_max).view(torch.uint8)
-        )
-        return across
+        row, one = x.reshape(1, -1), torch.ones(1)
+        made = ops.quantize(row, one, dtype, fp8_max, False).view(torch.uint8)
+        across = ops.quantize(row.t(), one, dtype, fp8_max, True).view(torch.uint8)[:, : x.numel()]
+        assert torch.equal(made, across)
+        assert torch.equal(made, cast(row, 1.0, dtype, fp8_max).view(torch.uint8))
+        return made[0]
 
     assert torch.equal(bytes_of(values), codes)
     low, high = values[:0x7F], values[1:0x80]
     middle, step = (low + high) / 2, (high - low) / 1024
-    even = torch.arange(0x7F) + torch.arange(0x7F) % 2  # the even byte of two neighbours
-    for x, expected in (
-        (middle, even),
-        (middle - step, torch.arange(0x7F)),
-        (middle + step, torch.arange(1, 0x80)),
-    ):
+    lower = torch.arange(0x7F)
+    even = lower + lower % 2  # the even byte of two neighbours
+    for x, expected in ((middle, even), (middle - step, lower), (middle + step, lower + 1)):
         assert torch.equal(bytes_of(x).long(), expected)
         # zero has no sign: 0x80 is NaN
         assert torch.equal(bytes_of(-x).long(), torch.where(expected > 0, expected + 0x80, 0))

@@ -45,15 +45,10 @@ class Seen(TorchDispatchMode):
 
 def on_cuda(call: Callable[..., Tensor], *given: Tensor) -> tuple[Seen, Tensor]:
     """What a call does with CUDA tensors like these."""
-    with (
-        mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None, create=True),
-        FakeTensorMode(),
-        Seen() as seen,
-    ):
-        result = call(
-            *(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in given)
-        )
-    return seen, result
+    there = mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None, create=True)
+    with there, FakeTensorMode(), Seen() as seen:
+        moved = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in given]
+        return seen, call(*moved)
 
 
 @pytest.mark.parametrize(
@@ -98,38 +93,29 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Tensor, T
 
 def whole_numbers(rows: int, k: int, dtype: torch.dtype, seed: int) -> Tensor:
     """FP8 values whose sums of products are exact in float32, in any order."""
-    return (
-        torch.randint(-200, 201, (rows, k), generator=torch.Generator().manual_seed(seed)).float().to(dtype)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-200, 201, (rows, k), generator=generator).float().to(dtype)
 
 
 def operators(dtype: torch.dtype) -> list[tuple[Any, ...]]:
     """Calls of the three operators that multiply, with arguments. All results are exact in float32."""
     k = 144
     a, b, stack = (whole_numbers(rows, k, dtype, seed) for seed, rows in enumerate((48, 80, 3 * 80)))
-    calls: list[tuple[Any, ...]] = [
-        (ops.scaled_mm, a, b, torch.tensor([0.5]), torch.tensor([2.0**-9]), None, F32, False)
-    ]
+    half, small = torch.tensor([0.5]), torch.tensor([2.0**-9])
+    calls: list[tuple[Any, ...]] = [(ops.scaled_mm, a, b, half, small, None, F32, False)]
     for pair in PAIRS[1:]:
         inverses = [operand(rows, k, block)[1] for rows, block in zip((48, 80), pair, strict=True)]
         inverses = [torch.where(inverse > 1, 2.0, 0.5) for inverse in inverses]
         calls.append((ops.block_mm, a, b, *inverses, torch.arange(80).to(BF16), BF16, False, *pair))
-    one, lines, tiles = (
-        torch.ones(1),
-        torch.tensor([[0.5, 2.0]]),
-        torch.tensor([[[4.0, 0.25]]]).expand(3, 1, 2),
-    )
-    stack, offs = stack.view(3, 80, k), ends([16, 0, 32])
+    one, line, tiles = torch.ones(1), torch.tensor([[0.5, 2.0]]), torch.tensor([[[4.0, 0.25]]])
+    of_a, of_b, product = line.expand(48, 2), line.expand(80, 2), grouped.grouped_mm
+    stack, tiles, offs = stack.view(3, 80, k), tiles.expand(3, 1, 2), ends([16, 0, 32])
     for weights in (stack, stack.transpose(1, 2).contiguous().transpose(1, 2)):
-        calls.append((grouped.grouped_mm, a, weights, one, one, offs, F32, False, WHOLE, WHOLE))
-        calls.append(
-            (grouped.grouped_mm, a, weights, lines.expand(48, 2), tiles, offs, F32, False, LINE, SQUARE)
-        )
+        calls.append((product, a, weights, one, one, offs, F32, False, WHOLE, WHOLE))
+        calls.append((product, a, weights, of_a, tiles, offs, F32, False, LINE, SQUARE))
     columns = ends([128, 0, 16])
-    calls.append((grouped.grouped_mm, a, b, one, one, columns, BF16, False, WHOLE, WHOLE))
-    calls.append(
-        (grouped.grouped_mm, a, b, lines.expand(48, 2), lines.expand(80, 2), columns, BF16, False, LINE, LINE)
-    )
+    calls.append((product, a, b, one, one, columns, BF16, False, WHOLE, WHOLE))
+    calls.append((product, a, b, of_a, of_b, columns, BF16, False, LINE, LINE))
     return calls
 
 
@@ -156,10 +142,8 @@ def test_scales_of_blocks_that_are_no_powers_of_two(
     """Values are rounded once to bf16: an error of about 52 dB, where FP8's own is 28."""
     (a, a_inv), (b, b_inv) = operand(200, 528, pair[0]), operand(144, 528, pair[1], seed=1)
     generator = torch.Generator().manual_seed(2)
-    a_inv, b_inv = (
-        inverse * (1 + torch.rand(inverse.shape, generator=generator)) for inverse in (a_inv, b_inv)
-    )
-    given = a, b, a_inv, b_inv, None, F32, False, *pair
+    inverses = [x * (1 + torch.rand(x.shape, generator=generator)) for x in (a_inv, b_inv)]
+    given = a, b, *inverses, None, F32, False, *pair
     expected = products.block_product(*given)
     request.getfixturevalue("as_on_cuda")
     assert 50 < sqnr(expected, products.block_product(*given)) < 80

@@ -102,14 +102,14 @@ def of(name: str, recipe: str) -> Trained:
     return compared(build, [shape] * 2, recipe=recipe)
 
 
-CASES = [
-    ("mlps", "delayed"),
-    *(("rms norm, swiglu", recipe) for recipe in ("delayed", "mxfp8")),
-    ("experts", "delayed"),
-]
-CASES += [("block", "tensorwise"), ("checkpointed", "delayed"), ("checkpointed", "rowwise")]
-CASES += [("rms norm, swiglu", recipe) for recipe in ("rowwise", "rowwise_with_gw_hp", "blockwise")]
-CASES += [("experts", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")]
+RECIPES = {
+    "mlps": ["delayed"],
+    "rms norm, swiglu": ["delayed", "mxfp8", "rowwise", "rowwise_with_gw_hp", "blockwise"],
+    "experts": ["delayed", "rowwise_with_gw_hp", "blockwise", "mxfp8"],
+    "block": ["tensorwise"],
+    "checkpointed": ["delayed", "rowwise"],
+}
+CASES = [(name, recipe) for name, recipes in RECIPES.items() for recipe in recipes]
 
 
 @pytest.mark.cases(test=1, slow=1)
@@ -156,12 +156,9 @@ def test_blocks_of_128_rows_behind_sums_over_rows_are_two_kernels() -> None:
     found = compared(lambda: nn.Sequential(Gated(), Gated()), [(130, 128)], recipe="blockwise")
     over_rows = [kernel.group for kernel in found.kernels if kernel.group.passes]
     assert all(group.block[0] == 1 for group in over_rows)
-    assert any("value" in [x.content for x in group.outputs] for group in over_rows), (
-        "a gradient that the residual reads"
-    )
-    assert any({x.content for x in group.outputs} == {"row"} for group in over_rows), (
-        "a norm that nobody else reads"
-    )
+    contents = [{x.content for x in group.outputs} for group in over_rows]
+    assert any("value" in found for found in contents), "a gradient that the residual reads"
+    assert {"row"} in contents, "a norm that nobody else reads"
 
 
 @pytest.mark.feature("delayed")
@@ -174,17 +171,15 @@ def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast() -> None:
 def test_launches_with_one_source_share_one_function_whatever_their_slots() -> None:
     """Inductor tunes each function apart, so equal launches of different layers must share one."""
     found = of("mlps", "delayed")
-    assert found.arguments and not any(
-        isinstance(x, int) for given in found.arguments for x in given.values()
-    )
+    arguments = [x for given in found.arguments for x in given.values()]
+    assert arguments and not any(isinstance(x, int) for x in arguments)
     assert len(set(found.names)) < len(found.names) / 2
 
 
 @pytest.mark.feature("delayed")
 def test_both_gradients_of_a_gated_activation_and_what_backward_needs_of_it_are_one_kernel() -> None:
-    (backward,) = [
-        kernel for kernel in of("rms norm, swiglu", "delayed").made if "silu_backward" in kernel.name
-    ]
+    made = of("rms norm, swiglu", "delayed").made
+    (backward,) = [kernel for kernel in made if "silu_backward" in kernel.name]
     stores = [line for line in backward.source.splitlines() if "tl.store(y" in line]
     assert len(stores) == 5 and sum("tl.trans(" in line for line in stores) == 3
 

@@ -54,28 +54,6 @@ def cast(x: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Ten
     return ops.quantize(x, scale, dtype, largest, False), inverse_of(scale)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recast", [False, True])
-def test_fp8_matmuls_read_what_was_gathered(recast: bool) -> None:
-    """fprop and dgrad, bitwise, from the gathered bytes: nothing is cast again."""
-    weight, data, inverse = gathered()
-    layer = Layer(weight)
-    x = torch.randn(64, 256, requires_grad=True)
-    layer.compile(backend="fp8", options={"recipe": "tensorwise", "recast_weights": recast, "strict": True})
-    y = layer(x)
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    x8, x_inverse = cast(x.detach(), E4M3, MAX)
-    assert torch.equal(y, ops.scaled_mm(x8, data, x_inverse, inverse, None, torch.float32, True))
-    dy8, dy_inverse = cast(dy, torch.float8_e5m2, 57344.0)
-    transposed = data.t().contiguous()
-    assert torch.equal(
-        x.grad, ops.scaled_mm(dy8, transposed, dy_inverse, inverse, None, torch.float32, False)
-    )
-    assert fp8compile.report(layer).fp8_flop_fraction == 1
-    assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype == torch.float32
-
-
 def in_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values and inverses of scales of 1 x 128 elements."""
     block = [1, 128]
@@ -83,29 +61,45 @@ def in_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ops.quantize(x, scale, E4M3, MAX, False, block), inverse_of(scale)
 
 
-COMPILED = pytest.param(320, marks=[pytest.mark.compiled, pytest.mark.slow], id="320, compiled")
+SLOW, COMPILED = [pytest.mark.slow], [pytest.mark.compiled, pytest.mark.slow]
 
 
-@pytest.mark.cases(test=1, slow=1)
-@pytest.mark.parametrize("columns", [256, 320, COMPILED])  # the last block of a row may be a part
-def test_matmuls_with_block_scales_read_what_was_gathered(columns: int) -> None:
-    """fprop and dgrad, bitwise. dgrad reads the transposed bytes with the transposed scales."""
-    weight = of_blocks(384, columns)
+@pytest.mark.parametrize(
+    ("recipe", "columns", "recast"),
+    [
+        pytest.param("tensorwise", 256, False, marks=SLOW),
+        pytest.param("tensorwise", 256, True, marks=SLOW),
+        ("blockwise", 256, False),
+        pytest.param("blockwise", 320, False, marks=SLOW),  # the last block of a row is a part
+        pytest.param("blockwise", 320, False, marks=COMPILED, id="compiled"),
+    ],
+)
+def test_fp8_matmuls_read_what_was_gathered(recipe: str, columns: int, recast: bool) -> None:
+    """fprop and dgrad, bitwise, from the gathered bytes: nothing is cast again. dgrad reads the transposed
+    bytes, and scales of blocks are transposed, too."""
+    of_one = recipe == "tensorwise"
+    weight = gathered(384, columns)[0] if of_one else of_blocks(384, columns)
     data, inverse = weight.data_, weight.inv_
-    layer = Layer(weight)
-    x = torch.randn(64, columns, requires_grad=True)
-    layer.compile(backend="fp8", options={"recipe": "blockwise", "strict": True})
+    layer, x = Layer(weight), torch.randn(64, columns, requires_grad=True)
+    layer.compile(backend="fp8", options={"recipe": recipe, "recast_weights": recast, "strict": True})
     y = layer(x)
     dy = torch.randn_like(y)
     y.backward(dy)
-    (x8, x_inverse), (dy8, dy_inverse) = in_rows(x.detach()), in_rows(dy)
-    last = (torch.float32, False, [1, 128], [128, 128])
-    assert inverse.shape == (3, -(-columns // 128)) and inverse.unique().numel() > 2
-    assert torch.equal(y, ops.block_mm(x8, data, x_inverse, inverse, None, *last))
-    expected = ops.block_mm(dy8, data.t().contiguous(), dy_inverse, inverse.t(), None, *last)
-    assert torch.equal(x.grad, expected)
+    turned, F32 = data.t().contiguous(), torch.float32
+    if of_one:
+        (x8, x_inverse), (dy8, dy_inverse) = cast(x.detach(), E4M3, MAX), cast(dy, torch.float8_e5m2, 57344.0)
+        expected = ops.scaled_mm(x8, data, x_inverse, inverse, None, F32, True)
+        gradient = ops.scaled_mm(dy8, turned, dy_inverse, inverse, None, F32, False)
+    else:
+        (x8, x_inverse), (dy8, dy_inverse) = in_rows(x.detach()), in_rows(dy)
+        last = (F32, False, [1, 128], [128, 128])
+        assert inverse.shape == (3, -(-columns // 128)) and inverse.unique().numel() > 2
+        expected = ops.block_mm(x8, data, x_inverse, inverse, None, *last)
+        gradient = ops.block_mm(dy8, turned, dy_inverse, inverse.t(), None, *last)
+        assert torch.equal(weight + 0, data.float() * ops.spread(inverse, data.shape, [128, 128]))
+    assert torch.equal(y, expected) and torch.equal(x.grad, gradient)
     assert fp8compile.report(layer).fp8_flop_fraction == 1
-    assert torch.equal(weight + 0, data.float() * ops.spread(inverse, data.shape, [128, 128]))
+    assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype == F32
 
 
 def trained(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, ...]:
@@ -136,10 +130,9 @@ def test_a_weight_that_arrives_in_fp8_is_charged_no_cast(recipe: str) -> None:
     for weight in (gathered(1024, 512, torch.bfloat16)[0], of_blocks(1024, 512, torch.bfloat16)):
         torch._dynamo.reset()
         layer, x = Layer(weight), torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
+        step = torch.compile(layer, backend="fp8", options={"recipe": recipe, "device": "h200"})
         with hooks.traced():
-            torch.compile(layer, backend="fp8", options={"recipe": recipe, "device": "h200"})(
-                x
-            ).sum().backward()
+            step(x).sum().backward()
         found.append({record.gemm: record.cast_us for record in fp8compile.report(layer).matmuls})
     arrives, cast = found if recipe == "tensorwise" else reversed(found)
     assert arrives["fprop"] < cast["fprop"] and arrives["dgrad"] < cast["dgrad"]

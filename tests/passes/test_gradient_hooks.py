@@ -16,7 +16,8 @@ import fp8compile
 from tests.support import hooks
 from tests.support.exact import EXACT, Model, Several, parameter, signs, ternary
 from tests.support.fuzz_models import Product
-from tests.support.harness import sqnr
+from tests.support.harness import assert_close, sqnr
+from tests.support.stepped import stepped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 HOOK = "matmul only in backward: no weight's gradient"
@@ -41,31 +42,26 @@ def of_output(m: nn.Module, x: Tensor) -> Tensor:
     return hooked(x @ m.w, lambda g: projected(g, m.q))
 
 
-# two matmuls of each hook, and these
-HOOKS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], list[str]]] = {
-    "of the output": (of_output, TRAINED),
-    "of the output and an activation": (
-        lambda m, x: hooked(F.relu(x @ m.w), lambda g: projected(g, m.q)),
-        TRAINED,
-    ),
-    "of the input": (lambda m, x: hooked(x * 1, lambda g: projected(g, m.q)) @ m.w, TRAINED),
+# each with two matmuls of its hook, those of a trained weight, and `MORE`
+HOOKS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "of the output": of_output,
+    "of the output and an activation": lambda m, x: hooked(F.relu(x @ m.w), lambda g: projected(g, m.q)),
+    "of the input": lambda m, x: hooked(x * 1, lambda g: projected(g, m.q)) @ m.w,
     # into a small space and back, as some optimizers do
-    "of the weight": (lambda m, x: x @ hooked(m.w * 1, lambda g: (g @ m.q) @ m.q.t()), TRAINED),
-    "of the weight, there and back": (lambda m, x: x @ hooked(m.w.t(), orthogonalized).t(), TRAINED),
-    "preconditioned": (lambda m, x: x @ hooked(m.w * 1, lambda g: m.q @ g @ m.q), TRAINED),
+    "of the weight": lambda m, x: x @ hooked(m.w * 1, lambda g: (g @ m.q) @ m.q.t()),
+    "of the weight, there and back": lambda m, x: x @ hooked(m.w.t(), orthogonalized).t(),
+    "preconditioned": lambda m, x: x @ hooked(m.w * 1, lambda g: m.q @ g @ m.q),
     # one of the hook's matmuls looks like a dgrad
-    "by the weight": (lambda m, x: hooked(x @ m.w, lambda g: g - (g @ m.w.t()) @ m.w / 128), TRAINED),
+    "by the weight": lambda m, x: hooked(x @ m.w, lambda g: g - (g @ m.w.t()) @ m.w / 128),
     # one of them looks like a wgrad
-    "by the input": (lambda m, x: hooked(x @ m.w, lambda g: g - x @ (x.t() @ g) / 128), TRAINED),
-    "in a checkpoint": (lambda m, x: checkpoint(lambda x: of_output(m, x), x, use_reentrant=False), TRAINED),
+    "by the input": lambda m, x: hooked(x @ m.w, lambda g: g - x @ (x.t() @ g) / 128),
+    "in a checkpoint": lambda m, x: checkpoint(lambda x: of_output(m, x), x, use_reentrant=False),
     # matmuls of one input with two weights; only one has a hook
-    "one of two": (lambda m, x: of_output(m, x) + x @ m.v, [*TRAINED, *TRAINED]),
+    "one of two": lambda m, x: of_output(m, x) + x @ m.v,
     # the hook's matrix is also the weight of a matmul
-    "of a buffer that multiplies": (
-        lambda m, x: of_output(m, x) + x.flip(0) @ m.q,
-        [*TRAINED, "fprop fp8", "dgrad fp8"],
-    ),
+    "of a buffer that multiplies": lambda m, x: of_output(m, x) + x.flip(0) @ m.q,
 }
+MORE = {"one of two": TRAINED, "of a buffer that multiplies": ["fprop fp8", "dgrad fp8"]}
 
 
 def build(function: Callable) -> nn.Module:
@@ -79,13 +75,13 @@ def test_hooks() -> None:
     cases = dict(HOOKS)
     if torch.__version__ < "2.12":  # Dynamo of torch 2.11 puts an input that a hook reads after its first use
         del cases["by the weight"], cases["by the input"]
-    model = Several(build(function) for function, _ in cases.values())
+    model = Several(map(build, cases.values()))
     outputs = torch.compile(model, backend="fp8")(*(ternary(128, 128).requires_grad_() for _ in cases))
     sum(y.sum() for y in outputs).backward()
     matmuls = fp8compile.report(model).matmuls
-    for i, (name, (_, expected)) in enumerate(cases.items()):
+    for i, name in enumerate(cases):
         found = sorted(f"{r.gemm} {r.decision}" for r in matmuls if r.parameter.startswith(f"{i}."))
-        assert found == sorted(expected), name
+        assert found == sorted([*TRAINED, *MORE.get(name, [])]), name
     others = [f"{r.gemm} {r.reason}" for r in matmuls if not r.parameter]
     assert others == [HOOK] * 2 * len(cases)
 
@@ -102,12 +98,9 @@ def test_a_hook_is_exact(recipe: str) -> None:
 
     x, seeds = ternary(32, 128), ternary(32, 128, seed=5)
     model = Model(function, w=parameter(128, 128), there=there, back=back)
-    results = []
-    for f in (model, torch.compile(model, backend="fp8", options={"recipe": recipe})):
-        model.zero_grad()
-        (f(x) * seeds).sum().backward()
-        results.append(model.w.grad)
-    assert sqnr(results[0], results[1]) > EXACT and sqnr(results[0], x.t() @ seeds) > EXACT
+    compiled = torch.compile(model, backend="fp8", options={"recipe": recipe})
+    expected, got = (stepped(call, model, [x], lambda y: seeds)["w"] for call in (model, compiled))
+    assert sqnr(expected, got) > EXACT and sqnr(expected, x.t() @ seeds) > EXACT
 
 
 class Copying(Product):
@@ -151,25 +144,18 @@ class Norming(torch.autograd.Function):
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_custom_functions(recipe: str) -> None:
     """The weight is cast as a weight in the backward, too: 8 to 15 are exact in E4M3, but not in E5M2."""
-    drawn = torch.randint(8, 16, (128, 128), generator=torch.Generator().manual_seed(0)).float() * signs(
-        128, 128
-    )
-    functions, x = (Copying, Rounding, Norming), ternary(32, 128)
+    sizes = torch.randint(8, 16, (128, 128), generator=torch.Generator().manual_seed(0)).float()
+    drawn, functions = sizes * signs(128, 128), (Copying, Rounding, Norming)
     model = Several(
         Model(lambda m, x, f=f: f.apply(x, m.w), w=nn.Parameter(drawn.clone())) for f in functions
     )
-    options: dict[str, Any] = {"recipe": recipe} | (
-        {"power_of_2_scale": True} if recipe == "tensorwise" else {}
-    )
-    floor, results = EXACT if recipe == "tensorwise" else 28, []
-    for f in (model, torch.compile(model, backend="fp8", options=options)):
-        model.zero_grad()
-        given = [x.clone().requires_grad_() for _ in functions]
-        sum((y * ternary(32, 128, seed=5)).sum() for y in f(*given)).backward()
-        results.append([*(x.grad for x in given), *(part.w.grad for part in model)])
-    assert all(sqnr(a, b) > floor for a, b in zip(*results, strict=True)), [
-        sqnr(a, b) for a, b in zip(*results, strict=True)
-    ]
+    options: dict[str, Any] = {"recipe": recipe}
+    if recipe == "tensorwise":
+        options["power_of_2_scale"] = True
+    compiled = torch.compile(model, backend="fp8", options=options)
+    given = [ternary(32, 128)] * 3, lambda y: ternary(32, 128, seed=5)
+    expected, got = (stepped(call, model, *given) for call in (model, compiled))
+    assert_close(expected, got, EXACT if recipe == "tensorwise" else 28, recipe)
     found = sorted(r.gemm for r in fp8compile.report(model).matmuls if r.decision == "fp8")
     assert found == sorted(["dgrad", "fprop", "wgrad"] * len(functions))
 
@@ -191,9 +177,8 @@ def test_a_product_of_two_weights() -> None:
             torch.compile(model, backend="fp8", options=options)(ternary(32, 128)).sum().backward()
         weights = [r for r in fp8compile.report(model).matmuls if r.gemm != "matmul"]
         assert sorted(r.gemm for r in weights) == ["fprop", "wgrad", "wgrad"]
-        assert all(
-            r.reason.startswith(why) and bool(r.reason) == bool(why) for r in weights if r.gemm == "wgrad"
-        )
+        reasons = [r.reason for r in weights if r.gemm == "wgrad"]
+        assert all(reason.startswith(why) and bool(reason) == bool(why) for reason in reasons)
 
 
 ADDED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -214,18 +199,11 @@ def test_what_is_added_to_a_product(recipe: str) -> None:
         return Several(Model(f, w=parameter(128, 128), v=parameter(128, 128, seed=2)) for f in ADDED.values())
 
     plain, model = models(), models()
-    results = []
-    for each, call in (
-        (plain, plain),
-        (model, torch.compile(model, backend="fp8", options={"recipe": recipe})),
-    ):
-        given = [ternary(32, 128).requires_grad_() for _ in ADDED]
-        outputs = call(*given)
-        sum((y * ternary(32, 128, seed=5)).sum() for y in outputs).backward()
-        results.append(
-            [(y.detach(), x.grad, m.w.grad, m.v.grad) for y, x, m in zip(outputs, given, each, strict=True)]
-        )
-    for name, expected, got in zip(ADDED, *results, strict=True):
+    compiled = torch.compile(model, backend="fp8", options={"recipe": recipe})
+    given = [ternary(32, 128)] * len(ADDED), lambda y: ternary(32, 128, seed=5)
+    expected, got = stepped(plain, plain, *given), stepped(compiled, model, *given)
+    for i, name in enumerate(ADDED):
         floor = 20 if name in ("chain", "a row") else EXACT
-        assert min(sqnr(a, b) for a, b in zip(expected, got, strict=True)) > floor, name
+        for key in (f"output {i}", f"input {i}", f"{i}.w", f"{i}.v"):
+            assert sqnr(expected[key], got[key]) > floor, (name, key)
     assert fp8compile.report(model).fp8_flop_fraction == 1.0

@@ -108,10 +108,7 @@ def test_regions(recipe: str, around: Any) -> None:
         for _ in range(3):
             y = run(x)
             y.sum().backward()
-        report = fp8compile.report(model)
-        records = sorted(
-            (record.fqn, record.gemm, record.decision, record.reason) for record in report.matmuls
-        )
+        records = sorted((r.fqn, r.gemm, r.decision, r.reason) for r in fp8compile.report(model).matmuls)
         found.append(([y.detach(), x.grad, *grads_of(model).values()], records))
     (tensors, records), (others, same) = found
     assert records == same and any(decision == "fp8" for _, _, decision, _ in records)

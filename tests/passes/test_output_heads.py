@@ -43,19 +43,12 @@ def norm() -> nn.Module:
 
 def kept(model: nn.Module, x: Tensor, **options: Any) -> dict[str, str]:
     """The modules in high precision, with the reasons."""
-    report = fp8compile.explain(model, x, options=options)
-    return {
-        record.fqn: record.reason
-        for record in report.matmuls
-        if record.gemm == "fprop" and record.decision != "fp8"
-    }
+    matmuls = fp8compile.explain(model, x, options=options).matmuls
+    return {r.fqn: r.reason for r in matmuls if r.gemm == "fprop" and r.decision != "fp8"}
 
 
-TOKENS, FEATURES, PIXELS = (
-    torch.zeros(2, 16, dtype=torch.long),
-    torch.zeros(2, 16, WIDTH),
-    torch.zeros(2, 3, 32, 32),
-)
+TOKENS = torch.zeros(2, 16, dtype=torch.long)
+FEATURES, PIXELS = torch.zeros(2, 16, WIDTH), torch.zeros(2, 3, 32, 32)
 
 
 def trunk(m: Any, x: Tensor) -> Tensor:
@@ -89,10 +82,8 @@ def heads_of_a_trunk(m: Any, tokens: Tensor) -> Any:
 def test_heads_of_a_trunk() -> None:
     """Of all that becomes of the trunk's output, only the linears before the last ones are no heads."""
     wide, square = (CLASSES, WIDTH), (WIDTH, WIDTH)
-    sizes = dict.fromkeys(
-        ("fc", "of_the_stream", "of_a_class_token", "pooled", "padded", "boxes", "one", "other"), wide
-    )
-    sizes |= dict.fromkeys(("mlp_head", "decoder", "to_image", "to_words", "output", "lora_down"), wide)
+    names = "fc of_the_stream of_a_class_token pooled padded boxes one other mlp_head decoder to_image"
+    sizes = dict.fromkeys(f"{names} to_words output lora_down".split(), wide)
     sizes |= {"softcap": square, "in_an_mlp": square, "lora_up": (CLASSES, CLASSES)}
     model = text(heads_of_a_trunk, **{name: linear(*size) for name, size in sizes.items()})
     assert kept(model, TOKENS) == dict.fromkeys(sizes.keys() - {"in_an_mlp", "lora_down"}, LAST)
@@ -176,12 +167,6 @@ def test_what_is_no_head(models: dict[str, nn.Module], x: Tensor) -> None:
     assert kept(Several(models), x) == {}
 
 
-def reasons(model: nn.Module) -> dict[str, str]:
-    return {
-        record.fqn: record.reason for record in fp8compile.report(model).matmuls if record.gemm == "fprop"
-    }
-
-
 @pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
     """Two parts that would each end in a head as a model of their own. The first takes tokens, the second
@@ -194,8 +179,9 @@ def test_parts_that_are_compiled_by_themselves(wrapped: bool) -> None:
         part.compile(backend="fp8")
     with hooks.traced():
         outer(TOKENS).sum().backward()
+    reasons = {r.fqn: r.reason for r in fp8compile.report(outer).matmuls if r.gemm == "fprop"}
     name = "module." if wrapped else ""
-    assert reasons(tower)[f"{name}tower.project"] == "" and reasons(decoder)[f"{name}decoder.out"] == LAST
+    assert reasons[f"{name}tower.project"] == "" and reasons[f"{name}decoder.out"] == LAST
 
 
 @pytest.mark.slow
@@ -232,13 +218,13 @@ def looked_up(m: Any, places: Tensor) -> Tensor:
     return F.one_hot(places, m.up.weight.shape[0]).to(m.up.weight) @ m.up.weight
 
 
+def nearest(m: Any, x: Tensor) -> Tensor:
+    keys = m.up.weight
+    return looked_up(m, (x.square().sum(-1, True) + keys.square().sum(-1) - 2 * x @ keys.t()).argmin(-1))
+
+
 CHOICES: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "nearest": lambda m, x: looked_up(
-        m,
-        (x.square().sum(-1, keepdim=True) + m.up.weight.square().sum(-1) - 2 * x @ m.up.weight.t()).argmin(
-            -1
-        ),
-    ),
+    "nearest": nearest,
     "largest": lambda m, x: looked_up(m, m.up(x).max(-1).indices),
     "with noise": lambda m, x: (m.up(x) + F.softplus(m.spread(x))).topk(4).values,
     "sorted": lambda m, x: looked_up(m, m.up(x).neg().argsort(-1)[..., 0]),
@@ -256,6 +242,5 @@ def test_what_chooses_entries_is_in_high_precision(name: str) -> None:
 
     model = Model(forward, first=linear(WIDTH), up=linear(256), spread=linear(256), last=Mlp())
     chooses = {"up", "spread"} if name == "with noise" else {"up"}
-    assert kept(model, FEATURES) == dict.fromkeys(
-        chooses, "router gate: its output decides which entries are chosen"
-    )
+    why = "router gate: its output decides which entries are chosen"
+    assert kept(model, FEATURES) == dict.fromkeys(chooses, why)

@@ -91,6 +91,7 @@ def decisions(compiled: Callable[..., None], model: Any = None, **options: Any) 
     with hooks.traced():
         model(noise(32, 128).requires_grad_()).sum().backward()
         torch.optim.SGD(model.parameters(), 0.0).step()
+    assert not any("place" in name for name in model.state_dict())
     report = fp8compile.report(model)
     assert not report.outside and len(report.matmuls) == 27
     found = {(x.fqn, x.gemm): (x.decision, x.reason) for x in report.matmuls}
@@ -109,6 +110,7 @@ CASES = {
     "module_class": (rule(module_class="Net", module="layers.[01].*"), 2),
     "blocks": (rule(blocks=["first 1", "last 1"]), 2),
     "layers": (rule(layers="first 3"), 3),
+    "last layers": (rule(layers="last 3"), 2),
     "exclude": ({"exclude": ["layers.0", "out"]}, 2),
     "function": ({"policy": lambda module, name: not name.startswith(("layers.2.", "out"))}, 2),
     "alike": (rule(module="*.down", gemm="wgrad"), 1),
@@ -116,7 +118,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(test=3, slow=6)
+@pytest.mark.cases(test=3, slow=7)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_decide_as_the_whole(case: str) -> None:
     """With one graph for blocks that are treated alike. No rule is said to be without effect."""
@@ -189,23 +191,6 @@ def test_a_model_in_a_wrapper_keeps_its_names() -> None:
             Wrapped(model)(noise(32, 128).requires_grad_()).backward()
         found = {(x.fqn, x.gemm): (x.decision, x.reason) for x in fp8compile.report(model).matmuls}
         assert found == {(name + module, gemm): made for (module, gemm), made in expected.items()}
-
-
-def test_a_graph_that_breaks_has_the_names_of_its_model() -> None:
-    class Breaks(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            torch._dynamo.graph_break()
-            return super().forward(x)
-
-    model = Net(2)
-    model.layers = nn.ModuleList(Breaks() for _ in range(2))
-    model.compile(backend="fp8", options={"exclude": ["layers.1.up"]})
-    with hooks.traced():
-        model(noise(32, 128).requires_grad_()).sum().backward()
-    found = {x.fqn: x.decision for x in fp8compile.report(model).matmuls if x.gemm == "fprop"}
-    high = {name for name, decision in found.items() if decision != "fp8"}
-    assert {f"layers.{i}.{name}" for i in range(2) for name in ("up", "down")} <= {*found}
-    assert high == {"layers.1.up", "out.proj"}
 
 
 @pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -4,6 +4,7 @@ are recognised as down projections after a gated activation."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,10 @@ def count(graph: Graph, op) -> int:
     return len(graph.find_nodes(op="call_function", target=op))
 
 
+def blocks_of(graph: Graph) -> list[Any]:
+    return [node.args[2] for node in graph.find_nodes(op="call_function", target=ops.amax_blocks)]
+
+
 # -- emulation --
 
 
@@ -51,9 +56,8 @@ def test_mxfp8_is_emulated_but_on_blackwell():
     model, x = make(Mlp), noise(128, 128)
     report = traced(model, x, recipe="mxfp8", policy=ALL_FP8)
     assert all(record.emulated and record.decision == "fp8" for record in report.matmuls)
-    assert (
-        "mxfp8 (emulated)" in str(report) and report.to_dict()["graphs"][-1]["matmuls"][0]["emulated"] is True
-    )
+    assert "mxfp8 (emulated)" in str(report)
+    assert report.to_dict()["graphs"][-1]["matmuls"][0]["emulated"] is True
     report = traced(model, x, recipe="mxfp8", policy=ALL_FP8, device="b200")
     assert not any(record.emulated for record in report.matmuls) and "emulated" not in str(report)
     with pytest.raises(fp8compile.StrictError, match="mxfp8 is emulated.*'blockwise'"):
@@ -77,10 +81,15 @@ def test_readers_share_what_is_scaled_alike():
     assert count(forward, ops.block_mm) == 4 and count(backward, ops.block_mm) == 8
 
 
-def test_square_blocks_share_their_amax():
-    forward, _ = graphs(make(Mlp), noise(128, 128), recipe="blockwise", recast_weights=False)
-    blocks = [node.args[2] for node in forward.find_nodes(op="call_function", target=ops.amax_blocks)]
-    assert blocks.count([128, 128]) == 2  # one a weight, whatever the layout
+TILES = {"recipe": "mxfp8", "weight_tiles": True, "policy": ALL_FP8}
+
+
+@pytest.mark.parametrize("options", [{"recipe": "blockwise"}, TILES], ids=["128", "32"])
+def test_square_blocks_share_their_amax(options: dict[str, Any]) -> None:
+    forward, backward = graphs(make(Mlp), noise(128, 128), recast_weights=False, **options)
+    block = [32, 32] if options is TILES else [128, 128]
+    assert blocks_of(forward).count(block) == 2  # one a weight, whatever the layout
+    assert block not in blocks_of(backward)
 
 
 @pytest.mark.slow
@@ -100,11 +109,8 @@ def test_nothing_more_is_kept_for_backward(recipe):
     """Kept are FP8 copies, matmuls' results and scales, but no activation that can be recomputed."""
     model, x = make(lambda: Mlp(256, 512), dtype=torch.bfloat16), noise(512, 256, dtype=torch.bfloat16)
     _, backward = graphs(model, x, recipe=recipe)
-    kept = [
-        node.meta["val"]
-        for node in backward.nodes
-        if node.op == "placeholder" and "tangents" not in node.name
-    ]
+    inputs = backward.find_nodes(op="placeholder")
+    kept = [node.meta["val"] for node in inputs if "tangents" not in node.name]
     kept = [x for x in kept if isinstance(x, Tensor)]
     large = sorted((str(x.dtype), tuple(x.shape)) for x in kept if x.numel() >= 128 * 128)
     # the output of up, for GELU and its backward; the transposed copies of down's weight and of x
@@ -119,18 +125,11 @@ def test_nothing_more_is_kept_for_backward(recipe):
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_recipes_of_single_gemms(recipe):
     """Forward and backward scale a tensor in different ways; the backward graph gets the tangent."""
-    rules = [
-        {"gemm": "fprop", "recipe": recipe},
-        {"gemm": "dgrad", "recipe": "delayed"},
-        {"gemm": "wgrad", "recipe": "mxfp8"},
-    ]
+    recipes = {"fprop": recipe, "dgrad": "delayed", "wgrad": "mxfp8"}
+    rules = [{"gemm": gemm, "recipe": name} for gemm, name in recipes.items()]
     model, x = make(lambda: nn.Linear(128, 256)), noise(4, 16, 128).requires_grad_()
     report = step(model, x, policy={"rules": rules})
-    assert {r.gemm: r.recipe for r in report.matmuls} == {
-        "fprop": recipe,
-        "dgrad": "delayed",
-        "wgrad": "mxfp8",
-    }
+    assert {r.gemm: r.recipe for r in report.matmuls} == recipes
     assert x.grad.isfinite().all() and model.weight.grad.abs().sum() > 0
 
 

@@ -8,6 +8,7 @@ gradients loosely (test_agreement.py tests the exact numerics), and checks the w
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -24,8 +25,9 @@ from fp8compile.ir.records import MatmulRecord
 from fp8compile.reporting.report import Report
 from tests.support import hooks
 from tests.support.exact import Model, Several
-from tests.support.harness import noise, sqnr
+from tests.support.harness import assert_close, noise
 from tests.support.models import Attention, Heads, Mlp
+from tests.support.stepped import stepped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -35,33 +37,11 @@ FROZEN = ("fprop", "dgrad")
 FLOOR = 17.0
 
 
-def one_step(
-    model: nn.Module, *inputs: torch.Tensor, floor: float = FLOOR, autocast: bool = False, **options: Any
-) -> Report:
+def one_step(model: nn.Module, *inputs: torch.Tensor, floor: float = FLOOR) -> Report:
     """A training step of `model` and of a copy in high precision agree; -> the report of the compiled one."""
-    vanilla = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="fp8", options=options)
-    results = []
-    for run, module in ((vanilla, vanilla), (compiled, model)):
-        leaves = [x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in inputs]
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = run(*leaves)
-        outputs = out if isinstance(out, list) else [out]
-        sum(
-            ((x.real if x.is_complex() else x).float() * noise(*x.shape, seed=7)).sum() for x in outputs
-        ).backward()
-        found = {f"output {i}": x for i, x in enumerate(outputs)} | {
-            f"input {i}": x.grad for i, x in enumerate(leaves)
-        }
-        found |= {name: p.grad for name, p in module.named_parameters()}
-        results.append(
-            {k: torch.view_as_real(v) if v.is_complex() else v for k, v in found.items() if v is not None}
-        )
-    expected, got = results
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert got[name].dtype == expected[name].dtype, name
-        assert sqnr(expected[name], got[name]) >= floor, f"{name}: {sqnr(expected[name], got[name]):.1f} dB"
+    vanilla, compiled = copy.deepcopy(model), torch.compile(model, backend="fp8")
+    given = inputs, lambda y: noise(*y.shape, seed=7)
+    assert_close(stepped(vanilla, vanilla, *given), stepped(compiled, model, *given), floor, "a step")
     return fp8compile.report(model)
 
 
@@ -81,15 +61,13 @@ def check(report: Report, expected: dict[str, Any]) -> None:
 
     Matmuls without a weight ("matmul") are ignored, unless their name is in `expected`.
     """
-    found = {
-        fqn: gemms for fqn, gemms in decisions(report).items() if set(gemms) != {"matmul"} or fqn in expected
-    }
+    every = decisions(report)
+    found = {name: gemms for name, gemms in every.items() if set(gemms) != {"matmul"} or name in expected}
     assert found.keys() == expected.keys(), str(report)
     for fqn, wanted in expected.items():
         gemms, decision = (TRAINED, wanted) if isinstance(wanted, str) else wanted
-        assert Counter({gemm: len(records) for gemm, records in found[fqn].items()}) == Counter(gemms), (
-            f"{fqn}\n{report}"
-        )
+        counts = Counter({gemm: len(records) for gemm, records in found[fqn].items()})
+        assert counts == Counter(gemms), f"{fqn}\n{report}"
         for records in found[fqn].values():
             assert all(record.startswith(decision) for record in records), f"{fqn}: {records}"
 
@@ -251,27 +229,16 @@ MODULES: list[tuple[nn.Module, dict[str, Any]]] = [
 def test_modules() -> None:
     model = Several([module for module, _ in MODULES])
     report = one_step(model, *(noise(*X, seed=i) for i in range(len(MODULES))))
-    check(
-        report,
-        {
-            f"{i}.{name}".rstrip("."): want
-            for i, (_, wanted) in enumerate(MODULES)
-            for name, want in wanted.items()
-        },
-    )
+    expected: dict[str, Any] = {}
+    for i, (_, wanted) in enumerate(MODULES):
+        expected |= {f"{i}.{name}".rstrip("."): want for name, want in wanted.items()}
+    check(report, expected)
     # of the products, two heads of eight sequences
     assert {r.batch for r in report.matmuls if r.fqn == "5"} == {16}
     assert {r.parameter for r in report.matmuls if r.fqn.endswith("it's")} == {"10.parts.it's.weight"}
-    opaque = {
-        (r.fqn, "conv" if "conv" in r.op else "attention" if "attention" in r.op else r.op)
-        for r in report.opaque
-    }
-    assert opaque == {
-        ("0.attn", "attention"),
-        ("2.attn", "attention"),
-        ("6.patches", "conv"),
-        ("6.attention", "attention"),
-    }
+    opaque = {(r.fqn, next(x for x in ("conv", "attention") if x in r.op)) for r in report.opaque}
+    attentions = {(name, "attention") for name in ("0.attn", "2.attn", "6.attention")}
+    assert opaque == {("6.patches", "conv"), *attentions}
     assert all(r.reason for r in report.opaque)
 
 
@@ -326,18 +293,11 @@ def test_gradients_of_products_are_no_ones_wgrad(model: nn.Module, expected: dic
 
 @pytest.mark.slow
 def test_narrow_and_odd_sizes():
-    model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 200), nn.Linear(200, 168), nn.Linear(168, 144))
-    wide = nn.Sequential(nn.Linear(144, 160), nn.Linear(160, 136))
-    expected = {
-        "0": "under 128 wide",
-        "1": "under 128 wide",
-        "2": "not a multiple of 16",
-        "3": "not a multiple of 16",
-    }
-    check(
-        one_step(nn.Sequential(*model, *wide), noise(*X)),
-        expected | {"4": "fp8", "5": "not a multiple of 16"},
-    )
+    widths = [128, 64, 200, 168, 144, 160, 136]
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
+    narrow, odd = "under 128 wide", "not a multiple of 16"
+    expected = {"0": narrow, "1": narrow, "2": odd, "3": odd, "4": "fp8", "5": odd}
+    check(one_step(model, noise(*X)), expected)
 
 
 def test_any_number_of_rows():
@@ -349,10 +309,8 @@ def test_any_number_of_columns() -> None:
     """A weight from the left: each token is a column of the output."""
     model = root(lambda m, x: (m.w @ x.t()).t() + m.b, 256, 128)
     report = one_step(model, noise(23, 128))
-    assert {r.gemm: r.decision for r in report.matmuls if r.gemm != "wgrad"} == {
-        "fprop": "fp8",
-        "dgrad": "fp8",
-    }
+    found = {r.gemm: r.decision for r in report.matmuls if r.gemm != "wgrad"}
+    assert found == {"fprop": "fp8", "dgrad": "fp8"}
 
 
 # -- dtypes and options --
@@ -364,9 +322,8 @@ def test_a_matmul_into_another_dtype_is_left_alone():
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(
-                torch.empty(256, 256, dtype=torch.bfloat16, device="meta"), requires_grad=False
-            )
+            weight = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+            self.weight = nn.Parameter(weight, requires_grad=False)
 
         def forward(self, x):
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)

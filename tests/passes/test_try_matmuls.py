@@ -45,11 +45,8 @@ def test_groups_are_tried_without_rows(wgrad: bool) -> None:
 
     graph = torch.fx.Graph()
     a, b = ((128, 96), (256, 96)) if wgrad else ((96, 128), (4, 256, 128))
-    given = [torch.empty(size, dtype=E4M3) for size in (a, b)] + [
-        torch.ones(1),
-        torch.ones(1),
-        ends([16, 0, 33, 40]),
-    ]
+    given = [torch.empty(size, dtype=E4M3) for size in (a, b)]
+    given += [torch.ones(1), torch.ones(1), ends([16, 0, 33, 40])]
     nodes = [graph.placeholder(f"x{i}") for i in range(len(given))]
     for node, x in zip(nodes, given, strict=True):
         node.meta["val"] = x

@@ -2,7 +2,7 @@
 and CUDA.
 
 The plan for a described GPU is executed on a CPU (`executed`), where any call would do. So each call is first
-held against these rules, and `Refused` says which of them it breaks. `RULES` and `GAPS` have the names.
+held against these rules, and `Refused` says which of them it breaks. `RULES` has the names.
 
 Read in ScaledBlas.cpp, GroupedBlas.cpp, RowwiseScaledMM.cu, GroupMMCommon.cuh, ScaledGroupMM.cu and
 GroupedMMUtils.h, in copies from before and after float32 came to the rowwise kernel (2.15), not release by
@@ -66,25 +66,15 @@ RULES = {
     "groups order": "the ends rise, and none is beyond the operand",
 }
 
-GAPS = {
-    "few tiles": "cuBLASLt has no row-wise kernel for few tiles and a large K (pytorch/ao#4582)",
-    "rowwise by cuBLASLt": (
-        "torch hands rows on 11.x and 12.x to cuBLASLt, which refuses (2.10: pytorch#192707), not in 2.15"
-    ),
-    "groups on Blackwell": "grouped matmuls are refused, trap or are wrong on 10.x (pytorch#161780, #187095)",
-}
-
-TILE = 128
-FEW_TILES, LARGE_K = 48, 9216  # ao#4582: [256, 9216] x [9216, 3072] fails, 257 rows do not, nor does K = 3072
 GROUPS = 1024
 
 
 class Refused(AssertionError):
-    """A call that the GPU's libraries do not take, or compute wrongly. `broken`: names of rules and gaps."""
+    """A call that the GPU's libraries do not take, or compute wrongly. `broken`: names of rules."""
 
     def __init__(self, operator: str, library: Library, broken: Sequence[str], call: NamedTuple):
         self.broken = tuple(broken)
-        told = "; ".join(f"{name}: {(RULES | GAPS)[name]}" for name in broken)
+        told = "; ".join(f"{name}: {RULES[name]}" for name in broken)
         given = ", ".join(f"{key}={_told(value)}" for key, value in zip(call._fields, call, strict=True))
         super().__init__(
             f"{library.gpu.target}, torch {library.torch}, CUDA {library.cuda}: "
@@ -119,24 +109,16 @@ class Grouped(NamedTuple):
 
 
 class Library(NamedTuple):
-    """What a process has: its GPU (a `Gpu`), the versions of torch and CUDA. `gaps`: refused, too."""
+    """What a process has: its GPU (a `Gpu`), the versions of torch and CUDA."""
 
     gpu: Any
     torch: Version
     cuda: Version
-    gaps: bool = False
-
-    @classmethod
-    def here(cls, gpu: Any, cuda: Version, gaps: bool = False) -> Library:
-        """With the torch of this process."""
-        major, minor = torch.__version__.split(".")[:2]
-        return cls(gpu, (int(major), int(minor)), cuda, gaps)
 
     def check(self, call: Product | Grouped) -> None:
         """Raises `Refused`."""
         one = isinstance(call, Product)
         broken = list(_product(self, call) if one else _grouped(self, call))  # type: ignore[arg-type]
-        broken = [name for name in broken if self.gaps or name in RULES]
         if broken:
             raise Refused("_scaled_mm" if one else "_scaled_grouped_mm", self, broken, call)
 
@@ -265,7 +247,7 @@ def _layout(a: Tensor, b: Tensor, either: bool) -> Iterator[str]:
 
 def _rows(library: Library, call: Product) -> Iterator[str]:
     a, b, a_scale, b_scale = call[:4]
-    gpu, (m, k), n = library.gpu, a.shape, b.shape[1]
+    gpu, (m, k) = library.gpu, a.shape
     if gpu.gfx:
         if not gpu.gfx.startswith("gfx9"):
             yield "rowwise gpu"
@@ -278,13 +260,9 @@ def _rows(library: Library, call: Product) -> Iterator[str]:
             yield "rowwise scales"
         if gpu.capability == (8, 9) and (m > 1 and a.stride(0) != k or b.stride(1) != k):
             yield "rowwise packed"
-        if gpu.major in (11, 12) and library.torch < (2, 15):
-            yield "rowwise by cuBLASLt"
     elif not gpu.gfx:
         if a_scale.data_ptr() % 16 or b_scale.data_ptr() % 16:
             yield "rowwise scales"
-        if _parts(m, TILE) * _parts(n, TILE) <= FEW_TILES and k >= LARGE_K:
-            yield "few tiles"
     if (library.by_cutlass or gpu.gfx) and b.dtype not in (E4M3, E4M3_FNUZ):
         yield "rowwise b"
 
@@ -320,8 +298,6 @@ def _grouped(library: Library, call: Grouped) -> Iterator[str]:
     gpu, rows = library.gpu, b.dim() == 3
     if not (gpu.gfx.startswith(("gfx942", "gfx950", "gfx120")) if gpu.gfx else gpu.major in (9, 10)):
         yield "groups gpu"
-    if not gpu.gfx and gpu.major == 10:
-        yield "groups on Blackwell"
     if (
         a.dim() != 2
         or b.dim() not in (2, 3)

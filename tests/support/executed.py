@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
@@ -71,10 +72,6 @@ class _Heuristics:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda **told: lambda jitted: (name, told, jitted)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 class Launched:
@@ -148,15 +145,14 @@ class Launched:
         wanted = [
             name for name, kind in self.signature.items() if kind == "constexpr" and name.endswith("BLOCK")
         ]
-        config = {name: min(self.LARGEST[name], _power_of_two(given[_axis(name)])) for name in wanted}
+        # "XBLOCK" has "xnumel" elements, "R0_BLOCK" has "r0_numel"
+        sizes = {name: given[name.removesuffix("BLOCK").lower() + "numel"] for name in wanted}
+        config = {
+            name: min(self.LARGEST[name], triton.next_power_of_2(max(1, n))) for name, n in sizes.items()
+        }
         if "RSPLIT_SIZE" in self.signature:
             config |= {"RSPLIT_SIZE": max(64, config["XBLOCK"]), "NUM_STAGES": 1}
         return config
-
-
-def _axis(block: str) -> str:
-    """ "XBLOCK" -> "xnumel", "R0_BLOCK" -> "r0_numel"."""
-    return block.removesuffix("BLOCK").lower() + "numel"
 
 
 heuristics = _Heuristics()
@@ -297,11 +293,12 @@ def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
 
 class Plan:
     """The kernels that were loaded and the number of FP8 matmuls that ran. `choice`: the configuration of our
-    kernels. `library`: what the GPU's matmuls take."""
+    kernels. `library`: what the GPU's matmuls take, with the torch of this process."""
 
-    def __init__(self, choice: int = 0, library: Library | None = None):
+    def __init__(self, choice: int = 0, gpu: Gpu = H200):
         self.choice = choice
-        self.library = library or Library.here(H200, support.cuda_version())
+        major, minor = torch.__version__.split(".")[:2]
+        self.library = Library(gpu, (int(major), int(minor)), support.cuda_version())
         self.kernels: list[Launched] = []
         self.scaled = 0  # FP8 matmuls that ran
 
@@ -341,9 +338,9 @@ class Plan:
 
 
 @contextlib.contextmanager
-def executed(choice: int = 0, gpu: Gpu = H200, gaps: bool = False) -> Iterator[Plan]:
-    """Inside, graphs are compiled for `gpu`, and run on the CPU. `gaps`: its libraries', are errors, too."""
-    plan = Plan(choice, Library.here(gpu, support.cuda_version(), gaps))
+def executed(choice: int = 0, gpu: Gpu = H200) -> Iterator[Plan]:
+    """Inside, graphs are compiled for `gpu`, and run on the CPU."""
+    plan = Plan(choice, gpu)
     copy = compat.dynamo.copy_graph
 
     def copy_graph(gm: GraphModule) -> GraphModule:  # the copy that cold calls run, on the CPU

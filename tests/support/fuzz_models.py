@@ -7,6 +7,7 @@ by 1.01, stays different.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 UNIT = 2.0**-6  # gradients are integers times this
 
@@ -209,20 +210,11 @@ class Block(nn.Module):
         if not self.checkpoint or not torch.is_grad_enabled():
             y = self.inner(x)
         elif self.checkpoint == "selective":
-            y = checkpoint(self.inner, x, use_reentrant=False, context_fn=_contexts)
+            saving = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+            y = checkpoint(self.inner, x, use_reentrant=False, context_fn=saving)
         else:
             y = checkpoint(self.inner, x, use_reentrant=self.checkpoint == "reentrant")
         return x + y if self.residual else y
-
-
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return (
-        CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-    )
-
-
-def _contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 # -- ways to wire layers: a constructor and a forward each --

@@ -109,16 +109,13 @@ class Side:
             if event == "w":
                 handles = self.hook_parameters()
             else:
-                self.event(event)
+                EVENTS[event](self)
         for handle in handles:
             handle.remove()
         for i, (x, outs) in enumerate(self.calls):
             self.seen |= {f"x{i}": x.grad} | {f"y{i} {j}": y for j, y in enumerate(outs)}
         self.seen |= {name: p.grad for name, p in self.model.named_parameters()}
         return {name: tensor.detach().clone() for name, tensor in self.seen.items() if tensor is not None}
-
-    def event(self, letter: str) -> None:
-        EVENTS[letter](self)
 
     # forwards
 
@@ -193,11 +190,9 @@ class Side:
 
     # backwards
 
-    def gradients(self, outs: list[Tensor]) -> list[Tensor]:
-        return [ternary(self.rng, *y.shape).to(y.dtype) * UNIT for y in outs]
-
     def backward(self, outs: list[Tensor], times: int = 1) -> None:
-        pairs = [pair for pair in zip(outs, self.gradients(outs), strict=True) if pair[0].requires_grad]
+        gradients = [ternary(self.rng, *y.shape).to(y.dtype) * UNIT for y in outs]
+        pairs = [pair for pair in zip(outs, gradients, strict=True) if pair[0].requires_grad]
         if pairs:
             self.backwards += self.fresh
             self.fresh, self.waiting = False, max(0, self.waiting - times)

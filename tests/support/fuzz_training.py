@@ -1,7 +1,7 @@
 """Random small models, trained by random protocols in FP8 and eagerly. FP8 is exact on their numbers, so all
 results are equal.
 
-    python -m tests.support.fuzz_training 500 [first seed [seconds]]
+    python -m tests.support.fuzz_training 500 [first seed]
 
 So a wrong operand, layout, scale or slot, and a gradient that is lost or counted twice, shows in the first
 step. Rounding never shows. Graphs are interpreted.
@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from fp8compile.ir import ops
 from tests.support import hooks
 from tests.support.fuzz_models import Model
 from tests.support.fuzz_protocols import PROTOCOLS, Results, Side
-from tests.support.harness import histories, sqnr
+from tests.support.harness import assert_floor, histories, sqnr
 
 FLOOR_DB = 80.0
 RECIPES = ("delayed", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
@@ -132,7 +132,7 @@ def check(case: Case, seen: Counter) -> None:
     seen["gemms in FP8"] += calls[ops.scaled_mm] + calls[ops.block_mm]
 
 
-def compare(expected: Results, got: Results, where: str, floor_db: float = FLOOR_DB) -> None:
+def compare(expected: Results, got: Results, where: str) -> None:
     # AOTAutograd's zeros
     got = {name: tensor for name, tensor in got.items() if name in expected or tensor.any()}
     assert expected.keys() == got.keys(), f"{where}: {sorted(expected.keys() ^ got.keys())} on one side only"
@@ -141,8 +141,7 @@ def compare(expected: Results, got: Results, where: str, floor_db: float = FLOOR
         for name, tensor in expected.items()
         if not _cancels(name, tensor, got[name])
     }
-    low = [f"{name}: {ratio:.1f} dB" for name, ratio in ratios.items() if not ratio >= floor_db]
-    assert not low, f"{where}: {', '.join(low)}"
+    assert_floor(ratios, FLOOR_DB, where)
 
 
 def _cancels(name: str, expected: Tensor, got: Tensor) -> bool:
@@ -165,12 +164,6 @@ def moved_once(side: Side, where: str) -> None:
         assert not (side.even and wrong), f"{where}: in {calls} calls, moved: {moves}"
 
 
-def one(seed: int, seen: Counter) -> str:
-    """Runs one seed; returns the case and its error, or "" if all is equal."""
-    torch._dynamo.reset()
-    return wrong(Case.of(seed), seen)
-
-
 def wrong(case: Case, seen: Counter) -> str:
     """The case and its error, or "". Code that Dynamo has compiled for an equal model is used again."""
     try:
@@ -178,20 +171,6 @@ def wrong(case: Case, seen: Counter) -> str:
     except Exception as error:
         return f"{case}\n  {type(error).__name__}: {error}"
     return ""
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No warnings, and only errors in the log."""
-    logger = logging.getLogger("fp8compile")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -207,39 +186,26 @@ def fuzzing() -> Iterator[None]:
     settings["automatic_dynamic_shapes"] = torch.__version__ >= "2.12"
     config = torch._dynamo.config.patch(**settings)
     donated = torch._functorch.config.patch(donated_buffer=True)
-    with config, donated, hooks.interpreted(), quiet():
+    with config, donated, hooks.interpreted(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
 
 
-def run(count: int, first: int = 0, limit_s: float = float("inf")) -> tuple[Counter, list[str]]:
-    """Runs `count` seeds from `first` on, for limit_s seconds at most. Returns counts, and the failures."""
+def run(count: int, first: int = 0) -> tuple[Counter, list[str]]:
+    """Runs `count` seeds from `first` on. Returns counts, and the failures."""
+    seen, failed = Counter[str](), list[str]()
     with fuzzing():
-        return over(one, count, first, limit_s)
-
-
-def over(
-    case: Callable[[int, Counter], str], count: int, first: int, limit_s: float
-) -> tuple[Counter, list[str]]:
-    """As `run`, where `case(seed, counts)` says what fails of a seed."""
-    seen, failed, begun = Counter[str](), list[str](), time.perf_counter()
-    for seed in range(first, first + count):
-        if error := case(seed, seen):
-            failed.append(error)
-            print(error, flush=True)
-        if time.perf_counter() - begun > limit_s:
-            print(f"seeds {first} to {seed}", flush=True)
-            break
+        for seed in range(first, first + count):
+            torch._dynamo.reset()
+            if error := wrong(Case.of(seed), seen):
+                failed.append(error)
+                print(error, flush=True)
     return seen, failed
 
 
-def main(run: Callable[..., tuple[Counter, list[str]]]) -> None:
-    """COUNT FIRST SECONDS on the command line."""
+if __name__ == "__main__":
+    logging.getLogger("fp8compile").setLevel(logging.ERROR)
     start = time.perf_counter()
-    count, first, limit = (int(x) for x in (*sys.argv[1:], *("500", "0", "1000000")[len(sys.argv) - 1 :]))
-    found, errors = run(count, first, limit)
+    found, errors = run(*map(int, sys.argv[1:] or ["500"]))
     print(", ".join(f"{name} {number}" for name, number in found.items() if number))
     print(f"{len(errors)} cases fail; {time.perf_counter() - start:.0f} s")
-
-
-if __name__ == "__main__":
-    main(run)

@@ -140,7 +140,7 @@ class Pair:
     gradients and state.
 
     floor_db: from the dtype of the model unless given.
-    options: as for torch.compile. `exclude` and `overrides` are passed to the reference.
+    options: as for torch.compile. `overrides` are passed to the reference.
     compile: how to compile the model, for tests that do not compile the whole model at once.
     No matmuls are merged: the reference scales each tensor by itself (see test_merge.py).
     deep: the model is a chain of FP8 layers. Then the floor holds for the median of the steps (`finish`).
@@ -156,10 +156,8 @@ class Pair:
         floor_db: float | None = None,
         autocast: torch.dtype | None = None,
         dynamic: bool | None = None,
-        exclude: Sequence[str] = (),
         overrides: Mapping[str, Mapping[str, Any]] | None = None,
         deep: bool = False,
-        inductor: Mapping[str, Any] | None = None,
         compile: Callable[[nn.Module], Callable[..., Any]] | None = None,
         **options: Any,
     ) -> None:
@@ -167,9 +165,9 @@ class Pair:
         options = {"merge_matmuls": False, **options}
         self.model, self.recipe, self.options, self.autocast = model, recipe, options, autocast
         overrides = {**gated_inputs(model), **(overrides or {})}
-        self.reference = Reference(model, recipe, exclude=exclude, overrides=overrides, **theirs)
+        self.reference = Reference(model, recipe, overrides=overrides, **theirs)
         if compile is None:
-            self.compiled = compiled(model, recipe, dynamic=dynamic, **options, **(inductor or {}))
+            self.compiled = compiled(model, recipe, dynamic=dynamic, **options)
         else:
             self.compiled = compile(model)
         self.dtype = autocast or next(model.parameters()).dtype
@@ -325,12 +323,11 @@ def assert_fp8(model: nn.Module, names: Sequence[str] = (), gemm: str = "fprop")
 
 def like(x: Tensor, seed: int) -> Tensor:
     """Normal noise in the shape, dtype and device of x, the same on every device."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    return torch.randn(x.shape, generator=generator).to(device=x.device, dtype=x.dtype)
+    return noise(*x.shape, seed=1000 + seed, dtype=x.dtype, device=x.device)
 
 
 def noise(
-    *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32, device: Any = "cpu"
 ) -> Tensor:
     """Normal noise times scale, the same on every device."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(

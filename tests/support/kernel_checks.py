@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from .groups import ALWAYS, FOR_EXACT_SUMS, Case, Made
+from .interpreter import BITS
 
 aten = torch.ops.aten
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def bits(x: Tensor) -> Tensor:

@@ -66,13 +66,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "rotary": (lambda: Rotary(4096, 32, 8192), (1, 8192, 4096)),
 }
 RECIPES = ("delayed", "tensorwise")
-_SHORT = {
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float16": "fp16",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-}
 HANDWRITTEN = {**vars(triton_kernels), **vars(triton_grouped)}
 CONTRACTED = ("fp8_gemm", "fp8_grouped")  # whose products and sums may become one instruction
 
@@ -136,7 +129,8 @@ def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> 
         written = jitted.fn.__name__ not in HANDWRITTEN
         source = pathlib.Path(jitted.fn.__code__.co_filename).read_text() if written else jitted.src
         configs = tuple((c.kwargs["BLOCK_R"], c.kwargs["BLOCK_C"], c.num_warps) for c in function.configs)
-        types = tuple((key, _type(value)) for key, value in arguments.items())
+        given = ((key, x.meta["val"] if isinstance(x, torch.fx.Node) else x) for key, x in arguments.items())
+        types = tuple((key, _type(x.dtype) if isinstance(x, torch.Tensor) else "i32") for key, x in given)
         kernel = Generated(
             f"{name} {recipe}", jitted.fn.__name__, source, configs, types, tuple(constants.items())
         )
@@ -147,12 +141,9 @@ def traced(name: str, recipe: str, dynamic: bool = False, amd: bool = False) -> 
     return list(found.values())
 
 
-def _type(value: Any) -> str:
-    """Triton's name for the type of an argument: a node, or a number."""
-    value = value.meta["val"] if isinstance(value, torch.fx.Node) else value
-    if not isinstance(value, torch.Tensor):
-        return "i32"
-    name = TRITON_DTYPE[value.dtype].removeprefix("tl.")
+def _type(dtype: torch.dtype) -> str:
+    """Triton's name for a pointer to elements of this dtype."""
+    name = TRITON_DTYPE[dtype].removeprefix("tl.")
     for long, short in (("bfloat", "bf"), ("float8", "fp8"), ("float", "fp"), ("uint", "u"), ("int", "i")):
         if name.startswith(long):
             return "*" + short + name.removeprefix(long)
@@ -214,7 +205,8 @@ def compile_source(source: str, block: Config, target: GPUTarget, **options: int
     """Compiles a generated kernel with one scale for each output, whose inputs are floats, by what its
     comments say of it."""
     function = compat.triton.load_kernel(re.findall(r"def (\w+)\(", source)[0], source)
-    types = {key: "*" + _SHORT[kind] for key, kind in re.findall(r"# ([xy]\d+): (?:\w+ )?(\w+)", source)}
+    named = re.findall(r"# ([xy]\d+): (?:\w+ )?(\w+)", source)
+    types = {key: _type(getattr(torch, dtype)) for key, dtype in named}
     types |= {
         key: "*fp32" if key.startswith("s") else "*i32"
         for key in function.arg_names

@@ -101,13 +101,12 @@ class Heads(Attention):
         )
 
 
-class NormalHeads(nn.Module):
+class NormalHeads(Attention):
     """Attention with norms of q and k, whose backward can read FP8. Attention's cannot: v is not merged."""
 
     def __init__(self, width: int = 256) -> None:
-        super().__init__()
+        super().__init__(width)
         self.norm = nn.RMSNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.q_norm, self.k_norm = nn.RMSNorm(128), nn.RMSNorm(128)
 
     def forward(self, x: Tensor) -> Tensor:

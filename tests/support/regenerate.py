@@ -107,26 +107,19 @@ def rowwise_rms_norm(x: Tensor, weight: Tensor) -> Any:
     return *in_blocks((wide * rstd * weight).to(BF16), [1, 0], power_of_2=False), rstd
 
 
-ONE = ((1,), F32)
-GROUPS: dict[Callable[..., Any], list[tuple[tuple[int, ...], torch.dtype]]] = {
-    weight_both_layouts: [((14336, 4096), BF16), ONE],
-    gelu: [((16384, 3072), BF16), ONE],
-    gelu_backward: [((16384, 16384), BF16), ((16384, 16384), BF16), ONE, ONE],
-    rope_backward: [((8192, 32, 128), BF16), ((8192, 128), BF16), ((8192, 128), BF16), ONE],
-    swiglu_backward: [((8192, 14336), BF16), ((8192, 14336), BF16), ((8192, 14336), BF16), ONE, ONE],
-    layer_norm_backward: [
-        ((16384, 768), BF16),
-        ((16384, 768), BF16),
-        ((16384, 1), F32),
-        ((16384, 1), F32),
-        ((768,), BF16),
-        ((768,), BF16),
-        ONE,
-    ],
-    dynamic_rows: [((1000, 512), BF16), ONE],
-    mxfp8_swiglu: [((8192, 14336), BF16), ((8192, 14336), BF16)],
-    blockwise_gelu_backward_bias: [((16384, 3072), BF16), ((16384, 3072), BF16)],
-    rowwise_rms_norm: [((8192, 4096), BF16), ((4096,), BF16)],
+# the shapes of the inputs: float32 where there is one column (scales, statistics of rows), else bf16
+ROWS, HIDDEN, ONE = (16384, 1), (8192, 14336), (1,)
+GROUPS: dict[Callable[..., Any], list[tuple[int, ...]]] = {
+    weight_both_layouts: [(14336, 4096), ONE],
+    gelu: [(16384, 3072), ONE],
+    gelu_backward: [(16384, 16384), (16384, 16384), ONE, ONE],
+    rope_backward: [(8192, 32, 128), (8192, 128), (8192, 128), ONE],
+    swiglu_backward: [HIDDEN, HIDDEN, HIDDEN, ONE, ONE],
+    layer_norm_backward: [(16384, 768), (16384, 768), ROWS, ROWS, (768,), (768,), ONE],
+    dynamic_rows: [(1000, 512), ONE],
+    mxfp8_swiglu: [HIDDEN, HIDDEN],
+    blockwise_gelu_backward_bias: [(16384, 3072), (16384, 3072)],
+    rowwise_rms_norm: [(8192, 4096), (4096,)],
 }
 
 
@@ -134,10 +127,10 @@ def generate(function: Callable[..., Any]) -> str:
     """The kernels of a group, one source after the other."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     inputs = []
-    for shape, dtype in GROUPS[function]:
+    for shape in GROUPS[function]:
         rows = DimDynamic.DYNAMIC if function is dynamic_rows and len(shape) == 2 else DimDynamic.STATIC
         context = StatelessSymbolicContext([rows, *[DimDynamic.STATIC] * (len(shape) - 1)])  # type: ignore[arg-type]
-        real = torch.empty(shape, dtype=dtype, device="meta")
+        real = torch.empty(shape, dtype=F32 if shape[-1] == 1 else BF16, device="meta")
         inputs.append(
             mode.from_tensor(real, symbolic_context=context, source=ConstantSource(f"input{len(inputs)}"))
         )

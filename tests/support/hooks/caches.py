@@ -83,9 +83,7 @@ def forwards_of(parameter: Any) -> list[str]:
 
 def saving_small_tensors(least: int = 0) -> Patched:
     """Inside, `save="fp8"` keeps tensors of any size in FP8, or of at least so many bytes."""
-    from fp8compile.features.save import save
-
-    return mock.patch.object(save, "LEAST", least)
+    return mock.patch("fp8compile.features.save.save.LEAST", least)
 
 
 @contextlib.contextmanager
@@ -94,21 +92,11 @@ def generated() -> Iterator[tuple[list[Any], list[dict[str, Any]]]]:
     from fp8compile import compat
     from fp8compile.codegen import launch
 
-    kernels: list[Any] = []
-    arguments: list[dict[str, Any]] = []
-    place, launched = launch.Launcher.__call__, compat.triton.launch
-
-    def placed(launcher: Any, before: Any, kernel: Any, *given: Any) -> Any:
-        kernels.append(kernel)
-        return place(launcher, before, kernel, *given)
-
-    def call(emit: Any, function: Any, grids: Any, given: dict[str, Any], *constants: Any, **how: Any) -> Any:
-        arguments.append(given)
-        return launched(emit, function, grids, given, *constants, **how)
-
     with (
-        mock.patch.object(launch.Launcher, "__call__", placed),
-        mock.patch.object(compat.triton, "launch", call),
+        noting(launch.Launcher, "__call__", lambda _, launcher, before, kernel, *rest: kernel) as kernels,
+        noting(
+            compat.triton, "launch", lambda _, emit, function, grids, given, *rest, **how: given
+        ) as arguments,
     ):
         yield kernels, arguments
 

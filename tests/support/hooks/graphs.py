@@ -118,9 +118,7 @@ def backend_with(**options: Any) -> Callable[..., Any]:
 
 def run_by(interpreter: Any) -> Patched:
     """Inside, `interpreter(graph module)`, with `env` and `boxed_run`, runs lowered graphs and cold calls."""
-    from fp8compile.runtime import inner
-
-    return mock.patch.object(inner, "Eager", interpreter)
+    return mock.patch("fp8compile.runtime.inner.Eager", interpreter)
 
 
 def traced() -> Patched:
@@ -233,6 +231,4 @@ def halves() -> Iterator[list[tuple[torch.fx.GraphModule, bool]]]:
 
 def without_features() -> Any:
     """Inside, the backend looks for features of the package in vain."""
-    from fp8compile import extension
-
-    return mock.patch.object(extension, "_features", [])
+    return mock.patch("fp8compile.extension._features", [])

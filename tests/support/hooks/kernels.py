@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from .base import Patched
+from .base import Patched, noting
 
 
 @contextlib.contextmanager
@@ -53,25 +53,12 @@ def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
     """`see(function, arguments, constants, contracts)` gets each launch that is written inside. `amd`: with
     an AMD GPU's conversions."""
     from fp8compile import compat
-    from fp8compile.codegen import stores
 
-    launch = compat.triton.launch
-
-    def noted(
-        emit: Any,
-        function: Any,
-        grids: Any,
-        arguments: dict[str, Any],
-        constants: Any = None,
-        contracts=False,
-    ) -> Any:
+    def note(_: Any, emit: Any, function: Any, grids: Any, arguments: Any, constants=None, contracts=False):
         see(function, arguments, constants or {}, contracts)
-        return launch(emit, function, grids, arguments, constants, contracts)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(compat.triton, "launch", noted))
-        if amd:
-            stack.enter_context(mock.patch.object(stores, "saturates", lambda dtype: False))
+    conversions = mock.patch("fp8compile.codegen.stores.saturates", lambda dtype: False)
+    with noting(compat.triton, "launch", note), conversions if amd else contextlib.nullcontext():
         yield
 
 
@@ -79,23 +66,15 @@ def launched(see: Callable[..., Any], amd: bool = False) -> Iterator[None]:
 def written_for(gpu: Any, wrongly: bool | None = None) -> Iterator[None]:
     """Inside, kernels are written as for this GPU. `wrongly`: whether Triton's own conversions to FP8 are
     taken to be wrong there; None: whether they are."""
-    from fp8compile import compat
-    from fp8compile.codegen import kernel
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(kernel, "gpu_of", lambda device: gpu))
-        if wrongly is not None:
-            stack.enter_context(
-                mock.patch.object(compat.triton, "converts_wrongly", lambda capability: wrongly)
-            )
+    conversions = mock.patch("fp8compile.compat.triton.converts_wrongly", lambda capability: wrongly)
+    here = mock.patch("fp8compile.codegen.kernel.gpu_of", lambda device: gpu)
+    with here, conversions if wrongly is not None else contextlib.nullcontext():
         yield
 
 
 def uncontracted() -> Patched:
     """Inside, Triton contracts no kernel that does not say whether it may."""
-    import triton
-
-    return mock.patch.object(triton.knobs.language, "default_fp_fusion", False)
+    return mock.patch("triton.knobs.language.default_fp_fusion", False)
 
 
 def count_generated(graph: torch.fx.Graph) -> int:
@@ -142,48 +121,36 @@ def refusal(form: str, a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tens
 
 def cuda_version(*version: int) -> Patched:
     """Inside, torch was built with this CUDA."""
-    from fp8compile.devices import support
-
-    return mock.patch.object(support, "cuda_version", lambda: version)
+    return mock.patch("fp8compile.devices.support.cuda_version", lambda: version)
 
 
 def fnuz() -> Patched:
     """Inside, the GPU has the fnuz encodings."""
-    from fp8compile.devices import formats
-
-    return mock.patch.object(formats, "fnuz", lambda: True)
+    return mock.patch("fp8compile.devices.formats.fnuz", lambda: True)
 
 
 @contextlib.contextmanager
 def block_mm_by(way: str, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Iterator[None]:
     """Inside, a matmul of blocks is lowered in this way, and our kernel has this tile."""
-    from fp8compile.codegen import block_gemm, scaled_mm_kind
-
-    tiles = mock.patch.object(block_gemm, "configurations", lambda *_: (tile,))
-    with mock.patch.object(scaled_mm_kind, "how", lambda *_: way), tiles:
+    tiles = mock.patch("fp8compile.codegen.block_gemm.configurations", lambda *_: (tile,))
+    with mock.patch("fp8compile.codegen.scaled_mm_kind.how", lambda *_: way), tiles:
         yield
 
 
 @contextlib.contextmanager
 def matmuls_for(gpu: Any, tile: tuple[int, ...] = (64, 32, 4, 1)) -> Iterator[None]:
     """Inside, matmuls are lowered for this GPU; those of groups have this tile."""
-    from fp8compile.codegen import grouped_gemm, scaled_grouped, scaled_mm
-
-    tiles = mock.patch.object(grouped_gemm, "configurations", lambda *_: (tile,))
-    one, other = (
-        mock.patch.object(module, "gpu_of", lambda _: gpu) for module in (scaled_grouped, scaled_mm)
-    )
-    with one, other, tiles:
+    tiles = mock.patch("fp8compile.codegen.grouped_gemm.configurations", lambda *_: (tile,))
+    groups = mock.patch("fp8compile.codegen.scaled_grouped.gpu_of", lambda _: gpu)
+    with mock.patch("fp8compile.codegen.scaled_mm.gpu_of", lambda _: gpu), groups, tiles:
         yield
 
 
 @contextlib.contextmanager
 def scales_of_products() -> Iterator[list[torch.Tensor]]:
     """The scales that ATen's matmul gets inside; no matmul runs."""
-    from fp8compile.codegen import scaled_mm
-
     found: list[torch.Tensor] = []
-    with mock.patch.object(scaled_mm, "scaled", lambda _, *scales: found.extend(scales)):
+    with mock.patch("fp8compile.codegen.scaled_mm.scaled", lambda _, *scales: found.extend(scales)):
         yield found
 
 
@@ -206,9 +173,7 @@ def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, i
 
 def matmuls_unread() -> Patched:
     """Inside, a described step does not read Inductor's matmuls: NVIDIA falls back for fnuz operands."""
-    from fp8compile.dryrun.fake_gpu.record import _Reader
-
-    return mock.patch.object(_Reader, "matmul", lambda *_: None)
+    return mock.patch("fp8compile.dryrun.fake_gpu.record._Reader.matmul", lambda *_: None)
 
 
 def losing_updates() -> Patched:

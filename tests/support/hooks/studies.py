@@ -91,12 +91,8 @@ def described_once() -> Iterator[dict[tuple, tuple[Any, Any]]]:
 @contextlib.contextmanager
 def tuning(compiler: type, candidates: Sequence[str]) -> Iterator[None]:
     """Inside, `tune` takes its times from `compiler`, and has few candidates: each takes a trace."""
-    from fp8compile.dryrun import tune
-
-    with (
-        mock.patch.object(tune, "Compiler", compiler),
-        mock.patch.object(tune, "candidates", lambda gpu: candidates),
-    ):
+    times = mock.patch("fp8compile.dryrun.tune.Compiler", compiler)
+    with times, mock.patch("fp8compile.dryrun.tune.candidates", lambda gpu: candidates):
         yield
 
 
