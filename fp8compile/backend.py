@@ -208,8 +208,8 @@ def _check_features(options: Options) -> None:
         for value in (getattr(recipe, key) for recipe in policy.possible):
             if value not in (False, default):
                 raise OptionError.of(key, value, f"{default!r}: features/{feature} is not here")
-    if "delayed" not in known and any(recipe.delayed for recipe in policy.possible):
-        raise OptionError.of("recipe", "delayed", f"{USUAL!r}: features/delayed is not here")
     for key, value, usually in (("save", policy.save, Policy().save), ("schedule", policy.schedule, None)):
         if value != usually and key not in known:
             raise OptionError.of(key, value, f"{usually!r}: features/{key} is not here")
+    if "delayed" not in known and any(recipe.delayed for recipe in policy.possible):
+        raise OptionError.of("recipe", "delayed", f"{USUAL!r}: features/delayed is not here")

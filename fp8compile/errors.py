@@ -53,8 +53,8 @@ class StateError(Fp8CompileError, ValueError):
     differences: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, differences: Sequence[str], fix: str, most: int = 20) -> StateError:
-        shown = "\n  ".join(at_most(most, differences))
+    def of(cls, differences: Sequence[str], fix: str) -> StateError:
+        shown = "\n  ".join(at_most(20, differences))
         error = cls(f"this scaling state is of another model or policy:\n  {shown}\n{fix}")
         error.differences = tuple(differences)
         return error
@@ -107,8 +107,8 @@ def did_you_mean(near: Sequence[str]) -> str:
     return f" Did you mean {quoted[0]}?" if quoted else ""
 
 
-def near(given: Any, names: Iterable[str], count: int = 3, least: float = 0.6) -> list[str]:
-    """Up to `count` of `names` that somebody who wrote `given` may have meant, best first; [] if `given` is
+def near(given: Any, names: Iterable[str], least: float = 0.6) -> list[str]:
+    """Up to three of `names` that somebody who wrote `given` may have meant, best first; [] if `given` is
     not a str. `least`: how alike they have to be, from 0 to 1.
 
     Case does not matter, and "-" and " " count as "_". Dotted names are compared whole and by their last
@@ -121,7 +121,7 @@ def near(given: Any, names: Iterable[str], count: int = 3, least: float = 0.6) -
         whole = name.lower().translate(_SEPARATORS)
         compared[whole] = name
         compared.setdefault(whole.rpartition(".")[2], name)
-    close = difflib.get_close_matches(given.lower().translate(_SEPARATORS), compared, count, least)
+    close = difflib.get_close_matches(given.lower().translate(_SEPARATORS), compared, 3, least)
     return list(dict.fromkeys(compared[each] for each in close))
 
 
@@ -144,13 +144,11 @@ def met(error: BaseException) -> BaseException:
     """The error that Dynamo met in the user's code or in a backend; any other error itself."""
     found: BaseException | None = error
     if type(error).__name__ in _HEADED:
-        while found is not None and (_is_dynamos(found) or str(found).startswith(_WRAPPED)):
+        while found is not None and (
+            type(found).__module__.startswith("torch._dynamo") or str(found).startswith(_WRAPPED)
+        ):
             found = found.__cause__ or found.__context__
     return found or error
-
-
-def _is_dynamos(error: BaseException) -> bool:
-    return type(error).__module__.startswith("torch._dynamo")
 
 
 def one_line(error: BaseException) -> str:

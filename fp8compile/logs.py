@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,10 +69,14 @@ class DefaultHandler(logging.Handler):
         return False
 
 
-def get_logger(name: str = ROOT) -> logging.Logger:
-    """The logger of a module (pass ``__name__``); a name outside of "fp8compile" is put under it."""
-    _set_up()
-    return logging.getLogger(name if name == ROOT or name.startswith(ROOT + ".") else f"{ROOT}.{name}")
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module of this package: pass ``__name__``."""
+    root = logging.getLogger(ROOT)
+    if root.level == logging.NOTSET:  # otherwise the user, or TORCH_LOGS, has chosen
+        root.setLevel(logging.INFO)
+    if not any(isinstance(handler, DefaultHandler) for handler in root.handlers):
+        root.addHandler(DefaultHandler())
+    return logging.getLogger(name)
 
 
 def say_once(logger: logging.Logger, level: int, message: str, key: str = "") -> bool:
@@ -118,48 +121,30 @@ def dump_dir() -> Path | None:
     return path if rank() is None else path / f"rank{rank()}"
 
 
-def dump(name: str, text: str | Callable[[], str]) -> None:
-    """Write `text` to the next numbered file in dump_dir() and hand it to torch's structured trace (tlparse).
+def dump(name: str, text: Callable[[], str]) -> None:
+    """Write a text to the next numbered file in dump_dir() and hand it to torch's structured trace (tlparse).
 
-    `name` becomes the file's name; ".txt" is added if it has no suffix. `text` may be a function: it is
-    called only if someone reads. A directory that cannot be written is a warning: a dump never stops a
-    compilation.
+    `text` is called only if someone reads. `name` ends the file's name, and has a suffix. A directory that
+    cannot be written is a warning: a dump never stops a compilation.
     """
-    payload = text if callable(text) else lambda: text
-    _trace(name, payload)
-    directory = dump_dir()
-    if directory is None:
-        return
-    stem = re.sub(r"[^\w.+-]+", "_", name)
-    stem = stem if re.search(r"\.\w+$", stem) else stem + ".txt"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:  # "x": never overwrite the files of an earlier process
-                with open(directory / f"{next(_numbers):04d}_{stem}", "x", encoding="utf-8") as file:
-                    file.write(payload())
-                return
-            except FileExistsError:
-                continue
-    except OSError as error:
-        say_once(get_logger(__name__), logging.WARNING, f"{DUMP_VARIABLE}={directory}: {error}")
-
-
-def _trace(name: str, payload: Callable[[], str]) -> None:
     # torch 2.11-2.15: calls its lambdas only if a trace is collected (TORCH_TRACE, TORCH_COMPILE_DEBUG)
     from torch._logging import trace_structured
 
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"fp8compile_{name}", "encoding": "string"},
-        payload_fn=payload,
+        payload_fn=text,
         expect_trace_id=False,
     )
-
-
-def _set_up() -> None:
-    root = logging.getLogger(ROOT)
-    if root.level == logging.NOTSET:  # otherwise the user, or TORCH_LOGS, has chosen
-        root.setLevel(logging.INFO)
-    if not any(isinstance(handler, DefaultHandler) for handler in root.handlers):
-        root.addHandler(DefaultHandler())
+    directory = dump_dir()
+    if directory is None:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for number in _numbers:
+            with contextlib.suppress(FileExistsError):  # of an earlier process
+                with open(directory / f"{number:04d}_{name}", "x", encoding="utf-8") as file:
+                    file.write(text())
+                return
+    except OSError as error:
+        say_once(get_logger(__name__), logging.WARNING, f"{DUMP_VARIABLE}={directory}: {error}")

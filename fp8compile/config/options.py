@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 from ..devices import catalog
 from ..errors import OptionError, StrictError, did_you_mean, near, one_of
@@ -23,8 +23,7 @@ from .settings import boolean
 
 logger = get_logger(__name__)
 
-_RECIPE_FIELDS = {"recipe": "name", **dict(zip(SETTINGS, SETTINGS, strict=True))}  # by option
-OURS = ("policy", "exclude", "device", "eval", "save", *_RECIPE_FIELDS, "strict")
+OURS = ("policy", "exclude", "device", "eval", "save", "recipe", *SETTINGS, "strict")
 FUNCTION = "policy function"  # the rule that stands for it in reports
 _PASSES = ("use_joint_graph_passes", "use_post_grad_passes")  # Inductor's, which do our work
 
@@ -88,10 +87,10 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     own = None if policy.own is None else policy.own + len(excluded)
     policy = dataclasses.replace(policy, rules=(*excluded, *policy.rules), own=own, labels=labels)
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
-    named = isinstance(ours.get("recipe"), str) and ours["recipe"] in policy.recipes
-    given = {name: value for name, value in ours.items() if not (named and name == "recipe")}
     # checks each option under its own name; the policy checks all of them together with its recipe
-    Recipe(**{_RECIPE_FIELDS[name]: value for name, value in {"recipe": "tensorwise", **given}.items()})
+    recipe = ours.get("recipe", "tensorwise")
+    named = isinstance(recipe, str) and recipe in policy.recipes
+    Recipe("tensorwise" if named else recipe, **{name: ours[name] for name in SETTINGS if name in ours})
     policy = dataclasses.replace(policy.with_defaults(**ours), **settings)
     if policy.schedule is not None and any(recipe.frozen == "fp8" for recipe in policy.possible):
         raise OptionError.of(
@@ -115,15 +114,12 @@ def _without_effect(policy: Policy, options: Mapping[str, Any]) -> list[str]:
 def _spelled(recipe: Recipe, beside: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a Recipe stands for: its name, and what differs from the defaults of that name."""
     default = Recipe(recipe.name)
-    fields = {
-        option: name
-        for option, name in _RECIPE_FIELDS.items()
-        if getattr(recipe, name) != getattr(default, name)
-    }
-    twice = [option for option in fields if option in beside]
+    settings = {name: getattr(recipe, name) for name in SETTINGS}
+    settings = {name: value for name, value in settings.items() if value != getattr(default, name)}
+    twice = [name for name in settings if name in beside]
     if twice:
         raise OptionError(f"fp8 option {twice[0]!r} is given twice: in the recipe, and on its own.")
-    return {"recipe": recipe.name, **{option: getattr(recipe, name) for option, name in fields.items()}}
+    return {"recipe": recipe.name, **settings}
 
 
 def _exclusions(given: Any) -> tuple[Rule, ...]:
@@ -186,7 +182,7 @@ def _meant(key: str, inductor: Collection[str]) -> str:
 
 def _fits(value: Any, expected: Any) -> bool:
     """isinstance, as far as `expected` allows: generics are not checked (torch's wrapper does not either)."""
-    if get_origin(expected) is not None or get_args(expected) or not isinstance(expected, type):
+    if get_origin(expected) is not None or not isinstance(expected, type):
         return True
     whole = expected is float and isinstance(value, int) and not isinstance(value, bool)
     return whole or isinstance(value, expected)

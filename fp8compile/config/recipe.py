@@ -152,40 +152,28 @@ class Recipe:
         "three. Default: hybrid with one scale per tensor, e4m3 with finer scales, which support nothing "
         "else.",
         unless_none(in_any_case(*FP8_FORMATS)),
-        "'hybrid', 'e4m3'",
     )
     margin: int | tuple[int, int, int] | None = setting(
         None,
         "Headroom: scale = FP8 maximum / (amax * 2^margin). Three are for (inputs, weights, gradients). "
         "Default: 0, but 11 for gradients with delayed scaling (3 in E4M3), which may outgrow their history.",
         unless_none(margins),
-        "an integer from 0 to 64, or three",
     )
-    amax_history_len: int = setting(
-        16, "How many amaxes are remembered.", positive, "an integer >= 1", _delayed
-    )
+    amax_history_len: int = setting(16, "How many amaxes are remembered.", positive, _delayed)
     amax_compute_algo: str = setting(
-        "max",
-        "Which of the remembered amaxes gives the scale.",
-        one("max", "most_recent"),
-        "'max', 'most_recent'",
-        _delayed,
+        "max", "Which of the remembered amaxes gives the scale.", one("max", "most_recent"), _delayed
     )
-    interval: int = setting(
-        1, "How many steps lie between two updates of a scale.", positive, "an integer >= 1", _delayed
-    )
+    interval: int = setting(1, "How many steps lie between two updates of a scale.", positive, _delayed)
     override_linear_precision: tuple[bool, bool, bool] = setting(
         (False, False, False),
         "(fprop, dgrad, wgrad): True keeps that gemm in high precision.",
         three_bools("(fprop, dgrad, wgrad), True = high precision"),
-        "three bools",
     )
     reduce_amax: bool | str = setting(
         False,
         "Take the maximum of amaxes over ranks that run the same graphs: all ranks, a process group or its "
         "name, or a dimension of the parameters' DeviceMesh. One all-reduce at the end of each direction.",
         group(True, False),
-        "bool, a group or its name",
         _delayed,
     )
     amax_group: bool | str = setting(
@@ -193,7 +181,6 @@ class Recipe:
         "Tensor parallelism: the ranks that share a tensor, so that amaxes are those of whole tensors. A "
         "tensor that is scaled by its current amax waits for an all-reduce of its own.",
         group(False),
-        "a group or its name",
         _whole,
     )
     recast_weights: bool | str = setting(
@@ -202,14 +189,12 @@ class Recipe:
         "parameter less, 2 to 4 bytes of traffic more. auto: where that costs little, or where FP8 would "
         "need more memory than bf16.",
         switch,
-        "bool, 'auto'",
     )
     merge_matmuls: bool | str = setting(
         "auto",
         "One matmul for layers that read the same tensor, such as q, k and v, with one scale for their "
         "weights and one for their gradients. auto: where the described device is faster so.",
         switch,
-        "bool, 'auto'",
         _whole,
         feature="merge",
     )
@@ -218,7 +203,6 @@ class Recipe:
         "Keep the FP8 copies of weights until the weights change: one cast per optimizer step, not per "
         "micro-batch. Weights are scaled by their current amax.",
         boolean,
-        "bool",
         feature="weight_cache",
     )
     frozen: str = setting(
@@ -226,14 +210,12 @@ class Recipe:
         "What weights that do not train are kept in. fp8: 1 byte per parameter, where nothing but FP8 "
         "matmuls read them; they are scaled by their current amax.",
         one("high_precision", "fp8"),
-        "'high_precision', 'fp8'",
         feature="frozen",
     )
     fp8_all_to_all: bool = setting(
         False,
         "Experts on several ranks: an all-to-all of the graph sends rows in FP8.",
         boolean,
-        "bool",
         _whole,
         feature="collectives",
     )
@@ -241,13 +223,11 @@ class Recipe:
         (True, False, False),
         "(fprop, dgrad, wgrad): the tensor cores' shorter accumulators, faster and less exact.",
         three_bools("(fprop, dgrad, wgrad), True = fast accumulation"),
-        "three bools",
     )
     current_scaling: tuple[bool, bool, bool] = setting(
         (False, False, False),
         "(inputs, weights, gradients): True scales that tensor by its current amax.",
         three_bools("(inputs, weights, gradients), True = scaled by the current amax"),
-        "three bools",
         lambda recipe: recipe.name == "delayed",
     )
     on_overflow: str = setting(
@@ -256,7 +236,6 @@ class Recipe:
         "gradient's: eight times). current: the scale is recomputed at once; saturate: the amax only enters "
         "the history.",
         one("current", "saturate"),
-        "'current', 'saturate'",
         _delayed,
     )
     power_of_2_scale: bool | None = setting(
@@ -264,21 +243,18 @@ class Recipe:
         f"Round scales down to powers of two. Default: True with {_with_powers((True,), (True, False))} "
         f"(always: {_with_powers((True,))}), else False (always: {_with_powers((False,))}).",
         unless_none(boolean),
-        "bool",
     )
     fp8_encoding: str = setting(
         "auto",
         "How FP8 numbers are encoded. auto: as the device does; ocp: e4m3fn and e5m2 (NVIDIA, MI350); "
         "fnuz: MI300.",
         one("auto", "ocp", "fnuz"),
-        "'auto', 'ocp', 'fnuz'",
     )
     weight_tiles: bool = setting(
         False,
         "One scale for 32 x 32 elements of a weight (mxfp8), or for all of it (rowwise), so that the FP8 "
         "values of fprop and dgrad are the same.",
         boolean,
-        "bool",
         lambda recipe: bool(recipe.built_in.tile),
     )
 
@@ -287,7 +263,7 @@ class Recipe:
             raise OptionError.of("recipe", self.name, meant)
         one_of("recipe", self.name, RECIPES)
         for key, described in SETTINGS.items():
-            self._set(key, described.check(key, getattr(self, key)))
+            self._set(key, described.allowed.check(key, getattr(self, key)))
         if self.fp8_format is None:
             self._set("fp8_format", "e4m3" if self.fine else "hybrid")
         elif self.fine and self.fp8_format != "e4m3":

@@ -1,6 +1,6 @@
 """The description of a setting of a recipe: its meaning, its values, and the recipes for which it matters.
 
-    interval: int = setting(1, "How many steps lie between updates.", positive, "an integer >= 1", _delayed)
+    interval: int = setting(1, "How many steps lie between updates.", positive, _delayed)
 
 `Recipe` checks its values with it. Options, keys of policies, JSON Schema and reference page use it, too.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import OptionError, one_of
@@ -19,13 +20,23 @@ MOST = 1 << 20
 
 
 @dataclass(frozen=True)
+class Allowed:
+    """A check, and in words the values that it allows."""
+
+    words: str
+    check: Check
+
+    def __call__(self, key: str, value: Any) -> Any:
+        return self.check(key, value)
+
+
+@dataclass(frozen=True)
 class Setting:
-    """`values` completes "takes ..". `matters(recipe)`: whether the setting changes what a recipe does.
-    `feature`: the folder of `features` that it belongs to, "" for the core."""
+    """`matters(recipe)`: whether the setting changes what a recipe does. `feature`: the folder of `features`
+    that it belongs to, "" for the core."""
 
     meaning: str
-    values: str
-    check: Check
+    allowed: Allowed
     matters: Callable[[Any], bool]
     feature: str = ""
 
@@ -39,15 +50,10 @@ def every(recipe: Any) -> bool:
 
 
 def setting(
-    default: Any,
-    meaning: str,
-    check: Check,
-    values: str,
-    matters: Callable[[Any], bool] = every,
-    feature: str = "",
+    default: Any, meaning: str, allowed: Allowed, matters: Callable[[Any], bool] = every, feature: str = ""
 ) -> Any:
     """A field of a recipe."""
-    described = Setting(meaning, values, check, matters, feature)
+    described = Setting(meaning, allowed, matters, feature)
     return dataclasses.field(default=default, metadata={"setting": described})
 
 
@@ -59,6 +65,7 @@ def settings_of(recipe: type) -> Mapping[str, Setting]:
 # -- checks --
 
 
+@partial(Allowed, "bool")
 def boolean(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise OptionError.of(key, value, "True or False")
@@ -75,45 +82,48 @@ def integer(key: str, value: Any, least: int, most: int | None = None) -> int:
     return value
 
 
+@partial(Allowed, "an integer >= 1")
 def positive(key: str, value: Any) -> int:
     return integer(key, value, 1, MOST)
 
 
-def one(*allowed: str) -> Check:
-    return lambda key, value: one_of(key, value, allowed)
+def one(*allowed: str) -> Allowed:
+    return Allowed(", ".join(map(repr, allowed)), lambda key, value: one_of(key, value, allowed))
 
 
-def in_any_case(*allowed: str) -> Check:
+def in_any_case(*allowed: str) -> Allowed:
     """One of some words, stored in lower case."""
 
     def check(key: str, value: Any) -> str:
         known = isinstance(value, str) and value.lower() in allowed
         return one_of(key, value.lower() if known else value, allowed)
 
-    return check
+    return Allowed(", ".join(map(repr, allowed)), check)
 
 
-def unless_none(check: Check) -> Check:
+def unless_none(allowed: Allowed) -> Allowed:
     """None stands for the recipe's own value."""
-    return lambda key, value: None if value is None else check(key, value)
+    return Allowed(allowed.words, lambda key, value: None if value is None else allowed(key, value))
 
 
+@partial(Allowed, "bool, 'auto'")
 def switch(key: str, value: Any) -> bool | str:
     if not isinstance(value, bool) and value != "auto":
         raise OptionError.of(key, value, "True, False or 'auto'")
     return value
 
 
-def three_bools(meaning: str) -> Check:
+def three_bools(meaning: str) -> Allowed:
     def check(key: str, value: Any) -> tuple[bool, bool, bool]:
         three = isinstance(value, (tuple, list)) and len(value) == 3
         if not three or not all(isinstance(x, bool) for x in value):
             raise OptionError.of(key, value, f"three bools {meaning}")
         return value[0], value[1], value[2]
 
-    return check
+    return Allowed("three bools", check)
 
 
+@partial(Allowed, "an integer from 0 to 64, or three")
 def margins(key: str, value: Any) -> int | tuple[int, int, int]:
     """One integer, or three where they differ."""
     if not isinstance(value, (tuple, list)):
@@ -124,7 +134,7 @@ def margins(key: str, value: Any) -> int | tuple[int, int, int]:
     return a if a == b == c else (a, b, c)
 
 
-def group(*others: bool) -> Check:
+def group(*others: bool) -> Allowed:
     """A process group, also a DeviceMesh's, stored by its name. `others` stand for all ranks, or for none."""
     words = ", ".join({True: "True (all ranks)", False: "False"}[other] for other in others)
 
@@ -145,4 +155,4 @@ def group(*others: bool) -> Check:
             return name
         raise OptionError.of(key, given, allowed)
 
-    return check
+    return Allowed(f"{'bool, ' * (True in others)}a group or its name", check)

@@ -101,27 +101,22 @@ def measured(
 ) -> Device:
     """`known`, with the sustained rates and the launch time that `timer` measures on `device`."""
     alone = timer.seconds(_launches(1, device))  # what the time of one kernel has beside its work
-    rates = {name: matmul_rate(timer, device, name, sizes, alone, known) for name in DTYPES}
-    for name in cost.FP8:
-        rates[name] = matmul_rate(timer, device, name, sizes, alone, known) if known.has_fp8 else 0.0
+    rates = dict.fromkeys(cost.FP8, 0.0)
+    for name in (*DTYPES, *cost.FP8) if known.has_fp8 else DTYPES:
+        rates[name] = matmul_rate(timer, device, name, sizes, alone, known)
     rates["bandwidth"] = copy_rate(timer, device, copy_bytes)
-    launch = launch_time(timer, device)
+    few, many = _launches(LAUNCHES, device), _launches(4 * LAUNCHES, device)
+    pairs = [(timer.seconds(few, AHEAD), timer.seconds(many, AHEAD)) for _ in range(PAIRS)]
+    launch = slope(pairs, LAUNCHES)
     return dataclasses.replace(known, sustained=Rates(**rates), launch=launch, origin="calibrated")
 
 
-def matmul_rate(
-    timer: Timer,
-    device: torch.device,
-    dtype: str,
-    sizes=SIZES,
-    alone: float = 0.0,
-    known: Device | None = None,
-) -> float:
+def matmul_rate(timer: Timer, device: torch.device, dtype: str, sizes, alone: float, known: Device) -> float:
     """FLOP/s of matmuls in "bf16", "fp16", "fp32" (torch's float32 precision "high"), "fp8" or "fp8_precise".
 
-    The median over `sizes` (m, n, k). With `known`, a description of the device, it is the rate of whole
-    waves of full tiles, as the cost model counts them. `alone`: seconds of a kernel without work, which are
-    taken off. 0.0 for FP8 if the device or its library refuses FP8.
+    The median over `sizes` (m, n, k), of whole waves of full tiles, as the cost model counts them on the
+    device that `known` describes. `alone`: seconds of a kernel without work, which are taken off. 0.0 for FP8
+    if the device or its library refuses FP8.
     """
     found = []
     for m, n, k in sizes:
@@ -136,20 +131,14 @@ def matmul_rate(
             logger.warning("no FP8 matmul here: %s", str(error).splitlines()[0])
             return 0.0
         seconds = timer.seconds(run) - alone - (cost.FP8_START_S if dtype in cost.FP8 else 0)
-        filled = 1.0 if known is None else _filled(known, m, n, k, dtype)
-        found.append(2 * m * n * k / max(seconds, 1e-9) / filled)
+        # the cost model's time has ramps, and unfilled waves and tiles, as the measured one has
+        found.append(known.flops.of(dtype) * cost.compute(known, m, n, k, dtype) / max(seconds, 1e-9))
     if not found:
         raise NoDevice(f"{device} has not enough free memory to measure a matmul.")
     return statistics.median(found)
 
 
-def _filled(device: Device, m: int, n: int, k: int, dtype: str) -> float:
-    """The part of a matmul's time, by the cost model, that ramps and unfilled waves and tiles do not take."""
-    rate = device.flops.of(dtype)
-    return 2 * m * n * k / rate / cost.compute(device, m, n, k, dtype) if rate else 1.0
-
-
-def copy_rate(timer: Timer, device: torch.device, size: int = COPY_BYTES) -> float:
+def copy_rate(timer: Timer, device: torch.device, size: int) -> float:
     """Bytes/s of a copy of `size` bytes; bytes read and bytes written both count."""
     try:
         source, target = (torch.empty(size // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -158,15 +147,10 @@ def copy_rate(timer: Timer, device: torch.device, size: int = COPY_BYTES) -> flo
     return 2 * size / max(timer.seconds(lambda: target.copy_(source)), 1e-9)
 
 
-def launch_time(timer: Timer, device: torch.device) -> float:
-    """Seconds that a kernel which does almost no work adds to others of its kind in a stream."""
-    few, many = _launches(LAUNCHES, device), _launches(4 * LAUNCHES, device)
-    return slope([(timer.seconds(few, AHEAD), timer.seconds(many, AHEAD)) for _ in range(PAIRS)], LAUNCHES)
-
-
 def slope(times: Sequence[tuple[float, float]], count: int) -> float:
-    """Seconds of one launch, from pairs of times: of `count` launches, and of four times as many. What each
-    time has beside its launches falls out; the median leaves out pairs in which one was disturbed."""
+    """Seconds that a kernel which does almost no work adds to others of its kind in a stream, from pairs of
+    times: of `count` launches, and of four times as many. What each time has beside its launches falls out;
+    the median leaves out pairs in which one was disturbed."""
     return max(statistics.median((many - few) / (3 * count) for few, many in times), 1e-7)
 
 

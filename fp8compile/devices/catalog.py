@@ -142,16 +142,12 @@ def find(name: str) -> Device:
     Finds one measured on this machine by the full name of its device. OptionError lists the known keys.
     """
     if isinstance(name, str):
-        for device in stored().values():
-            if name.lower() == device.name.lower():
-                return device
         wanted = _plain(name)
-        for device in shipped().values():
-            if wanted in {_plain(text) for text in (device.key, *device.aliases)}:
-                return device
-        for device in shipped().values():
-            if device.matches(name):
-                return device
+        known = [device for device in stored().values() if name.lower() == device.name.lower()]
+        known += [x for x in shipped().values() if wanted in map(_plain, (x.key, *x.aliases))]
+        known += [device for device in shipped().values() if device.matches(name)]
+        if known:
+            return known[0]
     raise OptionError.of(
         "device", name, f"one of {', '.join(shipped())}, or a device's full name", near(name, shipped())
     )

@@ -222,14 +222,14 @@ def _each_layout(device: Device, tensor: CastInput, scaling: ScalingCost, layout
     return seconds
 
 
-def break_even(gain: Callable[[int], float], largest: int = LARGEST) -> int | None:
+def break_even(gain: Callable[[int], float]) -> int | None:
     """The smallest number of tokens (a multiple of 16) from which `gain(tokens)`, in seconds, stays positive.
 
     Tries powers of two and 1.5 times each of them, then bisects between the last size that loses and the next
-    one. It can miss a dip between two sizes (a last wave with few tiles). None if `largest` still loses.
+    one. It can miss a dip between two sizes (a last wave with few tiles). None if `LARGEST` still loses.
     """
-    powers = range(4, largest.bit_length())
-    sizes = sorted({size for power in powers for size in (1 << power, 3 << power >> 1) if size <= largest})
+    powers = range(4, LARGEST.bit_length())
+    sizes = sorted({size for power in powers for size in (1 << power, 3 << power >> 1) if size <= LARGEST})
     losing = [i for i, size in enumerate(sizes) if not gain(size) > 0]
     if not losing:
         return sizes[0]

@@ -179,11 +179,12 @@ def _matrices(modules: Sequence[nn.Module]) -> set[int]:
 
 def roots(gm: GraphModule, packed: Collection[int]) -> list[nn.Module]:
     """The modules through which a compiled frame reaches its weights."""
-    return _each(module for module, _ in compat.dynamo.root_modules(gm, packed).values())
+    return distinct(compat.dynamo.root_modules(gm, packed))
 
 
-def _each(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    return list({id(module): module for module in modules}.values())
+def distinct(found: Mapping[int, tuple[nn.Module, Any]]) -> list[nn.Module]:
+    """Each of the modules once that `compat.dynamo.root_modules` has found."""
+    return list({id(module): module for module, _ in found.values()}.values())
 
 
 def unchosen(models: Iterable[nn.Module], choose: Callable[[nn.Module, str], Any]) -> list[str]:
@@ -223,7 +224,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     found = compat.dynamo.root_modules(gm, packed)
     for source in {id(module): source for module, source in found.values()}.values():
         compat.dynamo.guard_attribute(source, "training")
-    modules = _each(module for module, _ in found.values())
+    modules = distinct(found)
     owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
     classes = list(dict.fromkeys(compat.fsdp.class_name(type(module)) for module in modules))
     last, rest = _last(found, names)
@@ -258,7 +259,7 @@ def _last(roots: Mapping[int, tuple[nn.Module, Any]], names: Sequence[str]) -> t
     read: dict[int, list[int]] = {}  # by the identity of a parameter
     order: dict[int, int] = {}
     matrices: set[int] = set()
-    for module in _each(module for module, _ in roots.values()):
+    for module in distinct(roots):
         whole = compat.dynamo.outermost(module)
         matrices |= _matrices([whole])
         for p in whole.parameters():

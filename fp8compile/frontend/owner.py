@@ -16,7 +16,7 @@ string: no parameter, buffer or submodule.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .. import compat, process
-from .inputs import Inputs, module_classes, names_of, plain, roots
+from .inputs import Inputs, distinct, module_classes, names_of, plain, roots
 
 PLACE = "_fp8compile_place"
 
@@ -78,8 +78,8 @@ def _has_others(model: nn.Module, module: nn.Module) -> bool:
 def in_model(gm: GraphModule, inputs: Inputs) -> Inputs:
     """`inputs` with the names and positions of the graph's only root in its model."""
     found = compat.dynamo.root_modules(gm, inputs.packed)
-    module = _only(module for module, _ in found.values())
-    model, name = place_of(module) if module is not None else (None, "")
+    modules = distinct(found)
+    model, name = place_of(modules[0]) if len(modules) == 1 else (None, "")
     if model is None or not name:
         return inputs
     prefix = f"{name}."
@@ -99,11 +99,10 @@ def tell_apart(gm: GraphModule, inputs: Inputs, treatment: Callable[[Inputs, lis
     module, by the inputs that it would have, and the names of its modules and parameters in its model."""
     if not treatment(inputs, []):
         return
-    found = compat.dynamo.root_modules(gm, inputs.packed).values()
-    sources = {id(module): source for module, source in found}
-    module = _only(module for module, _ in found)
-    if module is None:
+    found = compat.dynamo.root_modules(gm, inputs.packed)
+    if len(distinct(found)) != 1:
         return
+    *_, (module, source) = found.values()
     model = place_of(module).model if inputs.prefix else module
     classes = module_classes([model])
     for name, part in model.named_modules():
@@ -112,7 +111,7 @@ def tell_apart(gm: GraphModule, inputs: Inputs, treatment: Callable[[Inputs, lis
             prefix = f"{plain(name)}." if plain(name) else ""
             here = replace(inputs, prefix=prefix, around=_around(classes, plain(name)))
             vars(part)[PLACE] = treatment(here, [(prefix + each).rstrip(".") for each in own])
-    compat.dynamo.guard_attribute(sources[id(module)], PLACE)
+    compat.dynamo.guard_attribute(source, PLACE)
 
 
 def _around(classes: Mapping[str, str], name: str) -> tuple[str, ...]:
@@ -120,11 +119,6 @@ def _around(classes: Mapping[str, str], name: str) -> tuple[str, ...]:
     parts = name.split(".") if name else []
     found = (classes.get(".".join(parts[:i]), "") for i in reversed(range(len(parts))))
     return tuple(kind for kind in found if kind not in ("", "ModuleList", "ModuleDict"))
-
-
-def _only(modules: Iterator[nn.Module]) -> nn.Module | None:
-    each = {id(module): module for module in modules}
-    return next(iter(each.values())) if len(each) == 1 else None
 
 
 def place_at_call(kind: str) -> ModelPart | None:

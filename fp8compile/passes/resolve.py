@@ -74,7 +74,6 @@ def _as_held(facts: Facts, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-HELD = "the weight is held in FP8, and its bytes are multiplied as they are"
 OVERRIDES = (
     Override(
         lambda facts, recipe: facts.grouped,
@@ -100,7 +99,7 @@ OVERRIDES = (
     Override(
         lambda facts, recipe: facts.arrived is not None and recipe.weight_block != facts.arrived,
         _as_held,
-        HELD,
+        "the weight is held in FP8, and its bytes are multiplied as they are",
     ),
     Override(
         lambda facts, recipe: facts.frozen and (recipe.frozen == "fp8" or facts.arrived is not None),
@@ -165,7 +164,8 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
         emulated |= how_grouped(facts.gpu, a, b, not compat.triton.reorders()) == EMULATED
         either = b == recipe.built_in.tile and support.has_mx_of_either_major(facts.gpu) and not emulated
     named = rule is not None and bool(rule.module or rule.parameter)
-    overruled = any(line.endswith(HELD) for line in overrides) and policy.owns(choice.rule)
+    held = facts.arrived is not None and choice.recipe.weight_block != facts.arrived
+    overruled = rule.recipe if rule is not None and held and policy.owns(choice.rule) else None
     return Decision(
         recipe=recipe,
         overrides=overrides,
@@ -177,7 +177,7 @@ def resolve(site: Site, facts: Facts, policy: Policy) -> Decision:
         on_purpose=chosen is not None and (rule is None or rule.where is None or policy.owns(choice.rule)),
         emulated=emulated,
         either=either,
-        overruled=rule.recipe or "" if rule is not None and overruled else "",
+        overruled=overruled or "",
     )
 
 

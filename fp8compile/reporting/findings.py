@@ -58,7 +58,7 @@ def findings(
         text = (INSIDE if inside else LEARNS).format(inputs.root)
         return Findings(report, training, (), (text,) if learns and evaluates != "fp8" else ())
     after = []
-    where = device.name if device is not None else "this device"
+    where = described or "this device"
     emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.decision.emulated]
     if any(matmul.groups and matmul.recipe.built_in.needs is None for matmul in emulated):
         why = "Inductor's options let it reorder the graph, so none of our kernels can be launched there"

@@ -15,16 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..ir.records import GraphReport
 from . import diagram
 from .layer_rows import Row, flops, layers_of, microseconds, rows_of, share
 from .record_tables import RecordTable, tables
 from .time_bars import Split, matmul_split
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class TimedPart:
     def hover(self) -> str:
         lines = [f"{self.name}: {self.times}, {self.speedup}"]
         for split in self.splits:
-            times = ", ".join(f"{part.name} {part.time}" for part in split.parts)
+            times = ", ".join(f"{part.name} {microseconds(part.us)}" for part in split.parts)
             lines.append(f"{split.name}: {times or 'nothing'}")
         return "\n".join(lines)
 
@@ -110,15 +106,8 @@ def render(page: HtmlPage, path: str | Path | None = None) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(us=microseconds, flops=flops, share=share, breakable=_breakable)
+    environment.filters.update(us=microseconds, flops=flops, share=share)
     text = environment.get_template("report.html.jinja").render(page=page, version=__version__)
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")
     return text
-
-
-def _breakable(name: str) -> Markup:
-    """The name as markup that a browser may break after each dot."""
-    from markupsafe import Markup, escape
-
-    return Markup(".<wbr>").join(escape(part) for part in name.split("."))

@@ -40,10 +40,6 @@ class Layer:
         return sum(record.flops for record in self.records)
 
     @cached_property
-    def fp8_flops(self) -> int:
-        return sum(record.flops for record in self.records if record.decision == FP8)
-
-    @cached_property
     def css(self) -> str:
         """ "fp8", "high" or "partly"."""
         decisions = {record.decision for record in self.records}
@@ -126,7 +122,7 @@ class Row:
     @property
     def fp8_width(self) -> str:
         """Width of the FP8 part, in percent of the bar."""
-        return f"{100 * sum(layer.fp8_flops for layer in self.layers) / self.flops if self.flops else 0:.3f}"
+        return f"{100 * fraction([record for layer in self.layers for record in layer.records]):.3f}"
 
     @property
     def share(self) -> str:

@@ -139,21 +139,15 @@ class Monitor:
 def monitor(model: nn.Module, every: int = 100, to: Any = "fp8compile.jsonl") -> Monitor:
     """`fp8compile.monitor` without comparisons: see `dryrun.watch.monitor`."""
     integer("every", every, 1)
-    model = unwrapped_compiled(model)
-    write, close = _sink(to)
-    return Monitor(model, every, write, close)
-
-
-def unwrapped_compiled(model: nn.Module) -> nn.Module:
-    """The bare module; OptionError if neither the module nor a part of it was compiled."""
     inner = unwrapped(model)
     records = map(find, named_weights(inner).values())
-    if compat.autograd.is_compiled(model) or any(record.casts or record.graphs for record in records):
-        return inner
-    raise OptionError(
-        "monitor(model): the model must be compiled: what torch.compile(model, backend='fp8') returned, or a "
-        f"module that has been called once in FP8; got a {type(inner).__name__} that is not"
-    )
+    if not compat.autograd.is_compiled(model) and not any(x.casts or x.graphs for x in records):
+        raise OptionError(
+            "monitor(model): the model must be compiled: what torch.compile(model, backend='fp8') returned, "
+            f"or a module that has been called once in FP8; got a {type(inner).__name__} that is not"
+        )
+    write, close = _sink(to)
+    return Monitor(inner, every, write, close)
 
 
 def _nothing(*_: Any) -> None:
@@ -161,12 +155,16 @@ def _nothing(*_: Any) -> None:
 
 
 def _sink(to: Any) -> tuple[Write, Callable[[], Any]]:
-    writes = rank() in (None, 0)
+    if isinstance(to, (str, PathLike)) and rank() not in (None, 0):
+        return _nothing, _nothing
     if isinstance(to, str) and to.startswith(TENSORBOARD):
-        return _scalars(_summary_writer(to[len(TENSORBOARD) :])) if writes else (_nothing, _nothing)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            message = f"monitor(to={to!r}) needs tensorboard: pip install tensorboard ({error})"
+            raise OptionError(message) from None
+        return _scalars(SummaryWriter(to.removeprefix(TENSORBOARD)))
     if isinstance(to, (str, PathLike)):
-        if not writes:
-            return _nothing, _nothing
         folder = Path(to).parent
         if not folder.is_dir():
             raise OptionError.of("to", str(to), f"in an existing folder; there is no folder {folder}")
@@ -204,12 +202,3 @@ def _scalars(writer: Any) -> tuple[Write, Callable[[], Any]]:
                     writer.add_scalar(f"fp8/{row['name']}/{place}/{key}", row[key], row["step"])
 
     return write, writer.close if hasattr(writer, "close") else _nothing
-
-
-def _summary_writer(folder: str) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        message = f"monitor(to='{TENSORBOARD}{folder}') needs tensorboard: pip install tensorboard ({error})"
-        raise OptionError(message) from None
-    return SummaryWriter(folder)

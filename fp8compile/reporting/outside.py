@@ -112,11 +112,11 @@ def _why(name: str, broken: Mapping[str, str]) -> str:
     return (broken[owner] if owner is not None else "") or WHY_OUTSIDE
 
 
-def brief(records: Sequence[OutsideRecord], most: int = 3) -> str:
+def brief(records: Sequence[OutsideRecord]) -> str:
     """ "in no compiled graph: 6 linears (h.0-1.fc1, ...): ... left to eager by Dynamo, ..."."""
     (table,) = tables(records)
     names = list(dict.fromkeys(name.removesuffix(".weight") for name, *_ in table.rows))
-    shown = ", ".join(names[:most] + ["..."] * (len(names) > most))
+    shown = ", ".join(names[:3] + ["..."] * (len(names) > 3))
     what = "linear" if all(record.module.endswith("Linear") for record in records) else "weight"
     return f"{OUTSIDE}: {len(records)} {what}{'s' * (len(records) > 1)} ({shown}): {why(records)}"
 

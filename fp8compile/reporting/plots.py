@@ -145,8 +145,7 @@ def plot_comparison(
     right.set_title("against the step in high precision", loc="left", fontsize=10)
     for axis in (left, right):
         axis.set_xlabel("SQNR, dB (further right is better)")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
+        _tidy(axis)
     handles = [handle for axis in (left, right) for handle in axis.get_legend_handles_labels()[0]]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.suptitle(title.replace("; ", "\n"), x=0.01, ha="left", fontsize=10)
@@ -189,7 +188,8 @@ def _scales(axis: Any, layer: Curves) -> None:
         if low != high:
             axis.fill_between(steps, low, high, color=COLOURS[role], alpha=0.15, lw=0)
     axis.set_yscale("log")
-    _tidy(axis, "scale")
+    axis.set_ylabel("scale")
+    _tidy(axis)
 
 
 def _overflows(axis: Any, layer: Curves, top: float) -> None:
@@ -199,10 +199,10 @@ def _overflows(axis: Any, layer: Curves, top: float) -> None:
         axis.plot(steps, [row["overflows%"] for row in known], **_style(role, more, len(known)))
     # the same for all rows, so that rows can be compared
     axis.set_ylim(-0.04 * (top or 1.0), 1.08 * (top or 1.0))
-    _tidy(axis, "overflows %")
+    axis.set_ylabel("overflows %")
+    _tidy(axis)
 
 
-def _tidy(axis: Any, label: str) -> None:
-    axis.set_ylabel(label)
+def _tidy(axis: Any) -> None:
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)

@@ -243,12 +243,8 @@ def _graph_text(graph: GraphReport, collapse: bool) -> str:
         text += "\n* dynamic shape: sizes of the call that was compiled"
     text += "".join(f"\n* {remark}" for remark in graph.remarks)
     if later := graph.later_cold_calls:
-        calls = (
-            "1 cold call after the first of its"
-            if later == 1
-            else f"{later} cold calls after the first of their"
-        )
-        text += f"\n* {calls} weights: unfused, as in eager mode"
+        calls, whose = ("1 cold call", "its") if later == 1 else (f"{later} cold calls", "their")
+        text += f"\n* {calls} after the first of {whose} weights: unfused, as in eager mode"
     added = tables(graph.added)
     text += "".join(f"\n\n{table}" for table in added)
     gap = "\n\n" if added else "\n"
@@ -259,13 +255,7 @@ def _cells(row: Row, line: Sequence[MatmulRecord]) -> tuple[str, ...]:
     """The cells of a line of the table. Sizes are those of one forward gemm, the share that of all layers."""
     first, layers = line[0], len(row.layers)
     m, n, k, batch = sizes_of(first)
+    m = f"{batch} x {m}" if batch else m
     flops = layers * sum(record.flops for record in line)
-    return (
-        row.name + repeated(layers),
-        gemms(line),
-        f"{batch} x {m}" if batch else m,
-        n,
-        k,
-        percent(flops / row.total if row.total else 0.0),
-        decided(line),
-    )
+    share = percent(flops / row.total if row.total else 0.0)
+    return row.name + repeated(layers), gemms(line), m, n, k, share, decided(line)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..ir.records import FP8
-from .layer_rows import Row, microseconds
+from .layer_rows import Row
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,6 @@ class Part:
     css: str
     us: float
     width: float = 0.0
-
-    @property
-    def time(self) -> str:
-        return microseconds(self.us)
 
 
 @dataclass(frozen=True)
@@ -33,10 +29,6 @@ class Split:
     @property
     def us(self) -> float:
         return sum(part.us for part in self.parts)
-
-    @property
-    def time(self) -> str:
-        return microseconds(self.us)
 
 
 def matmul_split(rows: Sequence[Row]) -> tuple[Split, ...]:

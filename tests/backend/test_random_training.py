@@ -93,7 +93,7 @@ def test_a_planted_error_is_seen(plant: str, number: int) -> None:
 @pytest.mark.usefixtures("fuzzing")
 def test_errors_of_the_state_are_seen() -> None:
     """In a warm call, a scale is read from the next slot; a history moves twice."""
-    from fp8compile.features.delayed import operators
+    from fp8compile.features.delayed import slot_ops
 
     case = small(protocols=("plain", "plain", "plain"))
     case.model.blocks[0].each[1].before *= 64  # otherwise all scales are equal
@@ -101,7 +101,7 @@ def test_errors_of_the_state_are_seen() -> None:
     assert not wrong(case)
 
     def next_slot(call: Any, target: Any, args: tuple, kwargs: dict) -> Any:
-        args = (args[0].roll(1, 0), *args[1:]) if target == operators.delayed_scale else args
+        args = (args[0].roll(1, 0), *args[1:]) if target == slot_ops.delayed_scale else args
         return call(target, args, kwargs)
 
     with hooks.through(next_slot):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import logging
 import pickle
 import re
@@ -19,7 +20,7 @@ from fp8compile.config.policy import load
 from fp8compile.config.recipe import Recipe
 from fp8compile.devices import formats
 from fp8compile.errors import OptionError
-from tests.support.reference_settings import RECIPES
+from tests.support.reference_settings import RECIPES, ROLES, Settings
 
 
 def error_of(given, mode=None) -> str:
@@ -46,63 +47,49 @@ def test_a_recipe_by_the_name_that_the_policy_gives_it():
     assert "careful" in error_of({"policy": policy, "recipe": "carefull"})
 
 
+# of each setting another value than the default, where delayed scaling allows one
+GIVEN = {
+    "fp8_format": "e4m3",
+    "margin": 2,
+    "amax_history_len": 4,
+    "amax_compute_algo": "most_recent",
+    "interval": 3,
+    "override_linear_precision": (False, True, True),
+    "reduce_amax": True,
+    "amax_group": "tp",
+    "recast_weights": True,
+    "merge_matmuls": True,
+    "cache_weights": True,
+    "frozen": "fp8",
+    "fp8_all_to_all": True,
+    "use_fast_accum": (True, True, False),
+    "current_scaling": (True, False, False),
+    "on_overflow": "saturate",
+    "power_of_2_scale": False,
+    "fp8_encoding": "fnuz",
+    "weight_tiles": True,
+}
+
+
 def test_every_option_reaches_its_field():
-    given = {
-        "recipe": "delayed",
-        "fp8_format": "e4m3",
-        "margin": 2,
-        "amax_history_len": 4,
-        "amax_compute_algo": "most_recent",
-        "interval": 3,
-        "override_linear_precision": [False, True, True],
-        "reduce_amax": True,
-        "amax_group": "tp",
-        "recast_weights": True,
-        "merge_matmuls": True,
-        "cache_weights": True,
-        "frozen": "fp8",
-        "fp8_all_to_all": True,
-        "use_fast_accum": [True, True, False],
-        "current_scaling": [True, False, False],
-        "on_overflow": "saturate",
-        "power_of_2_scale": False,
-        "fp8_encoding": "fnuz",
-        "weight_tiles": True,
-        "policy": "conservative",
-        "exclude": ["lm_head", "re:.*router"],
-        "device": "h100",
-        "eval": "fp8",
-        "save": "fp8",
-        "strict": True,
-    }
-    parsed = parse(given)
-    beside = ("policy", "exclude", "device", "eval", "save", "strict")
-    settings = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in given.items()
-        if name not in beside
-    }
-    assert dataclasses.asdict(parsed.recipe) == {"name": settings.pop("recipe"), **settings}
+    beside = {"policy": "conservative", "exclude": ["lm_head", "re:.*router"], "strict": True}
+    beside |= {"device": "h100", "eval": "fp8", "save": "fp8"}
+    parsed = parse({"recipe": "delayed", **GIVEN, **beside})
+    assert dataclasses.asdict(parsed.recipe) == {"name": "delayed", **GIVEN}
     assert (parsed.policy.device, parsed.policy.eval, parsed.policy.save) == ("h100", "fp8", "fp8")
     assert parsed.policy.rules[2:] == load("conservative").rules
     first, second = parsed.policy.rules[:2]
-    assert (first.module, second.module) == (
-        ("lm_head", "*.lm_head", "lm_head.*", "*.lm_head.*"),
-        ("re:.*router",),
-    )
-    assert first.fp8 == second.fp8 == "off" and parsed.policy.labels[:2] == (
-        "exclude lm_head",
-        "exclude re:.*router",
-    )
+    assert first.module == ("lm_head", "*.lm_head", "lm_head.*", "*.lm_head.*")
+    assert second.module == ("re:.*router",) and first.fp8 == second.fp8 == "off"
+    assert parsed.policy.labels[:2] == ("exclude lm_head", "exclude re:.*router")
     assert parsed.strict and parsed.inductor == {}
-    assert set(given) == set(options.OURS)
+    assert {"recipe", *GIVEN, *beside} == set(options.OURS)
 
 
 def test_a_recipe_made_in_python():
     made = Recipe("tensorwise", margin=2, use_fast_accum=(False, False, False))
-    assert parse({"recipe": made, "fp8_format": "e4m3"}).recipe == dataclasses.replace(
-        made, fp8_format="e4m3"
-    )
+    found = parse({"recipe": made, "fp8_format": "e4m3"}).recipe
+    assert found == dataclasses.replace(made, fp8_format="e4m3")
     assert "'margin' is given twice" in error_of({"recipe": made, "margin": 2})
 
 
@@ -259,9 +246,7 @@ def test_keys_are_strings_and_options_a_mapping():
 def test_inductor_options_pass_through_and_their_type_is_checked():
     given = {"max_autotune": True, "triton.cudagraphs": False, "epilogue_fusion": False, "margin": 1}
     parsed = parse(given)
-    assert (
-        parsed.inductor == {key: given[key] for key in given if key != "margin"} and parsed.recipe.margin == 1
-    )
+    assert parsed.recipe.margin == given.pop("margin") and parsed.inductor == given
     message = error_of({"max_autotune": "True"})
     assert "'max_autotune'" in message and "'True'" in message and "bool" in message
 
@@ -273,9 +258,8 @@ def test_the_passes_that_we_live_in_cannot_be_switched_off(key):
 
 
 def test_options_override_the_mode():
-    assert (
-        parse(None, "reduce-overhead").inductor == torch._inductor.list_mode_options("reduce-overhead") != {}
-    )
+    overhead = torch._inductor.list_mode_options("reduce-overhead")
+    assert parse(None, "reduce-overhead").inductor == overhead != {}
     patches = parse({"triton.cudagraphs": False}, "max-autotune").inductor
     assert patches["triton.cudagraphs"] is False and patches["max_autotune"] is True
     # not changed in place
@@ -331,11 +315,7 @@ def test_options_without_effect_are_said_once(options: dict[str, Any], unused: s
 
 
 def test_what_a_recipe_fixes():
-    assert Recipe().fp8_format == "hybrid" and Recipe("tensorwise").fp8_format == "hybrid"
     for name in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"):
-        assert Recipe(name).fp8_format == "e4m3" and Recipe(name).power_of_2_scale is (
-            name in ("blockwise", "mxfp8")
-        )
         with pytest.raises(OptionError, match=f"fp8_format.*'e4m3' with recipe '{name}'"):
             Recipe(name, fp8_format="hybrid")
     assert Recipe("rowwise_with_gw_hp").override_linear_precision == (False, False, True)
@@ -343,40 +323,24 @@ def test_what_a_recipe_fixes():
     with pytest.raises(OptionError, match="power_of_2_scale.*powers of two"):
         Recipe("mxfp8", power_of_2_scale=False)
     assert Recipe(margin=[2, 2, 2]).margin == 2 and Recipe(margin=[1, 0, 2]).margin == (1, 0, 2)
-    assert [
-        Recipe(margin=(1, 0, 2)).scaling(role, "fprop").margin for role in ("input", "weight", "gradient")
-    ] == [1, 0, 2]
+    assert parse({"margin": None}).recipe.margin is None  # a rule's recipe may have another default
 
 
-def margins(recipe: Recipe) -> list[int]:
-    return [recipe.scaling(role, "wgrad").margin for role in ("input", "weight", "gradient")]
-
-
-def test_default_margins():
-    """Gradients with delayed scaling outgrow their history, so they have headroom; less in E4M3. Other
-    tensors have none."""
-    assert margins(Recipe()) == margins(Recipe(fp8_encoding="fnuz")) == [0, 0, 11]
-    assert margins(Recipe(fp8_format="e4m3")) == [0, 0, 3]
-    assert margins(Recipe(current_scaling=(True, False, False))) == [0, 0, 11]
-    assert margins(Recipe(current_scaling=(False, False, True))) == [0, 0, 0]
-    for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"):
-        assert margins(Recipe(name)) == [0, 0, 0]
-        assert margins(dataclasses.replace(Recipe(), name=name, fp8_format=None, power_of_2_scale=None)) == [
-            0,
-            0,
-            0,
-        ]
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_a_margin_that_is_given_stays(recipe):
-    for given, expected in ((0, [0, 0, 0]), (1, [1, 1, 1]), ((2, 1, 6), [2, 1, 6])):
-        assert (
-            margins(Recipe(recipe, margin=given))
-            == margins(parse({"recipe": recipe, "margin": given}).recipe)
-            == expected
-        )
-    assert parse({"recipe": recipe, "margin": None}).recipe == Recipe(recipe)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_margins_and_scaling_are_those_of_the_reference(recipe):
+    settings = [{}, {"margin": 0}, {"margin": 1}, {"margin": (2, 1, 6)}]
+    settings += [{"current_scaling": tuple(role == other for other in ROLES)} for role in ROLES]
+    settings += [
+        {name: GIVEN[name]} for name in ("fp8_format", "fp8_encoding", "weight_tiles", "cache_weights")
+    ]
+    for given in settings:
+        ours, reference = Recipe(recipe, **given), Settings(recipe, **given)
+        for role, gemm in itertools.product(ROLES, ("fprop", "dgrad", "wgrad")):
+            found = ours.scaling(role, gemm)
+            assert found.delayed is reference.delayed(role) and found.block == reference.block(role, gemm)
+            assert found.margin == reference.margin_of(role) and found.power_of_2 is reference.rounded
+            form = formats.pick(found.wide, found.encoding == "fnuz")
+            assert (form.dtype, form.max) == reference.format(role)
 
 
 def test_options_are_checked_with_the_recipe_of_the_policy():
@@ -401,35 +365,14 @@ def test_current_scaling_that_is_asked_for_comes_on_top_of_that_of_down_projecti
     assert parse().policy.key != parse({"current_scaling": (False, False, True)}).policy.key
 
 
-def test_scaling_of_roles():
-    blocks = {
-        "delayed": [(0, 0)] * 3,
-        "tensorwise": [(0, 0)] * 3,
-        "rowwise": [(1, 0)] * 3,
-        "rowwise_with_gw_hp": [(1, 0)] * 3,
-        "blockwise": [(1, 128), (128, 128), (1, 128)],
-        "mxfp8": [(1, 32)] * 3,
-    }
-    assert blocks.keys() == set(RECIPES)
-    for name, expected in blocks.items():
-        found = [Recipe(name).scaling(role, "fprop") for role in ("input", "weight", "gradient")]
-        assert [scaling.block for scaling in found] == expected
-        assert {scaling.delayed for scaling in found} == {name == "delayed"}
-        assert [scaling.wide for scaling in found] == [False, False, name in ("delayed", "tensorwise")]
+def test_recipes_of_roles():
+    for name in RECIPES:
         same = {"rowwise_with_gw_hp": "rowwise"}.get(name, name)
-        assert {scaling.recipe for scaling in found} == {same}
+        assert {Recipe(name).scaling(role, "fprop").recipe for role in ROLES} == {same}
     assert Recipe("rowwise_with_gw_hp").scaling("weight", "dgrad").recipe == "tensorwise"
     down = Recipe(current_scaling=(True, False, False))
-    assert down.delayed and [down.scaling(role, "fprop").recipe for role in ("input", "weight")] == [
-        "tensorwise",
-        "delayed",
-    ]
-    assert not Recipe(current_scaling=(True, True, True)).delayed
-
-
-def test_maximum_is_the_dtypes():
-    for fmt in (formats.E4M3, formats.E5M2, formats.E4M3_FNUZ, formats.E5M2_FNUZ):
-        assert fmt.max == torch.finfo(fmt.dtype).max and isinstance(fmt.max, float)
+    assert [down.scaling(role, "fprop").recipe for role in ROLES] == ["tensorwise", "delayed", "delayed"]
+    assert down.delayed and not Recipe(current_scaling=(True, True, True)).delayed
 
 
 @pytest.mark.parametrize("arch, expected", [("gfx942:sramecc+", True), ("gfx950", False), ("gfx1201", False)])

@@ -10,11 +10,12 @@ from importlib import resources
 
 import pytest
 
-from fp8compile.config.policy import BUILTIN, Defaults, NamedRecipe, Policy, Rule, Schedule, load, schema
+from fp8compile.config.policy import BUILTIN, Choice, Policy, Rule, Schedule, load, schema
 from fp8compile.config.policy.policy_files import shipped
-from fp8compile.config.policy.policy_tables import SETTINGS, PolicyFile
+from fp8compile.config.policy.policy_tables import SETTINGS, Defaults, NamedRecipe, PolicyFile
 from fp8compile.config.recipe import Recipe
 from fp8compile.errors import OptionError
+from tests.config.test_options import GIVEN
 from tests.support.policies import UP, fp8, refusal, site
 
 # -- conditions --
@@ -61,31 +62,23 @@ def test_the_first_rule_that_matches_decides():
         {"where": "n > 0"},
     ]
     policy = load({"rules": rules})
-    choice = policy.choose(site(gemm="dgrad"))
-    assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("off", 0, "gradients", Recipe())
-    choice = policy.choose(site())
-    assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("on", 1, "rule 2", Recipe("tensorwise"))
-    choice = policy.choose(site("lm_head", kind="output head: by its name"))
-    # before the rules of the default policy
-    assert (choice.fp8, choice.rule, choice.label) == ("auto", 2, "rule 3")
+    assert policy.choose(site(gemm="dgrad")) == Choice("off", Recipe(), 0, "gradients")
+    assert policy.choose(site()) == Choice("on", Recipe("tensorwise"), 1, "rule 2")
+    head = site("lm_head", kind="output head: by its name")
+    assert policy.choose(head) == Choice("auto", Recipe(), 2, "rule 3")  # before those of the default policy
     assert policy.own == 3 and len(policy.rules) == 3 + len(load("default").rules)
-    choice = load({"extends": "none", "defaults": {"margin": 3}}).choose(site())
-    assert (choice.fp8, choice.rule, choice.label, choice.recipe) == ("auto", None, "", Recipe(margin=3))
+    default = load({"extends": "none", "defaults": {"margin": 3}})
+    assert default.choose(site()) == Choice("auto", Recipe(margin=3), None, "")
 
 
 # -- recipes --
 
 
 def test_a_setting_is_looked_up_in_the_rule_the_recipe_the_options_the_defaults():
+    defaults = {"margin": 1, "interval": 2, "fp8_format": "E4M3", "amax_history_len": 7}
     data = {
         "extends": "none",
-        "defaults": {
-            "recipe": "tensorwise",
-            "margin": 1,
-            "interval": 2,
-            "fp8_format": "E4M3",
-            "amax_history_len": 7,
-        },
+        "defaults": {"recipe": "tensorwise", **defaults},
         "recipes": {
             "outer": {"base": "inner", "margin": 3, "interval": 5},
             "inner": {"base": "delayed", "margin": 4, "amax_compute_algo": "most_recent"},
@@ -112,49 +105,18 @@ def test_a_setting_is_looked_up_in_the_rule_the_recipe_the_options_the_defaults(
 
 
 def test_every_field_of_a_recipe_is_a_key():
-    other = {
-        "fp8_format": "e4m3",
-        "amax_compute_algo": "most_recent",
-        "on_overflow": "saturate",
-        "fp8_encoding": "fnuz",
-        "amax_group": "tp",
-        "margin": 1,
-        "power_of_2_scale": False,  # the only value that delayed scaling allows
-        "recast_weights": True,
-        "merge_matmuls": True,
-        "cache_weights": True,
-        "frozen": "fp8",
-    }
-    recipe = Recipe()
-    for field in dataclasses.fields(Recipe):
-        if field.name == "name":
-            continue
-        value = getattr(recipe, field.name)
-        if isinstance(value, tuple):
-            new = [not part for part in value]
-        else:
-            new = (
-                other[field.name]
-                if field.name in other
-                else not value
-                if isinstance(value, bool)
-                else value + 1
-            )
-        expected = dataclasses.replace(recipe, **{field.name: new})
-        assert load({"defaults": {field.name: new}}).recipe == expected
-        assert load({"rules": [{"module": UP, field.name: new}]}).choose(site()).recipe == expected
-        named = {"recipes": {"mine": {field.name: new}}, "rules": [{"module": UP, "recipe": "mine"}]}
+    assert {"name", *GIVEN} == {field.name for field in dataclasses.fields(Recipe)}
+    for name, value in GIVEN.items():
+        expected = dataclasses.replace(Recipe(), **{name: value})
+        assert load({"defaults": {name: value}}).recipe == expected
+        assert load({"rules": [{"module": UP, name: value}]}).choose(site()).recipe == expected
+        named = {"recipes": {"mine": {name: value}}, "rules": [{"module": UP, "recipe": "mine"}]}
         assert load(named).choose(site()).recipe == expected
 
 
 def test_extending():
-    policy = load(
-        {
-            "extends": "conservative",
-            "defaults": {"amax_history_len": 4},
-            "rules": [{"module": "a", "name": "mine"}],
-        }
-    )
+    mine = {"defaults": {"amax_history_len": 4}, "rules": [{"module": "a", "name": "mine"}]}
+    policy = load({"extends": "conservative", **mine})
     assert policy.recipe == Recipe(margin=(1, 1, 11), amax_history_len=4)
     assert policy.labels[:2] == ("mine", "first and last block") and policy.own == 1
     assert policy.labels[-1] == load("default").labels[-1]
@@ -165,17 +127,12 @@ def test_extending_files(write, tmp_path):
     rule = '[[rules]]\nmodule = "b"\nfp8 = "off"\nrecipe = "x"\n'
     write(f"{rule}[recipes.x]\nmargin = 1\n[schedule]\nwarmup_steps = 3\n", "base.toml")
     (tmp_path / "sub").mkdir()
-    mine = write(
-        'extends = "../base.toml"\neval = "fp8"\n[[rules]]\nmodule = "a"\nrecipe = "x"\n', "sub/mine.toml"
-    )
+    text = 'extends = "../base.toml"\neval = "fp8"\n[[rules]]\nmodule = "a"\nrecipe = "x"\n'
+    mine = write(text, "sub/mine.toml")
     policy = load(mine)
-    assert (
-        policy.labels[:2] == ("rule 1", f"rule 1 of {tmp_path / 'sub' / '../base.toml'}") and policy.own == 1
-    )
-    assert policy.schedule == Schedule(warmup_steps=3)
-    assert policy.eval == "fp8" and policy.choose(site("a")).recipe == policy.choose(
-        site("b")
-    ).recipe == Recipe(margin=1)
+    assert policy.labels[:2] == ("rule 1", f"rule 1 of {tmp_path / 'sub' / '../base.toml'}")
+    assert policy.own == 1 and policy.schedule == Schedule(warmup_steps=3) and policy.eval == "fp8"
+    assert {policy.choose(site(name)).recipe for name in "ab"} == {Recipe(margin=1)}
     # the nearer of two recipes wins; the file is read again
     mine.write_text(mine.read_text() + "[recipes.x]\nmargin = 2\n")
     assert load(mine).choose(site("b")).recipe == Recipe(margin=2)
@@ -184,11 +141,8 @@ def test_extending_files(write, tmp_path):
 def test_plain_keys(write):
     path = write('device = "h100"\neval = "fp8"\n[schedule]\nwarmup_steps = 10\ncooldown_at = 90\n')
     policy = load(path)
-    assert (policy.device, policy.eval, policy.schedule) == (
-        "h100",
-        "fp8",
-        Schedule(warmup_steps=10, cooldown_at=90),
-    )
+    assert policy.device == "h100" and policy.eval == "fp8"
+    assert policy.schedule == Schedule(warmup_steps=10, cooldown_at=90)
     assert policy.source == str(path) and str(path) not in policy.key
     changed = dataclasses.replace(policy, eval="high_precision", device=None)
     assert changed.eval == "high_precision" and changed.labels == policy.labels and changed != policy
@@ -207,44 +161,47 @@ def test_equal_hashed_and_picklable_by_what_they_decide():
 
 
 def test_in_python():
-    policy = Policy(
-        rules=(Rule(module="*.mlp.*", fp8=False), Rule(where="n < 3", recipe="mine")),
-        recipes={"mine": NamedRecipe(margin=2)},
-    )
-    assert (
-        fp8(policy) == "off" and policy.choose(site("a", n=2)).recipe.margin == 2 and load(policy) is policy
-    )
-    with pytest.raises(OptionError, match="rule 1: 'recipe' must be .*Did you mean 'delayed'"):
-        Policy(rules=(Rule(recipe="delayd"),))
-    assert (
-        Policy(rules=[{"module": "a"}]) == Policy(rules=(Rule(module=["a"]),)) == Policy((Rule(module="a"),))
-    )
-    with pytest.raises(OptionError, match="'rules' must be a list of tables"):
-        Policy(rules=Rule(module="a"))
-    with pytest.raises(OptionError, match="'margin' must be") as caught:
-        Rule(margin="3")
-    assert (caught.value.key, caught.value.value) == ("margin", "3") and str(
-        pickle.loads(pickle.dumps(caught.value))
-    )
-    with pytest.raises(
-        OptionError, match="2 errors:\n  'fp8' must be .*\n  unknown key 'modul'.*Did you mean 'module'"
-    ):
-        Rule(fp8=1, modul="a")
-    with pytest.raises(
-        OptionError, match="2 errors:\n  rule 2: 'fp8' must be .*\n  rule 2: unknown key 'self'"
-    ):
-        Policy(rules=[{}, {"fp8": 1, "self": "a"}])
+    rules = (Rule(module="*.mlp.*", fp8=False), Rule(where="n < 3", recipe="mine"))
+    policy = Policy(rules=rules, recipes={"mine": NamedRecipe(margin=2)})
+    assert fp8(policy) == "off" and policy.choose(site("a", n=2)).recipe.margin == 2
+    assert load(policy) is policy and "margin=2" in repr(policy)
+    assert copy.deepcopy(policy) == policy == dataclasses.replace(policy)
+    one = Policy((Rule(module="a"),))
+    assert Policy(rules=[{"module": "a"}]) == Policy(rules=(Rule(module=["a"]),)) == one
+    tables = {"rules": [{"module": "a"}], "schedule": {}}
+    assert load({"rules": [Rule(module="a")], "schedule": Schedule()}) == load(tables)
     for wrong in (lambda: Rule("a"), lambda: Policy((), rules=())):
         with pytest.raises(TypeError):
             wrong()
-    with pytest.raises(OptionError, match="'margn'.*Did you mean 'margin'"):
-        policy.with_defaults(margn=1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.rules[0].fp8 = "on"
-    assert load({"rules": [Rule(module="a")], "schedule": Schedule()}) == load(
-        {"rules": [{"module": "a"}], "schedule": {}}
-    )
-    assert copy.deepcopy(policy) == policy == dataclasses.replace(policy) and "margin=2" in repr(policy)
+
+
+@pytest.mark.parametrize(
+    "made, key, says",
+    [
+        (lambda: Policy((Rule(recipe="delayd"),)), "recipe", "rule 1: .* must be .*Did you mean 'delayed'"),
+        (lambda: Policy(rules=Rule(module="a")), "rules", "'rules' must be a list of tables"),
+        (lambda: Rule(margin="3"), "margin", "'margin' must be .*; got '3'"),
+        (
+            lambda: Rule(fp8=1, modul="a"),
+            "fp8",
+            "2 errors:\n  'fp8' must be .*\n  unknown key 'modul'.*'module'",
+        ),
+        (
+            lambda: Policy([{}, {"fp8": 1, "self": 2}]),
+            "fp8",
+            "rule 2: 'fp8' .*\n  rule 2: unknown key 'self'",
+        ),
+        (lambda: Policy().with_defaults(margn=1), "margn", "'margn'.*Did you mean 'margin'"),
+    ],
+)
+def test_errors_in_python(made, key, says):
+    with pytest.raises(OptionError, match=says) as caught:
+        made()
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and again.key == caught.value.key == key
+    assert again.value == caught.value.value and again.value is not None
 
 
 # -- sources --

@@ -12,12 +12,14 @@ import torch.nn as nn
 import fp8compile
 from fp8compile.config.options import parse
 from fp8compile.config.policy import BUILTIN, Choice, Policy, Site, load
-from fp8compile.config.recipe import RECIPES
+from fp8compile.config.recipe import RECIPES, Recipe
 from fp8compile.passes.classify import HEADS, ROUTERS
+from tests.support.policies import site
 
 transformers = pytest.importorskip("transformers")
 
 KINDS = dict.fromkeys(ROUTERS, "router gate: by its name")
+KINDS |= dict.fromkeys(HEADS, "output head: by its name")
 KINDS["down_proj"] = "down projection: gated in all models that call it so"
 
 
@@ -34,15 +36,10 @@ def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
                 weights.append((name, f"{name}.{key}", module, weight))
     for i, (name, parameter, module, weight) in enumerate(weights):
         around = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)]
-        n, k = (
-            weight.shape[-2:]
-            if not isinstance(module, transformers.pytorch_utils.Conv1D)
-            else weight.shape[::-1]
-        )
+        conv = isinstance(module, transformers.pytorch_utils.Conv1D)
+        n, k = weight.shape[::-1] if conv else weight.shape[-2:]
         last = name.rsplit(".", 1)[-1]
-        head = (
-            "output head: by its name" if last in HEADS else "output head: tied" if weight in tables else ""
-        )
+        kind = "output head: tied" if weight in tables else KINDS.get(last, "")
         block = re.match(r"(.*?)\.(\d+)\.", name)
         for gemm in ("fprop", "dgrad", "wgrad"):
             yield Site(
@@ -56,7 +53,7 @@ def sites(model: nn.Module, m: int = 8192) -> Iterator[Site]:
                 k=k,
                 block=(int(block[2]), len(modules[block[1]])) if block else None,
                 layer=(i, len(weights)),
-                kind=head or KINDS.get(last, ""),
+                kind=kind,
             )
 
 
@@ -64,9 +61,9 @@ def decided(policy: str | Policy, model: nn.Module) -> dict[str, Choice]:
     """parameter -> the choice, which must be equal for its three gemms."""
     policy = load(policy)
     choices: dict[str, Choice] = {}
-    for site in sites(model):
-        choice = policy.choose(site)
-        assert choices.setdefault(site.parameter, choice) == choice
+    for gemm in sites(model):
+        choice = policy.choose(gemm)
+        assert choices.setdefault(gemm.parameter, choice) == choice
     return choices
 
 
@@ -74,36 +71,24 @@ def by_label(choices: dict[str, Choice]) -> dict[str, set[str]]:
     """label of a rule -> its parameters, with the first number of a name replaced by *."""
     found: dict[str, set[str]] = {}
     for parameter, choice in choices.items():
-        found.setdefault(choice.label, set()).add(
-            re.sub(r"\.\d+\.", ".*.", parameter, count=1).removesuffix(".weight")
-        )
+        name = re.sub(r"\.\d+\.", ".*.", parameter, count=1).removesuffix(".weight")
+        found.setdefault(choice.label, set()).add(name)
     return found
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, nn.Module]:
-    sizes = dict(vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=3)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4)
+    llama = dict(**sizes, vocab_size=1024, num_key_value_heads=2)
     narrow = dict(n_embd=256, n_layer=3, n_head=4, vocab_size=1024)
+    wide = {**narrow, "n_embd": 1600, "n_head": 25}
     with torch.device("meta"):
         return {
-            "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)),
+            "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama)),
             "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(**narrow)),
-            "gpt2-xl": transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(**{**narrow, "n_embd": 1600, "n_head": 25})
-            ),
-            "vit": transformers.ViTForImageClassification(
-                transformers.ViTConfig(
-                    hidden_size=256,
-                    intermediate_size=512,
-                    num_hidden_layers=3,
-                    num_attention_heads=4,
-                    num_labels=1000,
-                )
-            ),
-            "moe": transformers.MixtralForCausalLM(
-                transformers.MixtralConfig(**sizes, **heads, num_local_experts=8)
-            ),
+            "gpt2-xl": transformers.GPT2LMHeadModel(transformers.GPT2Config(**wide)),
+            "vit": transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, num_labels=1000)),
+            "moe": transformers.MixtralForCausalLM(transformers.MixtralConfig(**llama, num_local_experts=8)),
         }
 
 
@@ -113,34 +98,19 @@ OUTPUT = f"{BLOCK}self_attn.o_proj"
 UP, DOWN = {f"{BLOCK}mlp.gate_proj", f"{BLOCK}mlp.up_proj"}, f"{BLOCK}mlp.down_proj"
 
 
-def test_default(models):
-    choices = decided("default", models["llama"])
-    assert by_label(choices) == {
-        "output head": {"lm_head"},
-        "down projection": {DOWN},
-        "": {*ATTENTION, OUTPUT, *UP},
-    }
-    assert (
-        choices["lm_head.weight"].fp8 == "off" and choices["model.layers.0.mlp.up_proj.weight"].fp8 == "auto"
-    )
-    narrow = models["gpt2"]
-    narrow.down = nn.Linear(256, 64, device="meta")  # for example the rank of a LoRA
-    try:
-        assert by_label(decided("default", narrow))["under 128 wide"] == {"down"}
-    finally:
-        del narrow.down
-
-
-def test_llama(models):
-    choices = decided("llama", models["llama"])
+@pytest.mark.parametrize("policy", ["default", "llama"])
+def test_a_llama(models, policy):
+    choices = decided(policy, models["llama"])
     found = {"output head": {"lm_head"}, "down projection": {DOWN}, "": {*ATTENTION, OUTPUT, *UP}}
     assert by_label(choices) == found
     down, up = choices["model.layers.0.mlp.down_proj.weight"], choices["model.layers.0.mlp.up_proj.weight"]
-    assert (down.fp8, down.recipe.name, up.fp8, up.recipe.name) == ("auto", "delayed", "auto", "delayed")
-    assert (down.recipe.current_scaling, up.recipe.current_scaling) == (
-        (True, False, False),
-        (False, False, False),
-    )
+    assert choices["lm_head.weight"].fp8 == "off" and down.fp8 == up.fp8 == "auto"
+    assert down.recipe == Recipe(current_scaling=(True, False, False)) and up.recipe == Recipe()
+
+
+def test_narrow_layers():
+    narrow = nn.Sequential(nn.Linear(256, 256, device="meta"), nn.Linear(256, 64, device="meta"))
+    assert by_label(decided("default", narrow)) == {"": {"0"}, "under 128 wide": {"1"}}  # as of a LoRA's rank
 
 
 def test_gpt2(models):
@@ -157,13 +127,7 @@ def test_vit(models):
     assert found["classifier"] == {"classifier"} and set(found) == {"classifier", ""} and len(found[""]) == 6
     policy = load("vit")
     for name in ("patch_embed.proj", "vit.embeddings.patch_embeddings.projection", "to_patch_embedding.2"):
-        linear = nn.Sequential()
-        parent, last = linear, name.split(".")
-        for part in last[:-1]:
-            parent.add_module(part, nn.Module())
-            parent = getattr(parent, part)
-        parent.add_module(last[-1], nn.Linear(768, 768, device="meta"))
-        assert [choice.label for choice in decided(policy, linear).values()] == ["patch embedding"]
+        assert policy.choose(site(name)).label == "patch embedding"
 
 
 def test_moe(models):
@@ -185,10 +149,8 @@ def test_conservative(models):
         current = name.endswith("down_proj.weight") and not first_or_last
         assert choice.recipe.margin == (0 if current else (1, 1, 11))
         assert choice.recipe.delayed is not current
-    for model, outputs, downs in (
-        ("gpt2", "attn.c_proj", "mlp.c_proj"),
-        ("moe", "o_proj", "experts.down_proj"),
-    ):
+    names = (("gpt2", "attn.c_proj", "mlp.c_proj"), ("moe", "o_proj", "experts.down_proj"))
+    for model, outputs, downs in names:
         found = by_label(decided("conservative", models[model]))
         assert all(name.endswith(outputs) for name in found["attention output"])
         assert all(name.endswith(downs) for name in found["down projection"])
@@ -201,22 +163,12 @@ def test_accelerate_defaults(models):
     names = list(choices)
     assert [name for name in names if choices[name].fp8 == "off"] == [names[0], names[-1]]
     assert all(choice.fp8 == "on" for choice in list(choices.values())[1:-1])
-    recipe = choices[names[1]].recipe
-    assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.fp8_format) == (
-        1024,
-        "most_recent",
-        "hybrid",
-    )
-    odd = nn.Sequential(
-        *(nn.Linear(a, b, device="meta") for a, b in ((64, 64), (64, 72), (72, 64), (64, 64), (64, 64)))
-    )
-    assert [choice.fp8 for choice in decided("accelerate-defaults", odd).values()] == [
-        "off",
-        "off",
-        "off",
-        "on",
-        "off",
-    ]
+    used = Recipe(margin=0, amax_history_len=1024, amax_compute_algo="most_recent")
+    assert choices[names[1]].recipe == used
+    sides = ((64, 64), (64, 72), (72, 64), (64, 64), (64, 64))
+    odd = nn.Sequential(*(nn.Linear(a, b, device="meta") for a, b in sides))
+    kept = [choice.fp8 for choice in decided("accelerate-defaults", odd).values()]
+    assert kept == ["off", "off", "off", "on", "off"]
     conv = decided("accelerate-defaults", models["gpt2"])  # the head is the only nn.Linear
     assert {choice.fp8 for choice in conv.values()} == {"off"}
 
@@ -226,9 +178,7 @@ def test_accelerate_defaults(models):
 def test_every_recipe_goes_with_every_policy(recipe, policy):
     """A policy's settings for one recipe do not conflict with another recipe in the options."""
     found = parse({"policy": policy, "recipe": recipe}).policy
-    site = next(sites(nn.Linear(256, 256, device="meta")))
-    assert found.choose(site).recipe.name == recipe
-    assert found.defaults.recipe == recipe
+    assert found.choose(site()).recipe.name == found.defaults.recipe == recipe
 
 
 # -- compiled, as a user would --
@@ -244,11 +194,9 @@ def test_the_graph_decides_as_the_names_do(models, policy, name):
     """Compares the report of a training step with `decided`, rule by rule; every rule of the shipped file
     decides something."""
     model = models[name]
-    given = (
-        {"pixel_values": torch.zeros(2, 3, 224, 224)}
-        if name == "vit"
-        else {"input_ids": torch.zeros(2, 64).long()}
-    )
+    given = {"input_ids": torch.zeros(2, 64).long()}
+    if name == "vit":
+        given = {"pixel_values": torch.zeros(2, 3, 224, 224)}
     report = fp8compile.explain(model, options={"policy": policy}, **given)
     expected = decided(policy, model)
     records = [record for record in report.matmuls if record.parameter]
@@ -258,11 +206,7 @@ def test_the_graph_decides_as_the_names_do(models, policy, name):
         choice = expected.get(parameter) or expected["lm_head.weight"]  # tied to an embedding
         assert rule == choice.label, parameter
         assert recipe == ("high precision" if choice.fp8 == "off" else choice.recipe.name), parameter
-    ours = load(policy)
-    own = {
-        label
-        for label, rule in zip(ours.labels, ours.rules, strict=True)
-        if rule not in load("default").rules
-    }
+    ours, default = load(policy), load("default")
+    own = {label for label, rule in zip(ours.labels, ours.rules, strict=True) if rule not in default.rules}
     absent = {"sides that 16 does not divide", "not a linear", "patch embedding"}  # a convolution here
     assert own - absent <= {rule for _, rule, _ in found}

@@ -104,13 +104,8 @@ def test_find(name, key):
 # other chips, although a name of a described one is a part of theirs; or slower kinds of it, which have
 # tables of their own
 OTHERS = ("H20 NVL", "H200 MIG 1g.18gb", "H100 80GB HBM3 MIG 1g.10gb", "H800 NVL", "A800-SXM4-80GB")
-OTHERS += ("L2", "L40S", "B30A")
-OTHERS += (
-    "GeForce RTX 4090 Laptop GPU",
-    "GeForce RTX 5090 Laptop GPU",
-    "GeForce RTX 5090 D v2",
-    "GeForce RTX 5090 D V2",
-)
+OTHERS += ("L2", "L40S", "B30A", "GeForce RTX 4090 Laptop GPU", "GeForce RTX 5090 Laptop GPU")
+OTHERS += ("GeForce RTX 5090 D v2", "GeForce RTX 5090 D V2")
 OTHERS += ("RTX PRO 6000 Blackwell Workstation Edition", "RTX 4000 Ada Generation")
 
 
@@ -141,9 +136,7 @@ def test_an_unknown_device_is_derived_and_said_once(caplog):
         made = catalog.of_properties(l40s)
         assert catalog.of_properties(l40s) == made
     assert made.origin == "derived" and made.peak.bf16 == pytest.approx(362e12, rel=0.03)  # as published
-    (message,) = [
-        record.message for record in caplog.records if "NVIDIA L40S is not described" in record.message
-    ]
+    (message,) = [said for said in caplog.messages if "NVIDIA L40S is not described" in said]
     assert "calibrate" in message
 
 
@@ -208,11 +201,8 @@ def test_the_gpu_of_this_process(monkeypatch):
     """Properties that torch does not report are taken from an H200."""
     gpu = gpu_of(seen(monkeypatch, major=8, minor=6, gcnArchName="NVIDIA of some kind"))
     assert gpu == dataclasses.replace(gpu, name="some GPU", minor=6) and gpu.warp_size == 32 and gpu.gfx == ""
-    assert (
-        Gpu(gcnArchName="gfx942:sramecc+:xnack-").gfx
-        == gfx_of(properties("", gcnArchName="gfx942"))
-        == "gfx942"
-    )
+    assert Gpu(gcnArchName="gfx942:sramecc+:xnack-").gfx == "gfx942"
+    assert gfx_of(properties("", gcnArchName="gfx942")) == "gfx942"
 
 
 def test_encodings():
@@ -223,22 +213,12 @@ def test_encodings():
         assert support.encodings([torch.device("cuda"), torch.device("cpu")]) == ("fnuz",)
 
 
-@pytest.mark.parametrize(
-    "key, cuda, expected",
-    [
-        *[
-            ("b200", "12.8", True),
-            ("b200", "12.6", False),
-            ("rtx5090", "12.8", False),
-            ("rtx5090", "12.9", True),
-        ],
-        *[(key, "13.0", False) for key in ("h200", "mi300x")],
-    ],
-)
-def test_blackwell_alone_multiplies_mx(monkeypatch, key, cuda, expected):
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert support.has_mx(catalog.find(key).gpu) is expected
+def test_blackwell_alone_multiplies_mx(monkeypatch):
     assert not support.has_mx(None)
+    for cuda, having in (("12.6", []), ("12.8", ["b200"]), ("12.9", ["b200", "rtx5090"])):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        keys = ("b200", "rtx5090", "h200", "mi300x")
+        assert [key for key in keys if support.has_mx(catalog.find(key).gpu)] == having
 
 
 # -- the file that calibrate stores --
@@ -368,7 +348,8 @@ def test_a_device_without_fp8_and_a_library_that_refuses_it(monkeypatch, caplog)
     )
     assert made.flops.fp8 == 0.0 and not made.has_fp8
     monkeypatch.setattr(torch, "_scaled_mm", mock.Mock(side_effect=RuntimeError("only supported on ...")))
-    assert calibrate.matmul_rate(Clock(), torch.device("cpu"), "fp8", ((16, 16, 16),)) == 0.0
+    known, cpu = catalog.find("h100"), torch.device("cpu")
+    assert calibrate.matmul_rate(Clock(), cpu, "fp8", ((16, 16, 16),), 0.0, known) == 0.0
     assert "no FP8 matmul here" in caplog.text
 
 

@@ -25,11 +25,8 @@ CELLS = Path(__file__).parent / "data" / "torchao_h100.csv"
 def cells(recipe: str) -> dict[tuple[int, int, int], float]:
     with open(CELLS, encoding="utf-8") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
-        return {
-            (int(r["m"]), int(r["k"]), int(r["n"])): float(r["speedup"])
-            for r in rows
-            if r["recipe"] == recipe
-        }
+        found = [r for r in rows if r["recipe"] == recipe]
+    return {(int(r["m"]), int(r["k"]), int(r["n"])): float(r["speedup"]) for r in found}
 
 
 @dataclasses.dataclass
@@ -55,17 +52,14 @@ def linear(device, m, n, k, recipe="delayed", *, fused=(True, True), weight_byte
     """
     sizes = ((m, n, k), (m, k, n), (n, k, m))
     bf16 = sum(cost.gemm(device, *size) for size in sizes)
-    fast = Recipe(recipe).use_fast_accum
-    fp8 = sum(
-        cost.block_gemm(device, *size, COSTS[recipe], fast=on) for size, on in zip(sizes, fast, strict=True)
-    )
+    ways = zip(sizes, Recipe(recipe).use_fast_accum, strict=True)
+    fp8 = sum(cost.block_gemm(device, *size, COSTS[recipe], fast=fast) for size, fast in ways)
     tensors = [(m * k, fused[0], 2), (m * n, fused[1], 2), (n * k, False, weight_bytes)]
     added = 0.0
     for elements, joined, itemsize in tensors:
         usual = CastInput(elements, fused=joined, producer_bytes=2 * elements, itemsize=itemsize)
-        added += cost.casts(device, usual, COSTS[recipe]) - cost.high_copy(
-            device, dataclasses.replace(usual, high_bytes=2)
-        )
+        added += cost.casts(device, usual, COSTS[recipe])
+        added -= cost.high_copy(device, dataclasses.replace(usual, high_bytes=2))
     return Linear(bf16, fp8, added)
 
 
@@ -86,11 +80,8 @@ def test_torchaos_rowwise_table():
     # cells in which FP8 never gained for torchao may gain only a little here
     never = [cell for cell in published if cell[0] <= 2048 or cell[2] <= 2048]
     assert all(published[cell] < 1 for cell in never) and max(ours[cell] for cell in never) < 1.12
-    ranks = [
-        torch.tensor([values[cell] for cell in published]).argsort().argsort().double()
-        for values in (published, ours)
-    ]
-    assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.95
+    speedups = torch.tensor([[values[cell] for cell in published] for values in (published, ours)])
+    assert torch.corrcoef(speedups.argsort().argsort().double())[0, 1] > 0.95
 
 
 def test_signs_of_torchaos_square_linears():

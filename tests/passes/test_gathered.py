@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -102,39 +104,41 @@ def test_fp8_matmuls_read_what_was_gathered(recipe: str, columns: int, recast: b
     assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype == F32
 
 
-def trained(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, ...]:
+def trained(weight: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
     """A step: the output, and the gradients of the input and of the weight."""
     layer = Layer(weight)
     torch.manual_seed(1)
     x = torch.randn(64, 256, requires_grad=True)
-    layer.compile(backend="fp8", options={"recipe": recipe, "strict": True})
+    layer.compile(backend="fp8", options={"strict": True, **options})
     y = layer(x)
     y.square().mean().backward()
     assert fp8compile.report(layer).fp8_flop_fraction == 1
     return y.detach(), x.grad, layer.weight.grad
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
-def test_a_matmul_with_other_scales_casts_what_fp8_left(recipe: str) -> None:
-    """One scale for all cannot read bytes with a scale a block, nor a scale a row bytes with one."""
-    weight = of_blocks(128, 256) if recipe == "tensorwise" else gathered()[0]
-    results = [trained(given, recipe) for given in (weight, weight + 0)]
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+@pytest.mark.parametrize("blocks", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_weight_decides_how_it_is_scaled(blocks: bool) -> None:
+    """Bytes with a scale a block, or with one for all, are multiplied as they are, whatever the recipe."""
+    weight = of_blocks(128, 256) if blocks else gathered()[0]
+    other, own = ("tensorwise", "blockwise") if blocks else ("rowwise", "rowwise")
+    results = [trained(weight, recipe=other), trained(weight, recipe=own, weight_tiles=not blocks)]
+    for one, same in zip(*results, strict=True):
+        assert torch.equal(one, same)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_a_weight_that_arrives_in_fp8_is_charged_no_cast(recipe: str) -> None:
-    """In the cost model: fprop reads it as it is, dgrad transposes it. Other scales cost a cast."""
-    found = []
-    for weight in (gathered(1024, 512, torch.bfloat16)[0], of_blocks(1024, 512, torch.bfloat16)):
+    """In the cost model: fprop reads it as it is, dgrad transposes it."""
+    made = of_blocks if recipe == "blockwise" else lambda *sizes: gathered(*sizes)[0]
+    weight, found = made(1024, 512, torch.bfloat16), []
+    for given in (weight, weight + 0):
         torch._dynamo.reset()
-        layer, x = Layer(weight), torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
+        layer, x = Layer(given), torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
         step = torch.compile(layer, backend="fp8", options={"recipe": recipe, "device": "h200"})
         with hooks.traced():
             step(x).sum().backward()
         found.append({record.gemm: record.cast_us for record in fp8compile.report(layer).matmuls})
-    arrives, cast = found if recipe == "tensorwise" else reversed(found)
+    arrives, cast = found
     assert arrives["fprop"] < cast["fprop"] and arrives["dgrad"] < cast["dgrad"]
 
 

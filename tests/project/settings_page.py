@@ -32,7 +32,7 @@ def page() -> str:
         which = (
             "" if len(looks) == len(RECIPES) else f" Only for {', '.join(f'`{recipe}`' for recipe in looks)}."
         )
-        values = f"{setting.values}; default: {'by recipe' if default is None else repr(default)}"
+        values = f"{setting.allowed.words}; default: {'by recipe' if default is None else repr(default)}"
         values = re.sub(r"'(\w+)'", r'`"\1"`', values)
         rows.append(f"| `{name}` | {values} | {setting.meaning}{which} |\n")
     return HEAD + "".join(rows)

@@ -82,9 +82,8 @@ def blocks(page: Path) -> list[Block]:
         shown = textwrap.dedent(fence[5]) if fence[5] is not None else None
         line = text.count("\n", 0, fence.start()) + 1
         before = text[: fence.start()].rstrip("\n").rpartition("\n")[2].strip()
-        found.append(
-            Block(page, line, fence[2], title[1] if title else None, textwrap.dedent(fence[4]), shown, before)
-        )
+        code, named = textwrap.dedent(fence[4]), title[1] if title else None
+        found.append(Block(page, line, fence[2], named, code, shown, before))
     return found
 
 
@@ -148,14 +147,8 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
     if page.name == "README.md":
         return {"torch": torch, "build": Sum, "tokens": torch.randn(64, 128), "targets": torch.randn(64, 256)}
     if page.name in ("distributed.md", "fp8-communication.md"):
-        model = Blocks()
-        return {
-            "fp8compile": fp8compile,
-            "fully_shard": fully_shard,
-            "dcp": dcp,
-            "model": model,
-            "path": folder / "saved",
-        }
+        names = {"fp8compile": fp8compile, "fully_shard": fully_shard, "dcp": dcp}
+        return {**names, "model": Blocks(), "path": folder / "saved"}
     if page.name == "estimates.md":
         return {"torch": torch, "fp8compile": fp8compile, "Llama": Llama, "LLAMA_8B": (1024, 8, 8, 2048)}
     model, x = Blocks(), torch.randn(64, 128)
@@ -166,14 +159,8 @@ def given(page: Path, folder: Path) -> dict[str, Any]:
 
     if page.name == "compare.md":
         names = {"fp8compile": fp8compile, "model": model, "x": x, "train": train}
-        compiled = torch.compile(model, backend="fp8")
-        return {
-            **names,
-            "body": ResidualMlp(),
-            "criterion": nn.functional.mse_loss,
-            "target": x,
-            "compiled": compiled,
-        }
+        names |= {"body": ResidualMlp(), "criterion": nn.functional.mse_loss, "target": x}
+        return {**names, "compiled": torch.compile(model, backend="fp8")}
     if page.name == "telemetry.md":
         model.compile(backend="fp8")
         train()
@@ -259,11 +246,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[module]
 
 
-INTERPRETED = [
-    page
-    for page in WITH_PYTHON
-    if name(page) not in ("docs/estimates.md", *COMPILED) and not has_commands(page)
-]
+NOT_INTERPRETED = ("docs/estimates.md", *COMPILED)
+INTERPRETED = [page for page in WITH_PYTHON if name(page) not in NOT_INTERPRETED and not has_commands(page)]
 
 
 @pytest.mark.cases(test=9, slow=2)
@@ -272,12 +256,9 @@ INTERPRETED = [
 )
 def test_the_code_of_a_page_runs(page: Path, folder: Path, interpreted: None) -> None:
     printed = [line.split() for line in run(page, folder).splitlines()]
-    heads = re.findall(
-        r"^(\S.*)\n-{3}[ -]+$", "\n".join(block.code for block in blocks(page) if not block.language), re.M
-    )
-    assert all(head.split() in printed for head in heads), (
-        f"{name(page)} shows other columns than are printed: {heads}"
-    )
+    shown = "\n".join(block.code for block in blocks(page) if not block.language)
+    heads = re.findall(r"^(\S.*)\n-{3}[ -]+$", shown, re.M)
+    assert all(head.split() in printed for head in heads), f"{name(page)} shows other columns: {heads}"
 
 
 @pytest.mark.weekly
@@ -315,15 +296,11 @@ def test_examples_have_sizes_that_gain_on_a_gpu(page: str, monkeypatch: pytest.M
 
     code = next(block.code for block in blocks(ROOT / page) if "is_available()" in block.code)
     if page.endswith("several-gpus.md"):  # without processes: its blocks, at its sizes
-        before, model, sizes = (
-            code.split("cuda = ")[0],
-            *re.findall(r"^(?:model|tokens, ).*$", code, re.M)[::-1],
-        )
+        sizes, model = re.findall(r"^(?:model|tokens, ).*$", code, re.M)
         call = "torch.compile(model)(torch.empty(tokens, width, device=device))"
-        code = "\n".join([before, "cuda, device = True, 'meta'", sizes, model, call])
-    code = code.replace('"cuda" if torch.cuda.is_available() else "cpu"', '"meta"').replace(
-        'device == "cuda"', "True"
-    )
+        code = "\n".join([code.split("cuda = ")[0], "cuda, device = True, 'meta'", sizes, model, call])
+    code = code.replace('"cuda" if torch.cuda.is_available() else "cpu"', '"meta"')
+    code = code.replace('device == "cuda"', "True")
     with monkeypatch.context() as patch, torch.device("meta"), pytest.raises(Called) as found:
         patch.setattr(torch, "compile", compile)
         exec(code, {})
@@ -335,12 +312,8 @@ def test_examples_have_sizes_that_gain_on_a_gpu(page: str, monkeypatch: pytest.M
 def test_new_pages_run_all_their_code() -> None:
     """On the tutorial and the how-to pages, no Python block is left out."""
     pages = [page for page in WITH_PYTHON if page.parent.name in COMPLETE or page.name in COMPLETE]
-    left_out = [
-        block.where
-        for page in pages
-        for block in blocks(page)
-        if block.language == "python" and not block.runs
-    ]
+    python = [block for page in pages for block in blocks(page) if block.language == "python"]
+    left_out = [block.where for block in python if not block.runs]
     assert len(pages) > 12 and not left_out, left_out
 
 

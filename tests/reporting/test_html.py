@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -62,25 +62,23 @@ def gpt(blocks: int = 12, timed: bool = False) -> GraphReport:
         o = add(f"{at}.attn.o", 4096, 512, 512)
         gate, up = (add(f"{at}.mlp.{x}", 4096, 2048, 512) for x in ("gate", "up"))
         down = add(f"{at}.mlp.down", 4096, 512, 2048)
-        edges += [(s, x) for s in stream for x in (q, k, v)] + [
-            (q, scores),
-            (k, scores),
-            (v, mixed),
-            (scores, mixed),
-        ]
+        edges += [(s, x) for s in stream for x in (q, k, v)]
+        edges += [(q, scores), (k, scores), (v, mixed), (scores, mixed)]
         edges += [(mixed, o), (gate, down), (up, down), *((s, x) for s in (*stream, o) for x in (gate, up))]
         stream += [o, down]
     head = add("lm_head", 4096, 8192, 512, reason="output head: by its name")
     edges += [(s, head) for s in stream] + [(head, head + 1), (head, head + 2)]
     add(HOSTILE, 4096, 64, 512, reason="under 128 wide (64)")
+    device = "h100" if timed else ""
     if timed:
-        records = [
-            dataclasses.replace(r, bf16_us=r.flops / 7e8, fp8_us=r.flops / 12e8, cast_us=1.0) for r in records
-        ]
+        times = [{"bf16_us": r.flops / 7e8, "fp8_us": r.flops / 12e8, "cast_us": 1.0} for r in records]
+        records = [dataclasses.replace(r, **given) for r, given in zip(records, times, strict=True)]
     opaque = tuple(OpaqueRecord(f"blocks.{b}.attn", "flex_attention", "attention") for b in range(blocks))
-    return GraphReport(
-        0, "GPT, training", tuple(records), opaque, edges=tuple(edges), device="h100" if timed else ""
-    )
+    return GraphReport(0, "GPT, training", tuple(records), opaque, edges=tuple(edges), device=device)
+
+
+def graph(records: Iterable[MatmulRecord], edges: Sequence[tuple[int, int]] = ()) -> GraphReport:
+    return GraphReport(0, "f", tuple(records), edges=tuple(edges))
 
 
 class Markup(HTMLParser):
@@ -105,12 +103,8 @@ class Markup(HTMLParser):
 
 def test_rows():
     rows = {row.name: row for row in section(gpt()).rows}
-    assert list(rows) == [
-        *(f"blocks.0-11.attn{x}" for x in (".q", ".k", ".v", "", ".o")),
-        *(f"blocks.0-11.mlp.{x}" for x in ("gate", "up", "down")),
-        "lm_head",
-        HOSTILE,
-    ]
+    parts = ("attn.q", "attn.k", "attn.v", "attn", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    assert list(rows) == [*(f"blocks.0-11.{part}" for part in parts), "lm_head", HOSTILE]
     up, head, k = rows["blocks.0-11.mlp.up"], rows["lm_head"], rows["blocks.0-11.attn.k"]
     assert up.flops == 12 * 3 * 2 * 4096 * 2048 * 512 and len(up.members()) == 12
     assert float(up.width) == 100.0 and float(head.width) == pytest.approx(100 * 8192 / (12 * 2048), abs=1e-3)
@@ -123,34 +117,20 @@ def test_rows():
 
 @pytest.mark.parametrize("reason", ["ends", "policy: ends", "ends: 64 x 256, 4096 rows"])
 def test_a_rule_is_named_once(reason):
-    kept, fp8 = section(
-        GraphReport(
-            0,
-            "f",
-            (*linear("a", 512, 256, 256, reason, rule="ends"), *linear("b", 256, 256, 256, rule="ends")),
-        )
-    ).rows
+    records = linear("a", 512, 256, 256, reason, rule="ends") + linear("b", 256, 256, 256, rule="ends")
+    kept, fp8 = section(graph(records)).rows
     assert (kept.first.rules, fp8.first.rules) == ("", "ends") and kept.hover.count("ends") == 1
-
-
-def row_names(records: list[MatmulRecord]) -> list[str]:
-    return [row.name for row in section(GraphReport(0, "f", tuple(records))).rows]
 
 
 def test_what_shares_a_row():
     """Blocks that differ do not; experts do, and gaps in their numbers are said."""
-    records = [
-        r
-        for b in range(6)
-        for r in linear(f"h.{b}.fc", 256, 256, 256, reason="rule: ends" if b in (0, 5) else "")
-    ]
-    rows = section(GraphReport(0, "f", tuple(records))).rows
-    assert [(row.name, len(row.layers), row.first.css) for row in rows] == [
-        ("h.0,5.fc", 2, "high"),
-        ("h.1-4.fc", 4, "fp8"),
-    ]
+    reasons = ["rule: ends", "", "", "", "", "rule: ends"]
+    records = [r for b, reason in enumerate(reasons) for r in linear(f"h.{b}.fc", 256, 256, 256, reason)]
+    rows = [(row.name, len(row.layers), row.first.css) for row in section(graph(records)).rows]
+    assert rows == [("h.0,5.fc", 2, "high"), ("h.1-4.fc", 4, "fp8")]
     grid = [r for b in range(3) for e in range(4) for r in linear(f"h.{b}.experts.{e}.up", 256, 256, 256)]
-    assert row_names(grid) == ["h.0-2.experts.0-3.up"] and row_names(grid[3:]) == ["h.*.experts.*.up"]
+    for experts, name in ((grid, "h.0-2.experts.0-3.up"), (grid[3:], "h.*.experts.*.up")):
+        assert [row.name for row in section(graph(experts)).rows] == [name]
 
 
 def test_times():
@@ -176,12 +156,8 @@ def test_numbers_for_people():
         2.5e6: "2.50 s",
     }
     assert {us: microseconds(us) for us in times} == times
-    assert [flops(x) for x in (0, 9.66e9, 1.2e12, 3e18)] == [
-        "0 kFLOP",
-        "9.66 GFLOP",
-        "1.20 TFLOP",
-        "3000 PFLOP",
-    ]
+    work = {0: "0 kFLOP", 9.66e9: "9.66 GFLOP", 1.2e12: "1.20 TFLOP", 3e18: "3000 PFLOP"}
+    assert {count: flops(count) for count in work} == work
 
 
 # -- estimates --
@@ -195,11 +171,8 @@ def estimated() -> Estimate:
         Cost(12, 4e9, 1e9, flops[1], 0, 3e8, seconds=0.005, matmul_seconds=0.004, fp8_matmul_seconds=0.003),
     )
     attention = Cost(4, 1e9, 1e9, {}, 1e12, 1e8, seconds=0.002, attention_seconds=0.0015)
-    parts = (
-        LayerCost("h.0-11.mlp", *mlp),
-        LayerCost("h.0-11.attn", attention, attention),
-        LayerCost("h", Cost(), Cost()),
-    )
+    parts = LayerCost("h.0-11.mlp", *mlp), LayerCost("h.0-11.attn", attention, attention)
+    parts += (LayerCost("h", Cost(), Cost()),)
     return Estimate("NVIDIA H200", parts, Report([gpt(2, timed=True)]), ("said by the estimate",))
 
 
@@ -211,12 +184,8 @@ def test_estimate():
     assert "kernels 14 → 16" in words and "3 GB → 2 GB" in words and "0.5 GB → 0.4 GB" in words
     titles = [a["title"] for _, a in markup.tags if a.get("class", "").startswith("piece") and "title" in a]
     before = ["matmuls: 6.00 ms", "attention: 1.50 ms", "other: 2.50 ms"]
-    after = [
-        "FP8 matmuls: 3.00 ms",
-        "other matmuls: 1.00 ms",
-        "attention: 1.50 ms",
-        "casts and other: 1.50 ms",
-    ]
+    after = ["FP8 matmuls: 3.00 ms", "other matmuls: 1.00 ms"]
+    after += ["attention: 1.50 ms", "casts and other: 1.50 ms"]
     assert titles[:7] == before + after
     parts = [a["title"] for _, a in markup.tags if a.get("class") == "timed-part"]
     assert len(parts) == 2 and parts[0] == (
@@ -231,7 +200,7 @@ def test_estimate():
 def drawn(names: list[str], edges: list[tuple[int, int]], **kept: str) -> diagram.Diagram | None:
     """The picture of forward matmuls with these names; those in `kept` are in high precision."""
     records = [linear(name, 128, 128, 128, reason=kept.get(name.replace(".", "_"), ""))[0] for name in names]
-    return section(GraphReport(0, "f", tuple(records), edges=tuple(edges))).diagram
+    return section(graph(records, edges)).diagram
 
 
 def labels(picture: diagram.Diagram | None) -> list[str]:
@@ -242,24 +211,20 @@ def labels(picture: diagram.Diagram | None) -> list[str]:
 def ends(picture: diagram.Diagram) -> list[tuple[str, str, bool]]:
     """The labels of the boxes that each arrow joins, found by position, and whether it is implied."""
     width, height = picture.box
-    top = {(round(box.x + width / 2, 3), box.y): box.label for box in picture.boxes}
-    return [
-        (
-            top[round(arrow.points[0][0], 3), arrow.points[0][1] - height],
-            top[round(arrow.points[-1][0], 3), arrow.points[-1][1] + 1],
-            arrow.implied,
-        )
-        for arrow in picture.arrows
-    ]
+    at = {(round(box.x + width / 2, 3), box.y): box.label for box in picture.boxes}
+    found = []
+    for arrow in picture.arrows:
+        (x0, y0), *_, (x1, y1) = arrow.points
+        found.append((at[round(x0, 3), y0 - height], at[round(x1, 3), y1 + 1], arrow.implied))
+    return found
 
 
 def test_one_block_of_equal_ones_is_drawn():
     picture = section(gpt()).diagram
     block = "blocks.0-11."
     inside = (*(f"attn.{x}" for x in "qkvo"), "attn", "attn", *(f"mlp.{x}" for x in ("gate", "up", "down")))
-    assert sorted(labels(picture)) == sorted(
-        [*(f"{block}{x} ×12" for x in inside), "lm_head", "…" + HOSTILE[-29:]]
-    )
+    expected = [*(f"{block}{x} ×12" for x in inside), "lm_head", "…" + HOSTILE[-29:]]
+    assert sorted(labels(picture)) == sorted(expected)
     # q, k, v -> matmuls of attention -> o -> gate, up -> down -> head; one more arrow, as o also adds to the
     # residual stream
     assert len(picture.arrows) == 4 + 1 + 2 + 2 + 1 + 1
@@ -270,20 +235,16 @@ def test_arrows_beside_residual_connections():
     """Each matmul that adds to the stream has an arrow to its next readers, and one to those after them."""
     names = [f"layer_{i}" for i in range(5)]
     picture = drawn(names, [(i, j) for i in range(5) for j in range(i + 1, 5)])
-    assert sorted(ends(picture)) == sorted(
-        [
-            *((names[i], names[i + 1], False) for i in range(4)),
-            *((names[i], names[i + 2], True) for i in range(3)),
-        ]
-    )
+    expected = [(names[i], names[i + 1], False) for i in range(4)]
+    expected += [(names[i], names[i + 2], True) for i in range(3)]
+    assert sorted(ends(picture)) == sorted(expected)
 
 
 def test_blocks_that_differ_are_drawn_apart():
     chain = [(i, i + 1) for i in range(5)]
     picture = drawn([f"h.{i}.fc" for i in range(6)], chain, h_0_fc="kept")
-    assert labels(picture) == ["h.0.fc", "h.1-5.fc ×5"] and ends(picture) == [
-        ("h.0.fc", "h.1-5.fc ×5", False)
-    ]
+    assert labels(picture) == ["h.0.fc", "h.1-5.fc ×5"]
+    assert ends(picture) == [("h.0.fc", "h.1-5.fc ×5", False)]
     assert [box.chips[0][1] for box in picture.boxes] == ["high", "fp8"]
 
 
@@ -307,15 +268,11 @@ def test_blocks_around_a_shared_layer_are_drawn_as_they_are():
 
 def test_products_of_backward_are_not_drawn():
     """The diagram contains the forward matmul, but none of attention's backward, nor after them."""
-    records = [
-        *linear("a", 64, 64, 64),
-        *(MatmulRecord("", "matmul", 64, 64, 64, "high_precision") for _ in range(3)),
-    ]
-    picture = section(GraphReport(0, "f", tuple(records), edges=((0, 3), (1, 4), (4, 5), (3, 5)))).diagram
-    assert ends(picture) == [("a", "(root)", False)] and [box.weight for box in picture.boxes] == [
-        True,
-        False,
-    ]
+    products = (MatmulRecord("", "matmul", 64, 64, 64, "high_precision") for _ in range(3))
+    records = [*linear("a", 64, 64, 64), *products]
+    picture = section(graph(records, [(0, 3), (1, 4), (4, 5), (3, 5)])).diagram
+    assert ends(picture) == [("a", "(root)", False)]
+    assert [box.weight for box in picture.boxes] == [True, False]
     assert [chip[0] for box in picture.boxes for chip in box.chips] == ["F", "D", "W", "M"]
 
 
@@ -330,19 +287,19 @@ def test_limits():
 
 def changing(blocks: int) -> GraphReport:
     """A model with different blocks: every second one keeps its last matmul in high precision."""
-    graph = gpt(blocks)
+    equal = gpt(blocks)
     odd = {f"blocks.{b}.mlp.down" for b in range(1, blocks, 2)}
     high = {"decision": "high_precision", "reason": "kept", "recipe": ""}
-    records = tuple(dataclasses.replace(r, **high) if r.fqn in odd else r for r in graph.matmuls)
-    return dataclasses.replace(graph, matmuls=records)
+    records = tuple(dataclasses.replace(r, **high) if r.fqn in odd else r for r in equal.matmuls)
+    return dataclasses.replace(equal, matmuls=records)
 
 
 @pytest.mark.parametrize(
-    "graph", [gpt(), gpt(1), changing(2), changing(8)], ids=["equal", "one", "two", "eight"]
+    "model", [gpt(), gpt(1), changing(2), changing(8)], ids=["equal", "one", "two", "eight"]
 )
-def test_picture(graph):
+def test_picture(model):
     """No two boxes overlap, arrows go down and cross no box, and everything is within the picture."""
-    picture = section(graph).diagram
+    picture = section(model).diagram
     width, height = picture.box
     boxes = [(box.x, box.y, box.x + width, box.y + height) for box in picture.boxes]
     for i, (left, top, right, bottom) in enumerate(boxes):
@@ -363,24 +320,22 @@ def test_picture(graph):
 def test_page_is_self_contained_and_escaped():
     text = Report([gpt(), dataclasses.replace(gpt(1, True), index=1, note="eval mode")]).to_html()
     markup = Markup(text)
-    assert [tag for tag, _ in markup.tags].count("script") == 1 and "img" not in [
-        tag for tag, _ in markup.tags
-    ]
+    tags = [tag for tag, _ in markup.tags]
+    assert tags.count("script") == 1 and "img" not in tags
     for _, attributes in markup.tags:
         assert not {"src", "srcset", "onload", "onerror", "onclick"} & set(attributes)
         assert attributes.get("href", "data:").startswith("data:")
     assert not re.search(r"url\((?!#)|@import", text)
     assert "default-src 'none'" in text
     assert any(HOSTILE in piece for piece in markup.text)
-    assert [
-        a["title"] for tag, a in markup.tags if tag == "summary" and a.get("title", "").startswith(HOSTILE)
-    ]
+    titles = [attributes.get("title", "") for tag, attributes in markup.tags if tag == "summary"]
+    assert any(title.startswith(HOSTILE) for title in titles)
 
 
 def test_page_of_nothing():
     assert "nothing was compiled yet" in Report(empty="nothing was compiled yet").to_html()
-    assert "no matmuls" in Report([GraphReport(0, "f", ())]).to_html()
-    assert "0 × 128 × 128" in Report([GraphReport(0, "f", tuple(linear("a", 0, 128, 128)))]).to_html()
+    assert "no matmuls" in Report([graph([])]).to_html()
+    assert "0 × 128 × 128" in Report([graph(linear("a", 0, 128, 128))]).to_html()
 
 
 @dataclass(frozen=True)
@@ -414,27 +369,19 @@ def test_what_is_in_no_graph_and_what_a_feature_says():
     gathered = [GatheredAs(f"h.{i}.up.weight", "e4m3") for i in range(3)]
     gathered += [GatheredAs(f"h.{i}.down.weight", "bfloat16", "40 rows") for i in range(3)]
     gathered.append(GatheredAs(HOSTILE, "float32", HOSTILE))
-    graph = dataclasses.replace(gpt(1), remarks=("weights are cast again in backward",))
-    text = Report([graph], outside=left, added=gathered).to_html()
-    whole, part = (" ".join(Markup(page).text) for page in (Report([graph]).to_html(), text))
+    remarked = dataclasses.replace(gpt(1), remarks=("weights are cast again in backward",))
+    text = Report([remarked], outside=left, added=gathered).to_html()
+    whole, part = (" ".join(Markup(page).text) for page in (Report([remarked]).to_html(), text))
     for words in ("of what was compiled", "In no compiled graph", "All-gather in training"):
         assert words in part and words not in whole
-    for words in (
-        "4 weights",
-        "256 x 128",
-        "64 x 32",
-        "3 matrices in FP8",
-        "Beside a table",
-        "40 rows",
-        *graph.remarks,
-    ):
+    said = ("4 weights", "256 x 128", "64 x 32", "3 matrices in FP8", "Beside a table", "40 rows")
+    for words in (*said, *remarked.remarks):
         assert words in part, words
     for name in ("fc", "up", "down"):
         assert f'h.<wbr>0-2.<wbr>{name}.<wbr>weight</td><td class="n">3</td>' in text
-    dots = [
-        f'<i class="dot {css}"></i>h.<wbr>0-2.<wbr>{name}.' for css, name in (("fp8", "up"), ("high", "down"))
-    ]
-    assert all(dot in text for dot in dots) and HOSTILE in part and "<script>document" not in text
+    for css, name in (("fp8", "up"), ("high", "down")):
+        assert f'<i class="dot {css}"></i>h.<wbr>0-2.<wbr>{name}.' in text
+    assert HOSTILE in part and "<script>document" not in text
 
 
 # -- in a browser --
@@ -485,9 +432,8 @@ class Browser:
 
 @pytest.fixture
 def browser(chromium: Any, tmp_path: Path) -> Browser:
-    evaluation = dataclasses.replace(
-        gpt(2), index=1, name="GPT, evaluation", note="the model is in eval mode"
-    )
+    note = "the model is in eval mode"
+    evaluation = dataclasses.replace(gpt(2), index=1, name="GPT, evaluation", note=note)
     file = tmp_path / "report.html"
     file.write_text(Report([gpt(timed=True), evaluation]).to_html(), encoding="utf-8")
     return Browser(chromium, file)

@@ -29,7 +29,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import compat
-from fp8compile.features.delayed import operators, state_page
+from fp8compile.features.delayed import slot_ops, state_page
 from fp8compile.ir import ops
 from fp8compile.passes.pipeline import run_post_grad
 from tests.support import hooks
@@ -200,7 +200,7 @@ def delayed_scaling(cast: Cast, x: Tensor, w: Tensor, scales: Tensor) -> tuple:
     results, amaxes = [], []
     for slot, tensor in ((2, x), (0, w)):
         amaxes.append(ops.amax(tensor))
-        results += cast.both(tensor, operators.delayed_scale(scales, amaxes[-1], slot, cast.largest, 0))
+        results += cast.both(tensor, slot_ops.delayed_scale(scales, amaxes[-1], slot, cast.largest, 0))
     return *results, ops.gather(amaxes[::-1])
 
 

@@ -11,25 +11,15 @@
 
 from __future__ import annotations
 
-from .match import Choice, Site, nameless, unmatched
-from .policy_errors import PolicyError
-from .policy_files import BUILTIN, VARIABLE, load
-from .policy_tables import Defaults, NamedRecipe, Policy, Rule, Schedule
-from .validation import schema
-
-__all__ = [
-    "BUILTIN",
-    "VARIABLE",
-    "Choice",
-    "Defaults",
-    "NamedRecipe",
-    "Policy",
-    "PolicyError",
-    "Rule",
-    "Schedule",
-    "Site",
-    "load",
-    "nameless",
-    "schema",
-    "unmatched",
-]
+from .match import Choice as Choice
+from .match import Site as Site
+from .match import nameless as nameless
+from .match import unmatched as unmatched
+from .policy_errors import PolicyError as PolicyError
+from .policy_files import BUILTIN as BUILTIN
+from .policy_files import VARIABLE as VARIABLE
+from .policy_files import load as load
+from .policy_tables import Policy as Policy
+from .policy_tables import Rule as Rule
+from .policy_tables import Schedule as Schedule
+from .validation import schema as schema

@@ -27,7 +27,7 @@ def check(key: str, pattern: Any) -> str:
         raise PolicyError.of(key, pattern, "a glob, or a list of globs")
     if pattern.startswith(PREFIX):
         try:
-            _compiled(pattern)
+            matcher(pattern)
         except (re.error, OverflowError) as error:
             text = f"{key!r}: {pattern!r} is not a regular expression: {error}."
             raise PolicyError(text, key, pattern) from None
@@ -47,14 +47,10 @@ def fits(patterns: Iterable[str], name: str) -> bool:
 @lru_cache(4096)
 def matcher(pattern: str) -> Callable[[str], object]:
     """A function that is true for the names that `pattern` matches."""
-    return _compiled(pattern).fullmatch
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
     regex = pattern[len(PREFIX) :] if pattern.startswith(PREFIX) else fnmatch.translate(pattern)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "possible nested set": about Python's future, not about the policy
-        return re.compile(regex)
+        return re.compile(regex).fullmatch
 
 
 def _impossible(key: str, glob: str) -> tuple[str, str]:

@@ -81,7 +81,7 @@ def _brief(table: Any) -> str:
 
 _GLOBS = several(patterns.check)
 _HINTS = get_type_hints(Recipe)
-_FIELDS = [(name, _HINTS[name] | None, key(x.meaning, x.check)) for name, x in SETTINGS.items()]
+_FIELDS = [(name, _HINTS[name] | None, key(x.meaning, x.allowed.check)) for name, x in SETTINGS.items()]
 _GIVEN = cached_property(lambda self: {k: v for k, v in given(self).items() if k in SETTINGS})
 # the settings of a recipe, None where not given
 Settings: Any = dataclasses.make_dataclass(

@@ -25,7 +25,7 @@ from ...logs import get_logger, say_once
 from ...passes import specification
 from ...passes.specification import ONE, WIDE, Rules, rule, typed
 from ...runtime.interpreter import WHETHER_COLD
-from . import loads, operators
+from . import loads, slot_ops
 from .graph import DelayedGraph
 from .raise_amaxes import raise_amaxes
 from .state import Page
@@ -85,7 +85,7 @@ class DelayedScaling(Feature):
 
 
 def _stored(y: Node, scales: Node, *given: Any) -> Rules:
-    votes = y.target is operators.votes
+    votes = y.target is slot_ops.votes
     rows = given[0] if votes else given[1:2]
     page = scales.op == "placeholder" and typed(WIDE, scales, sizes=(None, READ, APART))
     yield "stored scales are read of the input for scales", page
@@ -97,10 +97,10 @@ def _like_votes(y: Node, votes: Node, amax: Node, index: int, *_: Any) -> bool:
     return typed(WIDE, votes, sizes=(None,)) and 0 <= index < hint(value(votes).shape[0]) - 1
 
 
-STORED = operators.delayed_scale, operators.delayed_inverse
-RULES = dict.fromkeys((*STORED, operators.votes), _stored)
-RULES[operators.agreed_scale] = rule("an agreed scale is one of the votes", _like_votes)
+STORED = slot_ops.delayed_scale, slot_ops.delayed_inverse
+RULES = dict.fromkeys((*STORED, slot_ops.votes), _stored)
+RULES[slot_ops.agreed_scale] = rule("an agreed scale is one of the votes", _like_votes)
 specification.admit(RULES, since="reduce_current", until="lower_scales")
 specification.SCALES |= dict.fromkeys(STORED, (MUST_SAVE, MUST_RECOMPUTE))  # views of the input for scales
-specification.SCALES[operators.agreed_scale] = (MUST_SAVE,)
-WHETHER_COLD.add(operators.votes)
+specification.SCALES[slot_ops.agreed_scale] = (MUST_SAVE,)
+WHETHER_COLD.add(slot_ops.votes)

@@ -37,7 +37,7 @@ from .arena import Arenas, Where
 from .life import Book, PageSet
 from .state import check_unwanted
 from .state_page import new_amaxes, new_scales, rows_for
-from .store import Inputs, Slots
+from .store import Slots, StateInputs
 
 if TYPE_CHECKING:
     from ...compilation import Job
@@ -74,7 +74,7 @@ class DelayedGraph(GraphFeature):
 
     def before(self, job: Job, joint: Joint) -> None:
         if self.inputs:
-            joint.extras.put(Inputs(self.first))
+            joint.extras.put(StateInputs(self.first))
 
     def after(self, job: Job, done: Rewritten) -> None:
         self.slots = done.results.of(Slots)

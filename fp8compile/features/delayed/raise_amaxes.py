@@ -15,12 +15,12 @@ from ...ir import ops
 from ...ir.fx_utils import Emitter, aten
 from ...passes.amax_groups import reduced
 from ...passes.joint import Joint
-from .store import Inputs
+from .store import StateInputs
 
 
 def raise_amaxes(joint: Joint) -> int:
     """Raise the amaxes of both directions; returns how many there are."""
-    graph, written, inputs = joint.graph, joint.written, joint.extras.get(Inputs)
+    graph, written, inputs = joint.graph, joint.written, joint.extras.get(StateInputs)
     if inputs is None or not inputs.rows or written is None:
         return 0
     amaxes, end = inputs.nodes[1], graph.output_node()  # there, nothing waits for an all-reduce any more

@@ -39,12 +39,12 @@ from ...passes.joint import Joint
 from ...passes.plan import Operand
 from ...passes.quantize import Quantizer
 from ...passes.written import Written, whole
-from . import operators, state_page
+from . import slot_ops, state_page
 from .state_page import SlotKey, SlotSettings, floor_of, limit_of, new_amaxes, new_scales, rows_for
 
 
 @dataclass
-class Inputs:
+class StateInputs:
     """Of a joint graph with scaling state. `first`: the position of the input for scales, which that for
     amaxes follows. `rows`: the operands that have a slot, and which."""
 
@@ -70,7 +70,7 @@ class Slots:
 
 def slots(joint: Joint) -> int:
     """Give each operand with delayed scaling its slot, and the state inputs their sizes; returns how many."""
-    inputs = joint.extras.get(Inputs)
+    inputs = joint.extras.get(StateInputs)
     if inputs is None:
         return 0
     numbers = count()
@@ -112,7 +112,7 @@ def _settings(scaling: Scaling, form: Format, role: str) -> SlotSettings:
 FIX = ", e.g. options={'reduce_amax': mesh.get_group('dp')}"
 
 
-def _groups(joint: Joint, inputs: Inputs) -> tuple[str, ...]:
+def _groups(joint: Joint, inputs: StateInputs) -> tuple[str, ...]:
     """The process groups over which the amaxes of the state are reduced. OptionError for all ranks in a
     pipeline, because each stage runs other graphs and waits for the stage before."""
     groups, shards = compat.process_groups, joint.amax_groups.shards
@@ -132,7 +132,7 @@ def _groups(joint: Joint, inputs: Inputs) -> tuple[str, ...]:
 def store(joint: Joint) -> int:
     """Take the scales of operands with a slot from the state; returns how many there are. In a phase of high
     precision, write amaxes alone, so that histories exist when FP8 begins."""
-    inputs = joint.extras.get(Inputs)
+    inputs = joint.extras.get(StateInputs)
     if inputs is None or not inputs.rows:
         return 0
     if joint.high_precision:
@@ -146,7 +146,7 @@ def store(joint: Joint) -> int:
 
 
 class _Stored:
-    def __init__(self, written: Written, inputs: Inputs):
+    def __init__(self, written: Written, inputs: StateInputs):
         self.written, self.inputs, self.scales = written, inputs, inputs.nodes[0]
         self.agreements: dict[tuple[bool, str], Node] = {}  # of ranks, by direction and group
 
@@ -169,16 +169,16 @@ class _Stored:
         emit = self.emitter(operand, current)
         if operand in self.written.groups:
             agreed, number = self.agreed(operand)
-            scale = emit(operators.agreed_scale, agreed, amax, number, self.written.groups[operand], *how)
+            scale = emit(slot_ops.agreed_scale, agreed, amax, number, self.written.groups[operand], *how)
             emit.anchor = inverse
             return scale, emit(ops.inverse, scale)
-        scale = emit(operators.delayed_scale, self.scales, amax, row, *how)
+        scale = emit(slot_ops.delayed_scale, self.scales, amax, row, *how)
         if operand.offs is not None or operand.matrix.stack > 1:
             # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. The
             # first of the stored scales is at one, a view of another is not: the backward takes it from them
             emit.meta["recompute"] = compat.inductor.MUST_RECOMPUTE
         emit.anchor = inverse
-        return scale, emit(operators.delayed_inverse, self.scales, scale, row)
+        return scale, emit(slot_ops.delayed_inverse, self.scales, scale, row)
 
     def shared(self, operands: list[Operand]) -> tuple[Node, Node]:
         """The one scale of several operands, that of the largest of them."""
@@ -187,7 +187,7 @@ class _Stored:
             amax, row = self.written.amaxes[operand], self.inputs.rows[operand]
             emit = self.emitter(operand, amax.next)
             how = operand.format.max, operand.scaling.margin
-            scales.append(emit(operators.delayed_scale, self.scales, amax, row, *how))
+            scales.append(emit(slot_ops.delayed_scale, self.scales, amax, row, *how))
         current, inverse = self.written.scales[whole(operands[0])]
         emit = self.emitter(operands[0], current)
         scale = emit(merged.least, scales)
@@ -202,7 +202,7 @@ class _Stored:
             tag = f"must_be_in_{'backward' if backward else 'forward'}"
             start = self.written.start
             emit = Emitter(self.written.graph, start, self.scales, partitioner_tag=tag, recompute=None)
-            votes = emit(operators.votes, self.scales, [self.inputs.rows[x] for x in operands])
+            votes = emit(slot_ops.votes, self.scales, [self.inputs.rows[x] for x in operands])
             started = emit(torch.ops._c10d_functional.all_reduce.default, votes, "min", group)
             emit.anchor = min(self.written.scales[whole(x)][0] for x in operands)
             self.agreements[key] = emit(torch.ops._c10d_functional.wait_tensor.default, started)
@@ -229,7 +229,7 @@ def _load(node: Node, scales: Node, slot: int, column: int) -> Node:
 
 
 def _votes(node: Node, scales: Node, rows: list[int], *_: Any) -> Node:
-    return Inliner()(node, operators.votes_of, scales, tuple(rows), False)
+    return Inliner()(node, slot_ops.votes_of, scales, tuple(rows), False)
 
 
 def _agreed(node: Node, agreed: Node, amax: Node, index: int, *_: Any) -> Node:
@@ -237,8 +237,8 @@ def _agreed(node: Node, agreed: Node, amax: Node, index: int, *_: Any) -> Node:
 
 
 LOADED: dict[Any, Callable[..., Node]] = {
-    operators.delayed_scale: lambda node, scales, amax, row, *_: _load(node, scales, row, state_page.SCALE),
-    operators.delayed_inverse: lambda node, scales, _, row: _load(node, scales, row, state_page.SCALE_INV),
-    operators.votes: _votes,
-    operators.agreed_scale: _agreed,
+    slot_ops.delayed_scale: lambda node, scales, amax, row, *_: _load(node, scales, row, state_page.SCALE),
+    slot_ops.delayed_inverse: lambda node, scales, _, row: _load(node, scales, row, state_page.SCALE_INV),
+    slot_ops.votes: _votes,
+    slot_ops.agreed_scale: _agreed,
 }

@@ -9,7 +9,7 @@ import pytest
 from torch.fx import Node
 
 from fp8compile.errors import Fp8CompileError
-from fp8compile.features.delayed import operators
+from fp8compile.features.delayed import slot_ops
 from fp8compile.ir import ops
 from fp8compile.ir.fx_utils import aten
 from fp8compile.passes.specification import check
@@ -46,12 +46,16 @@ def twice(node: Node) -> None:
 
 
 ROWS = [
-    ("stored scales are read of the input", operators.delayed_scale, lambda x: x.update_arg(0, x.args[1])),
-    ("stored scales are read of the input", operators.delayed_inverse, valued(0, shape=(16, 4))),
-    ("a slot is a row", operators.delayed_scale, given(2, 16)),
-    ("a slot is a row", operators.delayed_inverse, given(2, -1)),
-    ("a stored scale is one float32", operators.delayed_scale, valued(shape=(2,))),
-    ("a stored scale is one float32", operators.delayed_inverse, valued(1, dtype=BF16)),
+    (
+        "stored scales are read of the input",
+        slot_ops.delayed_scale,
+        lambda x: x.update_arg(0, x.args[1]),
+    ),
+    ("stored scales are read of the input", slot_ops.delayed_inverse, valued(0, shape=(16, 4))),
+    ("a slot is a row", slot_ops.delayed_scale, given(2, 16)),
+    ("a slot is a row", slot_ops.delayed_inverse, given(2, -1)),
+    ("a stored scale is one float32", slot_ops.delayed_scale, valued(shape=(2,))),
+    ("a stored scale is one float32", slot_ops.delayed_inverse, valued(1, dtype=BF16)),
     ("in the input for them", ops.raised, lambda x: x.update_arg(0, x.args[1][0])),
     ("in the input for them", ops.raised, lambda x: x.update_arg(1, [x.args[0], *x.args[1][1:]])),
     ("each amax has its row", ops.raised, lambda x: x.update_arg(2, x.args[2][::-1])),
@@ -61,8 +65,8 @@ ROWS = [
     ("a copy onto the input", ops.raised, lambda x: next(iter(x.users)).update_arg(0, x.args[1][0])),
     ("nothing reads amaxes", ops.raised, reads(0, aten.neg.default)),
     ("each half raises its own", ops.raised, tagged("partitioner_tag", "is_forward", of_reader=True)),
-    ("reads the scales of forward", operators.delayed_scale, tagged("recompute", None)),
-    ("reads the scales of forward", operators.delayed_inverse, tagged("recompute", None)),
+    ("reads the scales of forward", slot_ops.delayed_scale, tagged("recompute", None)),
+    ("reads the scales of forward", slot_ops.delayed_inverse, tagged("recompute", None)),
 ]
 
 
@@ -73,8 +77,13 @@ def test_a_joint_graph_that_breaks_a_rule(says: str, target: Any, mutate: Callab
 
 
 SINGLE = [
-    (operators.votes, (of(WIDE, 16, 3, 4), [0, 3]), "a slot is a row", given(1, [16])),
-    (operators.agreed_scale, (of(WIDE, 3), of(WIDE, 1), 1, "g", 448.0, 0), "one of the votes", given(2, 2)),
+    (slot_ops.votes, (of(WIDE, 16, 3, 4), [0, 3]), "a slot is a row", given(1, [16])),
+    (
+        slot_ops.agreed_scale,
+        (of(WIDE, 3), of(WIDE, 1), 1, "g", 448.0, 0),
+        "one of the votes",
+        given(2, 2),
+    ),
 ]
 
 
@@ -90,7 +99,7 @@ def test_an_operator_that_breaks_a_rule(
 
 
 def test_stored_scales_are_gone_once_they_are_loaded() -> None:
-    node = called(operators.delayed_inverse, of(WIDE, 16, 3, 4), of(WIDE, 1), 0)
+    node = called(slot_ops.delayed_inverse, of(WIDE, 16, 3, 4), of(WIDE, 1), 0)
     check(node.graph, "partitioned", "save")
     with pytest.raises(Fp8CompileError, match=f"a graph of stage 'lower_scales' has no {node.target}"):
         check(node.graph, "lower_scales", "lower_scales")

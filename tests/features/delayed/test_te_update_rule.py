@@ -25,7 +25,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8compile.features.delayed import operators, state_page
+from fp8compile.features.delayed import slot_ops, state_page
 from fp8compile.ir import ops
 from tests.support.harness import MOVING
 from tests.support.reference_casts import FLT_MAX, float32
@@ -86,7 +86,7 @@ class Ours:
     def step(self, amax: float) -> float:
         seen = torch.tensor([amax])
         scales = state_page.scales_of(self.page)
-        used = operators.delayed_scale(scales, seen, 0, self.fp8_max, self.margin).item()
+        used = slot_ops.delayed_scale(scales, seen, 0, self.fp8_max, self.margin).item()
         self.page = moved(self.page, seen)
         return used
 
