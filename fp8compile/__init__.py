@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .dryrun.watch import monitor as monitor
     from .errors import ExportError as ExportError
     from .errors import Fp8CompileError as Fp8CompileError
+    from .errors import LoadError as LoadError
     from .errors import OptionError as OptionError
     from .errors import ShardingError as ShardingError
     from .errors import StateError as StateError
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from .features.export.export import Exported as Exported
     from .features.export.export import export as export
     from .features.frozen.frozen_weights import restore_frozen_weights as restore_frozen_weights
+    from .features.load.load import Loaded as Loaded
+    from .features.load.load import fp8_parameters as fp8_parameters
+    from .features.load.load import load_fp8 as load_fp8
     from .features.schedule.phases import on_step as on_step
     from .features.schedule.phases import set_precision as set_precision
     from .features.weight_cache.weight_cache import refresh_weight_cache as refresh_weight_cache
@@ -65,6 +69,7 @@ _MODULES = {
     "errors": (
         "ExportError",
         "Fp8CompileError",
+        "LoadError",
         "OptionError",
         "ShardingError",
         "StateError",
@@ -79,13 +84,14 @@ _MODULES = {
     "runtime.calls": ("freeze_scaling_state",),
     "runtime.optimizer_steps": ("set_step",),
     "features.frozen.frozen_weights": ("restore_frozen_weights",),
+    "features.load.load": ("Loaded", "fp8_parameters", "load_fp8"),
     "features.schedule.phases": ("on_step", "set_precision"),
     "features.weight_cache.weight_cache": ("refresh_weight_cache",),
 }
 _SUBMODULES = ("distributed", "optim")
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
 # what functions return, for annotations; and the backend, which torch finds by its name
-_UNLISTED = {"Comparison", "Estimate", "Exported", "Monitor", "Report", "Stats", "Tuned", "fp8"}
+_UNLISTED = {"Comparison", "Estimate", "Exported", "Loaded", "Monitor", "Report", "Stats", "Tuned", "fp8"}
 __all__ = sorted({*_PUBLIC, *_SUBMODULES} - _UNLISTED)  # noqa: PLE0605
 
 

@@ -31,7 +31,7 @@ from .config.policy import Policy, Site
 from .config.policy.match import treatment
 from .config.recipe import SETTINGS, USUAL, Recipe
 from .devices import catalog, formats, support
-from .errors import OptionError, Retrace, StrictError, Unusable
+from .errors import OptionError, Retrace, ShardingError, StrictError, Unusable
 from .frontend.inputs import Inputs, capture, unchosen
 from .frontend.owner import in_model, models_of, tell_apart
 from .ir.records import FP8, GraphReport
@@ -99,7 +99,7 @@ def fp8(
         inputs = replace(inputs, kinds=whole_kinds(gm))
         tell_apart(gm, inputs, functools.partial(_treatment, chosen.policy))
         return _compile(gm, example_inputs, inputs, chosen, inner, phase)
-    except (OptionError, StrictError) as error:
+    except (OptionError, ShardingError, StrictError) as error:
         raise compat.dynamo.shown(error) from None
 
 

@@ -64,6 +64,10 @@ class ExportError(Fp8CompileError, ValueError):
     """A model that `fp8compile.export` cannot write, or a directory that it may not write into."""
 
 
+class LoadError(Fp8CompileError, ValueError):
+    """An FP8 checkpoint that `fp8compile.load_fp8` cannot read, or that does not fit the model."""
+
+
 class TuneError(Fp8CompileError):
     """No policy that `fp8compile.tune` tried is accurate enough, or none is faster than bf16."""
 

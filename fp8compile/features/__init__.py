@@ -14,6 +14,7 @@ from .experts import Experts
 from .export import Export
 from .frozen import FrozenWeights
 from .fsdp_gather import GatheredWeights
+from .load import LoadedWeights
 from .merge import MergedMatmuls
 from .save import SavedTensors
 from .schedule import Phases
@@ -26,6 +27,7 @@ FEATURES = (
     GatheredWeights(),
     FrozenWeights(),
     FP8Collectives(),
+    LoadedWeights(),
     MergedMatmuls(),
     Export(),
     CachedWeights(),

@@ -1,4 +1,5 @@
-"""FrozenWeight: a weight that does not train, kept in FP8 only (`frozen="fp8"`). Its dtype seems unchanged.
+"""FrozenWeight: a weight that does not train, kept in FP8 only (`frozen="fp8"`, or from an FP8 checkpoint).
+Its dtype seems unchanged.
 
     w.dtype is bfloat16; w.shape is (N, K)
     w.data_ [N, K] FP8, w.inv_ [1] float32                       one scale for the weight; or
@@ -28,10 +29,12 @@ FIX_WRITES = f"{FIX}; one that is written in each step, as by an EMA, needs a ru
 
 
 class FrozenWeight(GatheredWeight):
-    """`margin` and `power_of_2`: how `copy_` scales new values."""
+    """`margin` and `power_of_2`: how `copy_` scales new values. `stored`: the dtype of the scales in the
+    checkpoint that it comes from, which holds `inv_` exactly."""
 
     margin: int
     power_of_2: bool
+    stored: torch.dtype
 
     def __init__(
         self,
@@ -41,9 +44,10 @@ class FrozenWeight(GatheredWeight):
         block: int = 0,
         margin: int = 0,
         power_of_2: bool = False,
+        stored: torch.dtype = torch.float32,
     ):
         super().__init__(data, inv, dtype, None, block)
-        self.margin, self.power_of_2 = margin, power_of_2
+        self.margin, self.power_of_2, self.stored = margin, power_of_2, stored
 
     @property
     def how(self) -> tuple[int, int, bool]:
@@ -59,7 +63,7 @@ class FrozenWeight(GatheredWeight):
         return ops.values(self.data_, self.inv_, self.dtype, (self.block, self.block))
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return ["data_", "inv_"], {"dtype": self.dtype, "how": self.how}
+        return ["data_", "inv_"], {"dtype": self.dtype, "how": (*self.how, self.stored)}
 
     @staticmethod
     def __tensor_unflatten__(
@@ -78,7 +82,7 @@ class FrozenWeight(GatheredWeight):
         return self
 
     def like(self, data: Tensor, inv: Tensor) -> FrozenWeight:
-        return FrozenWeight(data, inv, self.dtype, *self.how)
+        return FrozenWeight(data, inv, self.dtype, *self.how, self.stored)
 
     def _take(self, values: Tensor) -> FrozenWeight:
         """Cast new values, as a load does."""
@@ -88,6 +92,7 @@ class FrozenWeight(GatheredWeight):
         data, inv = cast(values, self.data_.dtype, *self.how)
         self.data_.copy_(data)
         self.inv_.copy_(inv)
+        self.stored = torch.float32
         return self
 
     @classmethod

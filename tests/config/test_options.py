@@ -33,6 +33,7 @@ def error_of(given, mode=None) -> str:
 # -- defaults and values --
 
 
+@pytest.mark.feature("delayed")
 def test_defaults():
     parsed = parse()
     assert parsed == parse({}, "default") == Options(load("default"), False, {})
@@ -272,6 +273,7 @@ def test_bad_modes():
     assert "3 (int)" in error_of(None, 3)
 
 
+@pytest.mark.feature("delayed")
 @pytest.mark.parametrize(
     ("options", "unused"),
     [
@@ -343,6 +345,7 @@ def test_margins_and_scaling_are_those_of_the_reference(recipe):
             assert (form.dtype, form.max) == reference.format(role)
 
 
+@pytest.mark.feature("delayed")
 def test_options_are_checked_with_the_recipe_of_the_policy():
     policy = {"defaults": {"recipe": "tensorwise"}}
     assert parse({"policy": policy, "power_of_2_scale": True}).recipe.power_of_2_scale is True
@@ -365,6 +368,7 @@ def test_current_scaling_that_is_asked_for_comes_on_top_of_that_of_down_projecti
     assert parse().policy.key != parse({"current_scaling": (False, False, True)}).policy.key
 
 
+@pytest.mark.feature("delayed")
 def test_recipes_of_roles():
     for name in RECIPES:
         same = {"rowwise_with_gw_hp": "rowwise"}.get(name, name)

@@ -114,6 +114,7 @@ def test_every_field_of_a_recipe_is_a_key():
         assert load(named).choose(site()).recipe == expected
 
 
+@pytest.mark.feature("delayed")
 def test_extending():
     mine = {"defaults": {"amax_history_len": 4}, "rules": [{"module": "a", "name": "mine"}]}
     policy = load({"extends": "conservative", **mine})

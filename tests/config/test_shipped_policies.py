@@ -158,6 +158,7 @@ def test_conservative(models):
     assert len(outputs) == 1 and "attention" in outputs.pop()
 
 
+@pytest.mark.feature("delayed")
 def test_accelerate_defaults(models):
     choices = decided("accelerate-defaults", models["llama"])
     names = list(choices)

@@ -100,5 +100,15 @@ def written(page: str, path: dict[str, dict[str, int]]) -> str:
     return before + BEGIN + table(path) + END + rest.split(END)[1]
 
 
+def main() -> None:
+    """Write the table; with --check, exit with a line if it is another one, or the path is too long."""
+    path, page = core_path(), PAGE.read_text()
+    total = sum(sum(files.values()) for files in path.values())
+    if "--check" not in sys.argv:
+        PAGE.write_text(written(page, path))
+    elif written(page, path) != page or total > MOST:
+        sys.exit(f"{total} lines, at most {MOST}. python -m tests.project.core_path writes:\n{table(path)}")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(), core_path()))
+    main()

@@ -36,7 +36,7 @@ def test_a_setting_of_a_feature_that_is_not_here(options: dict[str, Any], said: 
 
 @pytest.mark.slow
 def test_the_core_without_features() -> None:
-    code, said = without_features.run(without_features.FEATURES, "0", ["runtime/test_state.py"])
+    code, said = without_features.run(without_features.FEATURES, "0", ["passes/test_recipes.py"])
     assert code == 0, said
 
 

@@ -29,7 +29,6 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import compat
-from fp8compile.features.delayed import slot_ops, state_page
 from fp8compile.ir import ops
 from fp8compile.passes.pipeline import run_post_grad
 from tests.support import hooks
@@ -190,6 +189,8 @@ def current_scaling(cast: Cast, x: Tensor) -> tuple:
 
 
 def _scales(s: Source) -> tuple:
+    from fp8compile.features.delayed import state_page
+
     page = torch.arange(1.0, 1 + 3 * 8).reshape(3, 8) / 16  # ages are not negative: every slot is warm
     return s.full(), s(s.columns, s.rows), state_page.scales_of(page)
 
@@ -197,6 +198,8 @@ def _scales(s: Source) -> tuple:
 @case(_scales, "copy transposed copy transposed other", "amax copy transposed", "amax copy transposed")
 def delayed_scaling(cast: Cast, x: Tensor, w: Tensor, scales: Tensor) -> tuple:
     """Scales are read at their slots in one input; amaxes are neighbours in one vector."""
+    from fp8compile.features.delayed import slot_ops
+
     results, amaxes = [], []
     for slot, tensor in ((2, x), (0, w)):
         amaxes.append(ops.amax(tensor))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -111,11 +111,16 @@ def obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...],
     block = first.weight.block
     if (block, first.data.block) not in PAIRS:
         return f"no format has the scales of recipe {first.recipe!r}"
-    if block == SQUARE and any(size % 128 for size in weight.shape):
+    if block == SQUARE and any(size % 128 for size in weight.shape) and not _held(weight, block):
         return f"{weight.shape[0]} x {weight.shape[1]} is no multiple of 128 x 128"
     if block in (MX_BLOCK, MX_TILE) and weight.shape[1] % MX_BLOCK.columns:
         return f"{weight.shape[0]} x {weight.shape[1]}: the second size is no multiple of {MX_BLOCK.columns}"
     return ""
+
+
+def _held(weight: Tensor, block: Block) -> TypeGuard[FrozenWeight]:
+    """Is this weight kept in FP8 with such blocks? Then it is written as it is."""
+    return isinstance(weight, FrozenWeight) and Block(weight.block, weight.block) == block
 
 
 def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> ExportedLayer:
@@ -160,8 +165,8 @@ def cast(layer: ExportedLayer) -> WeightCast:
     a cold call. Weights of merged matmuls share their smallest scale."""
     with torch.no_grad():
         weight = layer.weight
-        if isinstance(weight, FrozenWeight) and Block(weight.block, weight.block) == layer.scaling.block:
-            return WeightCast(weight.data_.cpu(), weight.inv_.cpu())  # as it is kept
+        if _held(weight, layer.scaling.block):
+            return WeightCast(weight.data_.cpu(), weight.inv_.cpu().to(weight.stored))  # as it is kept
         weight = weight.detach()
         scale = _scale(layer)
         values = ops.quantize(weight, scale, E4M3.dtype, E4M3.max, False, list(layer.scaling.block))

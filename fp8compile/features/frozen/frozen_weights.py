@@ -38,8 +38,8 @@ from ...ir.records import Gatherable, GraphReport, TableRecord
 from ...logs import get_logger, say_once
 from ...passes.joint import Joint, Rewritten
 from ...reporting.record_tables import megabytes, sizes
+from ...runtime import held
 from ...runtime.named_weights import unwrapped
-from ...runtime.parameters import adopt
 
 if TYPE_CHECKING:
     from ...compilation import Job
@@ -49,7 +49,6 @@ logger = get_logger(__name__)
 SHARDED = "sharded by FSDP"
 CUT = "DDP has cut the graph (torch._dynamo.config.optimize_ddp = False keeps it whole)"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose `state_dict()` has our hook
 
 
 class Place(NamedTuple):
@@ -331,10 +330,7 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
         data, inv = _unwritten(parameter, dtype), _ones(parameter, form.block)
     else:
         data, inv = cast(parameter.detach(), dtype, *how)
-    _replace(module, name, nn.Parameter(FrozenWeight(data, inv, parameter.dtype, *how), requires_grad=False))
-    if not process.is_set_aside() and module not in _hooked:
-        _hooked.add(module)
-        module.register_state_dict_post_hook(_plain_entries)
+    held.hold(module, name, FrozenWeight(data, inv, parameter.dtype, *how), process.is_set_aside())
     return parameter.nbytes, data.nbytes + inv.nbytes
 
 
@@ -352,24 +348,6 @@ def _ones(parameter: Tensor, block: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float32, device=parameter.device)
 
 
-_OWN = frozenset({"data_", "inv_", "read", "block", "margin", "power_of_2", "_is_param"})
-
-
-def _replace(module: nn.Module, name: str, made: Any) -> None:
-    parameter: Any = module._parameters[name]
-    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in _OWN})
-    adopt(parameter, made)
-    module._parameters[name] = made
-
-
-def _plain_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A hook of `state_dict()`: plain tensors, unless `keep_vars` asks for the parameters themselves."""
-    for name, parameter in module._parameters.items():
-        entry = state.get(f"{prefix}{name}")
-        if isinstance(entry, FrozenWeight) and entry is not parameter:
-            state[f"{prefix}{name}"] = entry.dequantized()
-
-
 @torch.no_grad()
 def restore_frozen_weights(model: nn.Module) -> None:
     """Give the weights of a model that are kept in FP8 only (`frozen="fp8"`) back as plain parameters of
@@ -384,4 +362,4 @@ def restore_frozen_weights(model: nn.Module) -> None:
             if isinstance(parameter, FrozenWeight):
                 again = nn.Parameter(parameter.dequantized(), requires_grad=False)
                 again = made.setdefault(id(parameter), again)
-                _replace(module, name, again)
+                held.release(module, name, again)

@@ -215,16 +215,16 @@ def weights_kept_in_fp8() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def frozen_values() -> Iterator[list[torch.Tensor]]:
     """The FP8 values of weights that are put into modules inside."""
-    from fp8compile.features.frozen import frozen_weights
+    from fp8compile.runtime import held
 
     found: list[torch.Tensor] = []
-    stock = frozen_weights._replace
+    stock = held.replace
 
-    def replace(module: Any, name: str, weight: Any, *rest: Any) -> Any:
+    def replace(module: Any, name: str, weight: Any) -> Any:
         found.append(weight.data_)
-        return stock(module, name, weight, *rest)
+        return stock(module, name, weight)
 
-    with mock.patch.object(frozen_weights, "_replace", replace):
+    with mock.patch.object(held, "replace", replace):
         yield found
 
 

@@ -1,0 +1,33 @@
+"""Weights of a released FP8 checkpoint, held as they are: `fp8compile.load_fp8`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ... import compat
+from ...errors import ShardingError
+from ...extension import Feature
+from ...frontend.inputs import Inputs
+from ...ir.frozen import FrozenWeight
+from ...runtime.held import all_held
+
+if TYPE_CHECKING:
+    from ...compilation import Job
+
+
+class LoadedWeights(Feature):
+    name = "load"
+
+    def describe(self, job: Job) -> Inputs:
+        """ShardingError where `fully_shard` has made shards of weights that were held in FP8."""
+        given = {id(x) for x in job.given}
+        sharded = {id(x): pair for pair in compat.fsdp.sharded_pairs() for x in pair}
+        for module, name in all_held():
+            parameter = module._parameters.get(name)
+            pair = sharded.get(id(parameter), ())
+            if isinstance(parameter, FrozenWeight) or given.isdisjoint(map(id, pair)):
+                continue
+            what = f"{type(module).__name__}.{name} was held in FP8, and fully_shard has made shards of it"
+            fix = "ignored_params=fp8compile.fp8_parameters(model) leaves it whole on each rank"
+            raise ShardingError(f"{what}, in high precision: {fix}")
+        return job.inputs

@@ -1,0 +1,54 @@
+"""Parameters of modules that are kept in FP8 only (`ir.frozen`): plain tensors in `state_dict()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ..ir.frozen import FrozenWeight
+from .parameters import adopt
+
+# modules whose `state_dict()` has our hook -> the names of their parameters that are, or were, kept so
+_held: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_OWN = frozenset({"data_", "inv_", "read", "block", "margin", "power_of_2", "stored", "_is_param"})
+
+
+def replace(module: nn.Module, name: str, made: nn.Parameter) -> None:
+    """Put a parameter in the place of another one, whose attributes and record it gets."""
+    parameter: Any = module._parameters[name]
+    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in _OWN})
+    adopt(parameter, made)
+    module._parameters[name] = made
+
+
+def hold(module: nn.Module, name: str, weight: FrozenWeight, for_a_try: bool = False) -> None:
+    """Keep a parameter in FP8 only, from now on. `for_a_try`: nothing of it is remembered."""
+    replace(module, name, nn.Parameter(weight, requires_grad=False))
+    if for_a_try:
+        return
+    if module not in _held:
+        module.register_state_dict_post_hook(_plain_entries)
+    _held.setdefault(module, set()).add(name)
+
+
+def all_held() -> Iterator[tuple[nn.Module, str]]:
+    """The parameters of this process that are, or were, kept in FP8 only."""
+    for module, names in list(_held.items()):
+        yield from ((module, name) for name in sorted(names))
+
+
+def release(module: nn.Module, name: str, plain: nn.Parameter) -> None:
+    """Give a module a plain parameter again."""
+    replace(module, name, plain)
+    _held.get(module, set()).discard(name)
+
+
+def _plain_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook of `state_dict()`: plain tensors, unless `keep_vars` asks for the parameters themselves."""
+    for name, parameter in module._parameters.items():
+        entry = state.get(f"{prefix}{name}")
+        if isinstance(entry, FrozenWeight) and entry is not parameter:
+            state[f"{prefix}{name}"] = entry.dequantized()

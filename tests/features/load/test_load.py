@@ -1,0 +1,356 @@
+"""Checkpoints with FP8 weights, written by transformers' own quantizer, in vanilla models: their bytes are
+held, multiplied, and written again as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fp8compile
+from fp8compile import Fp8CompileError, LoadError
+from tests.support import hooks
+from tests.support.harness import sqnr
+from tests.support.reference_casts import OCP, Quantized, quantize, scaled_mm
+from tests.support.reference_settings import RECIPES
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
+BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
+POLICY = {"extends": "none", "rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}, {"fp8": "off"}]}
+
+
+class Adapted(nn.Module):
+    """A Linear, and a low-rank adapter beside it."""
+
+    def __init__(self, wide: int, out: int):
+        super().__init__()
+        self.base = nn.Linear(wide, out, bias=False, dtype=BF16)
+        self.a = nn.Linear(wide, 16, bias=False, dtype=BF16)
+        self.b = nn.Linear(16, out, bias=False, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Mlp(nn.Module):
+    """With a buffer that a checkpoint has, and sides that 128 does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Adapted(256, 320), Adapted(320, 256)
+        self.norm = nn.LayerNorm(256, dtype=BF16)
+        self.register_buffer("shift", torch.full((256,), 0.5, dtype=BF16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(functional.gelu(self.up(x)))) + self.shift
+
+
+def model(seed: int = 0) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp()
+
+
+def batch(seed: int = 0, rows: int = 48) -> Tensor:
+    return torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def in_fp8(weight: Tensor, block: int = 128, stored: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A weight and its scale by transformers, whose blocks have to fit: so padded, and cut again."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    rows, columns = weight.shape
+    size = (block, block) if block else (rows, columns)
+    padded = functional.pad(weight, (0, -columns % size[1], 0, -rows % size[0]))
+    settings = SimpleNamespace(weight_block_size=size, scale_fmt="ue8m0" if stored == E8M0 else "float")
+    made = Fp8Quantize(SimpleNamespace(quantization_config=settings)).convert({"x.weight": padded})
+    scale = made["x.weight_scale_inv"].to(stored)
+    return {"weight": made["x.weight"][:rows, :columns].contiguous(), "weight_scale_inv": scale}
+
+
+def released(path: Path, block: int = 128, stored: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A checkpoint of the model, whose bases are in FP8; its tensors."""
+    tensors = {name: x.clone() for name, x in model(1).state_dict().items()}
+    for name in ("up.base", "down.base"):
+        made = in_fp8(tensors.pop(f"{name}.weight"), block, stored)
+        tensors |= {f"{name}.{last}": x for last, x in made.items()}
+    save_file(tensors, path / "model.safetensors")
+    return tensors
+
+
+def values(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """What a weight in FP8 stands for, in bf16."""
+    data, scale = tensors[f"{name}.weight"].float(), tensors[f"{name}.weight_scale_inv"].float()
+    if scale.numel() > 1:
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: data.shape[0], : data.shape[1]]
+    return (data * scale).to(BF16)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """The same dtype and bytes."""
+    first, second = (x.detach().contiguous().view(torch.uint8) for x in (a, b))
+    return a.dtype == b.dtype and torch.equal(first, second)
+
+
+def freeze(made: Mlp) -> Mlp:
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(".a." in name or ".b." in name)
+    return made
+
+
+@pytest.mark.parametrize("block", [128, 0])
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_bytes_are_held_as_they_are(where: str, block: int, tmp_path: Path) -> None:
+    tensors = released(tmp_path, block)
+    with torch.device(where):
+        made = Mlp()
+    said = fp8compile.load_fp8(made, tmp_path)
+    form = "128 x 128" if block else "a tensor"
+    assert said.layers == {"up.base": form, "down.base": form} and said.others == 7 and not said.unread
+    assert said.bytes == 2 * 256 * 320 + 4 * (2 * 6 if block else 2)
+    for name in said.layers:
+        weight: Any = made.get_submodule(name).weight
+        assert same(weight.data_, tensors[f"{name}.weight"]) and not weight.requires_grad
+        assert same(weight.inv_.flatten(), tensors[f"{name}.weight_scale_inv"].flatten())
+    state = made.state_dict()
+    assert {type(x) for x in state.values()} == {Tensor} and state.keys() == model().state_dict().keys()
+    for name, tensor in state.items():
+        stem = name.removesuffix(".weight")
+        assert same(tensor, values(tensors, stem) if stem in said.layers else tensors[name]), name
+    assert all(p.requires_grad for name, p in made.named_parameters() if "base" not in name)
+
+
+def test_several_files_and_a_second_load(tmp_path: Path) -> None:
+    tensors = released(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index: dict[str, str] = {}
+    for i, part in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        index |= dict.fromkeys(part, f"part-{i}.safetensors")
+        save_file({name: tensors[name] for name in part}, tmp_path / f"part-{i}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    made: Any = model()
+    for _ in range(2):
+        fp8compile.load_fp8(made, tmp_path)
+        assert same(made.up.base.weight.data_, tensors["up.base.weight"])
+        assert same(made.up.a.weight, tensors["up.a.weight"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bytes_of_the_file_are_multiplied_under_every_recipe(recipe: str, tmp_path: Path) -> None:
+    """The operand of the product is the input itself, and the output is that of an independent matmul."""
+    made = in_fp8(model(1).up.base.weight.detach())
+    save_file({f"0.{last}": x for last, x in made.items()}, tmp_path / "one.safetensors")
+    layer = nn.Sequential(nn.Linear(256, 320, bias=False, dtype=BF16))
+    fp8compile.load_fp8(layer, tmp_path / "one.safetensors")
+    x = batch().requires_grad_()
+    options = {"policy": POLICY, "recipe": recipe}
+    with hooks.joint_graphs(lambda graph: [str(x) for x in products(graph)]) as graphs:
+        y = torch.compile(layer, backend="fp8", options=options, fullgraph=True)(x)
+    y.sum().backward()
+    assert graphs[-1][0] == "placeholder" and len(graphs[-1]) == 2
+    a = quantize(x, OCP[0], (1, 128), rounded=True)
+    b = Quantized(made["weight"], made["weight_scale_inv"], (128, 128))
+    assert sqnr(y, scaled_mm(a, b, BF16)) > 50
+    assert {(m.recipe, m.decision) for m in fp8compile.report(layer).matmuls} == {("blockwise", "fp8")}
+
+
+def products(graph: torch.fx.Graph) -> list[str]:
+    """What makes the second operand of each FP8 product."""
+    found = [node for node in graph.nodes if str(node.target) == "fp8compile.block_mm.default"]
+    return [node.args[1].op if node.args[1].op == "placeholder" else node.args[1].target for node in found]
+
+
+def test_adapters_train_and_the_rest_comes_out_as_it_went_in(tmp_path: Path) -> None:
+    """Gradients of adapters are those of training on dequantized weights, within FP8's noise."""
+    tensors = released(tmp_path)
+    held, plain = freeze(model()), freeze(model())
+    fp8compile.load_fp8(held, tmp_path)
+    state = {name: x for name, x in tensors.items() if "base" not in name}
+    plain.load_state_dict(state | {f"{x}.base.weight": values(tensors, f"{x}.base") for x in ("up", "down")})
+    run = torch.compile(held, backend="fp8", options={"policy": POLICY}, fullgraph=True)
+    for step in range(2):
+        for call in (run, plain):
+            (call(batch(step)).float() * batch(step + 9).float()).sum().backward()
+    wanted = dict(plain.named_parameters())
+    ratios = {name: sqnr(p.grad, wanted[name].grad) for name, p in held.named_parameters() if p.requires_grad}
+    assert len(ratios) == 4 and min(ratios.values()) > 24, ratios
+    with torch.no_grad():
+        held.up.a.weight.add_(1)
+    made = fp8compile.export(held, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert made.format == "fp8" and made.layers == {"up.base": "blockwise", "down.base": "blockwise"}
+    assert found.keys() == tensors.keys()
+    assert {name for name, x in found.items() if not same(x, tensors[name])} == {"up.a.weight"}
+
+
+@pytest.mark.parametrize("stored", [BF16, E8M0])
+def test_scales_go_out_in_the_dtype_that_they_came_in(stored: torch.dtype, tmp_path: Path) -> None:
+    tensors = released(tmp_path, stored=stored)
+    made: Any = freeze(model())
+    fp8compile.load_fp8(made, tmp_path)
+    assert made.up.base.weight.inv_.dtype == torch.float32
+    torch.compile(made, backend="fp8", options={"policy": POLICY})(batch()).float().mean().backward()
+    fp8compile.export(made, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(same(found[name], x) for name, x in tensors.items())
+
+
+def test_a_tiny_llama_by_its_names(tmp_path: Path) -> None:
+    """Logits in eager mode are those of transformers' own model with dequantized weights."""
+    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    config = transformers.LlamaConfig(**sizes, **heads, use_cache=False, tie_word_embeddings=True)
+    first, second = (transformers.LlamaForCausalLM(config).to(BF16).eval() for _ in range(2))
+    tensors: dict[str, Tensor] = {}
+    for name, x in first.state_dict().items():
+        parts = in_fp8(x) if "_proj" in name else {"weight": x.clone()}
+        stem = name.removesuffix(".weight")
+        tensors |= {f"{stem}.{last}": part for last, part in parts.items() if name != "lm_head.weight"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = fp8compile.load_fp8(second, tmp_path)
+    assert len(said.layers) == 7
+    state = {name: x for name, x in tensors.items() if "_proj" not in name}
+    first.load_state_dict(state | {f"{x}.weight": values(tensors, x) for x in said.layers}, strict=False)
+    first.tie_weights()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(first(input_ids=ids).logits, second(input_ids=ids).logits)
+
+
+SCALE = "up.base.weight_scale_inv"
+
+
+def change(name: str, new: Callable[[Tensor], Tensor] | None) -> Callable[[dict[str, Tensor]], None]:
+    """Replace a tensor of a checkpoint, or add one; None: leave it out."""
+
+    def act(tensors: dict[str, Tensor]) -> None:
+        old = tensors.pop(name, torch.zeros(1))
+        if new is not None:
+            tensors[name] = new(old)
+
+    return act
+
+
+def nothing_in_fp8(tensors: dict[str, Tensor]) -> None:
+    for name in [x for x in tensors if "base" in x]:
+        del tensors[name]
+
+
+def a_norm_in_fp8(tensors: dict[str, Tensor]) -> None:
+    tensors["norm.weight"] = tensors["norm.weight"].to(torch.float8_e4m3fn)
+    tensors["norm.weight_scale"] = torch.ones(1)
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
+    "no scale": (change(SCALE, None), "up.base.weight is in FP8 without a scale"),
+    "only a scale": (change("up.a.weight_scale", torch.ones_like), "a weight that is not in FP8"),
+    "a scale a row": (change(SCALE, lambda _: torch.ones(320, 1)), "are .320, 1. for .320, 256.; one scale"),
+    "too few blocks": (change(SCALE, lambda x: x[:2].clone()), "scales of up.base.weight are .2, 2. for"),
+    "integers": (change(SCALE, lambda x: x.int()), "the scale of up.base.weight is I32; F32, BF16"),
+    "zero": (change(SCALE, torch.zeros_like), "a scale of up.base.weight is not above zero"),
+    "no number": (change(SCALE, lambda x: x * float("nan")), "up.base.weight is not above zero, or not fin"),
+    "E5M2": (change("up.base.weight", lambda x: x.to(torch.float8_e5m2)), "is F8_E5M2; F8_E4M3 can be held"),
+    "a shape": (change("up.a.weight", lambda _: torch.ones(8, 256)), "is .8, 256., and .16, 256. in the mod"),
+    "too much": (change("head.weight", torch.ones_like), "the model has no head.weight"),
+    "missing": (change("norm.bias", None), "it does not have norm.bias"),
+    "no FP8": (nothing_in_fp8, "no tensor is in FP8"),
+    "a norm": (a_norm_in_fp8, "in the model that of a LayerNorm: only weights of Linears can be held"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(case: str, tmp_path: Path) -> None:
+    edit, message = BAD[case]
+    tensors = released(tmp_path)
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    refused(tmp_path, message)
+
+
+def refused(path: Path, message: str) -> None:
+    """One line that names a file or a folder, and nothing has changed."""
+    made = model()
+    before = {name: x.clone() for name, x in made.state_dict().items()}
+    with pytest.raises(LoadError, match=message) as caught:
+        fp8compile.load_fp8(made, path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+    assert all(torch.equal(x, before[name]) for name, x in made.state_dict().items())
+    assert all(type(p) is nn.Parameter for p in made.parameters())
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    refused(tmp_path / "missing", "there is no model.safetensors, and no model.safetensors.index.json")
+    released(tmp_path)
+    file, index = (tmp_path / f"model.safetensors{last}" for last in ("", ".index.json"))
+    whole = file.read_bytes()
+    for cut in (len(whole) - 64, 100, 4):
+        file.write_bytes(whole[:cut])
+        refused(tmp_path, "SafetensorError")
+    file.write_bytes(whole)
+    for text, message in (
+        ("{", "no index of safetensors files"),
+        ('{"weight_map": {"up.base.weight": "../other.safetensors"}}', "outside of the directory"),
+        ('{"weight_map": {"up.base.weight": "gone.safetensors"}}', "gone.safetensors"),
+        ('{"weight_map": {"other": "model.safetensors"}}', "other is not there"),
+    ):
+        index.write_text(text)
+        refused(tmp_path, message)
+
+
+def test_what_is_held_does_not_train_and_is_not_written(tmp_path: Path) -> None:
+    released(tmp_path)
+    made = model()
+    fp8compile.load_fp8(made, tmp_path)
+    with pytest.raises(Fp8CompileError, match="cannot train: call fp8compile.restore_frozen_weights"):
+        made.requires_grad_()
+    with pytest.raises(Fp8CompileError, match="would write to a weight that is kept in FP8 only"):
+        made.up.base.weight.mul_(2)
+    fp8compile.restore_frozen_weights(made)
+    assert all(type(p) is nn.Parameter for p in made.parameters())
+
+
+def test_buffers_that_no_checkpoint_has(tmp_path: Path) -> None:
+    released(tmp_path)
+    with torch.device("meta"):
+        made = Mlp()
+        made.register_buffer("angles", torch.ones(4), persistent=False)
+    with pytest.raises(LoadError, match="angles is on the meta device, and no part of a checkpoint"):
+        fp8compile.load_fp8(made, tmp_path)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("ignored", [False, True])
+def test_fully_shard_is_never_silently_high_precision(ignored: bool, tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    released(tmp_path)
+    made = freeze(model())
+    fp8compile.load_fp8(made, tmp_path)
+    options = {"ignored_params": fp8compile.fp8_parameters(made)} if ignored else {}
+    for layer in (made.up, made.down, made):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), **options)
+    made.compile(backend="fp8", options={"policy": POLICY})
+    if not ignored:
+        with pytest.raises(Exception, match="was held in FP8, and fully_shard has made shards of it"):
+            made(batch())
+        return
+    made(batch()).float().mean().backward()
+    assert type(made.up.a.weight).__name__ == "DTensor" and len(fp8compile.fp8_parameters(made)) == 2
+    assert {m.recipe for m in fp8compile.report(made).matmuls if m.fqn.endswith("base")} == {"blockwise"}
