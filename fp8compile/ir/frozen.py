@@ -89,6 +89,8 @@ class FrozenWeight(GatheredWeight):
         if isinstance(values, FrozenWeight):
             values = values.dequantized()
         values = values.to(device=self.device, dtype=self.dtype).expand(self.shape)
+        if torch.equal(values, self.dequantized()):
+            return self  # what `state_dict()` gave: a checkpoint's own scales would be others after a cast
         data, inv = cast(values, self.data_.dtype, *self.how)
         self.data_.copy_(data)
         self.inv_.copy_(inv)

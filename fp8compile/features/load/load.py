@@ -24,7 +24,7 @@ from ...errors import LoadError, at_most
 from ...frontend.inputs import plain
 from ...ir.frozen import FrozenWeight
 from ...logs import get_logger
-from ...runtime.held import hold, replace
+from ...runtime.held import hold, release
 from ...runtime.named_weights import unwrapped
 from .files import Entry, entries, tensors
 
@@ -225,18 +225,18 @@ def _read(plan: _Plan, device: torch.device) -> None:
             made = FrozenWeight(tensor.to(where), inverse, was.dtype, plan.blocks[name], stored=stored)
             for module, last in places:
                 hold(module, last, made)
-        elif was.is_meta:
+        elif was.is_meta or isinstance(was, FrozenWeight):
             _put(places, tensor.to(where))
         else:
             was.copy_(tensor)
 
 
 def _put(places: Iterable[Place], tensor: Tensor) -> None:
-    """Memory for what was on the meta device."""
+    """New memory: for what was on the meta device, or held in FP8 by an earlier load."""
     made: nn.Parameter | None = None
     for module, name in places:
         if name in module._buffers:
             module._buffers[name] = tensor
             continue
         made = made if made is not None else nn.Parameter(tensor, _at((module, name)).requires_grad)
-        replace(module, name, made)
+        release(module, name, made)

@@ -204,6 +204,31 @@ def test_scales_go_out_in_the_dtype_that_they_came_in(stored: torch.dtype, tmp_p
     assert found.keys() == tensors.keys() and all(same(found[name], x) for name, x in tensors.items())
 
 
+def test_a_state_dict_brings_the_same_bytes_back(tmp_path: Path) -> None:
+    """Whatever rule its scales follow: here powers of two, and in the second load one scale a weight."""
+    tensors = released(tmp_path, stored=E8M0)
+    made: Any = model()
+    fp8compile.load_fp8(made, tmp_path)
+    made.load_state_dict(made.state_dict())
+    weight = made.up.base.weight
+    assert same(weight.data_, tensors["up.base.weight"]) and weight.stored == E8M0
+    changed = {name: 2 * x for name, x in made.state_dict().items()}
+    made.load_state_dict(changed)
+    assert sqnr(weight.dequantized(), changed["up.base.weight"]) > 28 and weight.stored == torch.float32
+
+
+def test_a_weight_that_is_plain_in_the_next_checkpoint_is_plain_again(tmp_path: Path) -> None:
+    tensors = released(tmp_path)
+    made: Any = model()
+    fp8compile.load_fp8(made, tmp_path)
+    del tensors["up.base.weight_scale_inv"]
+    tensors["up.base.weight"] = torch.randn(320, 256).to(BF16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert fp8compile.load_fp8(made, tmp_path).layers.keys() == {"down.base"}
+    assert type(made.up.base.weight) is nn.Parameter
+    assert same(made.up.base.weight, tensors["up.base.weight"])
+
+
 def test_a_tiny_llama_by_its_names(tmp_path: Path) -> None:
     """Logits in eager mode are those of transformers' own model with dequantized weights."""
     sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
