@@ -64,7 +64,8 @@ def export(
     "fp8" if all layers are `blockwise`, else "compressed-tensors".
 
     Weights are float8_e4m3fn ``[out, in]``, cast as the next forward of training would cast them: with the
-    current amax, or with `delayed` the scale of its history. Scales are float32; with `mxfp8` E8M0 bytes,
+    current amax, or with `delayed` the scale of its history. What is held in FP8 is written as it is, scales
+    of `load_fp8` in the dtype that they came in. Scales are float32 otherwise; with `mxfp8` E8M0 bytes,
     uint8 ``[out, in / 32]``. With `delayed`, inputs get the static scale of their history; if they have none,
     or with other recipes, servers scale inputs by their current amax. docs/export.md says where servers
     compute otherwise than training.
