@@ -1,19 +1,25 @@
-"""Hugging Face Trainer and TRL: `Trainer(model, args, callbacks=[FP8Callback(policy="fast")], ...)`.
+"""Hugging Face Trainer and TRL: `Trainer(model, args, callbacks=[FP8Callback(policy="fast")], ...)`; and
+released FP8 checkpoints: `load_fp8("Qwen3-8B-FP8")`, a folder.
 
 Importing it makes `TrainingArguments(torch_compile_backend="fp8")` work, with FP8COMPILE_POLICY's policy.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError
+import torch
+
+from ..errors import LoadError, OptionError
 from . import accelerate as accelerate  # Trainer needs Accelerate, which learns the name "fp8" here
 from .requirement import host
 from .training import Training
 
 with host("transformers", "5.16"):
-    from transformers import TrainerCallback
+    import transformers
+    from transformers import AutoConfig, GenerationConfig, PreTrainedModel, TrainerCallback
 
 
 class FP8Callback(TrainerCallback):
@@ -64,3 +70,50 @@ class FP8Callback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._training.end()
+
+
+def load_fp8(
+    path: str | os.PathLike[str],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **config: Any,
+) -> PreTrainedModel:
+    """The vanilla model of a released FP8 checkpoint, with its FP8 weights held as they are: see
+    `fp8compile.load_fp8`. transformers itself refuses to train such a checkpoint.
+
+    `path`: a folder, with `config.json`. `device`: of the model (None: the CPU). `dtype`: of the other
+    parameters, and of what everything but FP8 matmuls sees of the weights. `config`: changes of the model's
+    configuration, such as `use_cache=False`. The model is in evaluation mode, as from `from_pretrained`.
+
+    Raises LoadError (a ValueError) for a checkpoint that cannot be read, or whose model transformers has not,
+    or names otherwise."""
+    from accelerate import init_empty_weights
+
+    from ..features.load import load
+
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        fix = "huggingface_hub.snapshot_download makes such a folder"
+        raise LoadError(f"{folder}: there is no config.json: {fix}")
+    settings = AutoConfig.from_pretrained(folder, **config)
+    settings.__dict__.pop("quantization_config", None)  # else a model would be built for it
+    name = next(iter(settings.architectures or ()), "")
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        what = name or "architecture that config.json would name"
+        raise LoadError(f"{folder}: transformers {transformers.__version__} has no {what}")
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with init_empty_weights(include_buffers=False):
+            model = kind(settings)
+    finally:
+        torch.set_default_dtype(before)
+    model.tie_weights()
+    where = torch.device(device or "cpu")
+    load.load_fp8(model, folder, where)
+    for module in model.modules():
+        module._buffers.update({key: x.to(where) for key, x in module._buffers.items() if x is not None})
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()

@@ -29,12 +29,12 @@ FIX_WRITES = f"{FIX}; one that is written in each step, as by an EMA, needs a ru
 
 
 class FrozenWeight(GatheredWeight):
-    """`margin` and `power_of_2`: how `copy_` scales new values. `stored`: the dtype of the scales in the
-    checkpoint that it comes from, which holds `inv_` exactly."""
+    """`margin` and `power_of_2`: how `copy_` scales new values. `stored`: the dtype of the scales in the FP8
+    checkpoint that it comes from, which holds `inv_` exactly; None: it was cast here."""
 
     margin: int
     power_of_2: bool
-    stored: torch.dtype
+    stored: torch.dtype | None
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class FrozenWeight(GatheredWeight):
         block: int = 0,
         margin: int = 0,
         power_of_2: bool = False,
-        stored: torch.dtype = torch.float32,
+        stored: torch.dtype | None = None,
     ):
         super().__init__(data, inv, dtype, None, block)
         self.margin, self.power_of_2, self.stored = margin, power_of_2, stored
@@ -94,7 +94,7 @@ class FrozenWeight(GatheredWeight):
         data, inv = cast(values, self.data_.dtype, *self.how)
         self.data_.copy_(data)
         self.inv_.copy_(inv)
-        self.stored = torch.float32
+        self.stored = None
         return self
 
     @classmethod

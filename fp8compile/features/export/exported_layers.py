@@ -166,7 +166,7 @@ def cast(layer: ExportedLayer) -> WeightCast:
     with torch.no_grad():
         weight = layer.weight
         if _held(weight, layer.scaling.block):
-            return WeightCast(weight.data_.cpu(), weight.inv_.cpu().to(weight.stored))  # as it is kept
+            return WeightCast(weight.data_.cpu(), weight.inv_.cpu().to(weight.stored or torch.float32))
         weight = weight.detach()
         scale = _scale(layer)
         values = ops.quantize(weight, scale, E4M3.dtype, E4M3.max, False, list(layer.scaling.block))

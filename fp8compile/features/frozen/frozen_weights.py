@@ -130,11 +130,13 @@ class FrozenRecord(TableRecord):
 
 
 class FrozenMatrix(NamedTuple):
-    """A frozen matrix. `block`: its scales', if it is kept in FP8 only. `before`: its bytes without that."""
+    """A frozen matrix. `block`: its scales', if it is kept in FP8 only. `before`: its bytes without that.
+    `rounded`: it was cast here, and is not that of an FP8 checkpoint."""
 
     before: int
     bytes: int
     block: int | None
+    rounded: bool = False
 
 
 class FrozenInGraph(GraphFeature):
@@ -163,7 +165,7 @@ class FrozenInGraph(GraphFeature):
         names, warn = job.inputs.names, job.options.warn
         for reason in sorted({SHARDED, CUT} & {*self.refused.values()}):
             warn(f"frozen='fp8' has no effect on weights of {job.inputs.root}: {reason}")
-        for i in sorted(self.stored & done.gatherable.keys()):
+        for i in sorted(i for i in self.stored & done.gatherable.keys() if self.matrices[i].rounded):
             if reason := done.gatherable[i].reason:
                 what = f"{names[i]} is kept in FP8 only (frozen='fp8'), and here {reason}"
                 fix = "A rule with frozen = 'high_precision' keeps all of them"
@@ -242,8 +244,8 @@ def freeze(joint: Joint) -> int:
 
 
 def _matrix(x: Tensor) -> FrozenMatrix:
-    block = x.block if isinstance(x, FrozenWeight) else None
-    return FrozenMatrix(x.numel() * x.dtype.itemsize, x.nbytes, block)
+    block, rounded = (x.block, x.stored is None) if isinstance(x, FrozenWeight) else (None, False)
+    return FrozenMatrix(x.numel() * x.dtype.itemsize, x.nbytes, block, rounded)
 
 
 def _freeze(

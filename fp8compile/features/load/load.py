@@ -195,10 +195,10 @@ def _scale(name: str, entry: Entry, own: Entry, scale: Tensor) -> tuple[Tensor, 
     if own.dtype not in STORED:
         raise LoadError(f"{own.file}: the scale of {name} is {own.dtype}; {', '.join(STORED)} can be read")
     blocks = tuple(-(-size // BLOCK) for size in entry.shape)
-    if scale.numel() == 1:
-        block = 0
-    elif tuple(scale.shape) == blocks:
+    if tuple(scale.shape) == blocks:
         block = BLOCK
+    elif scale.numel() == 1:
+        block = 0
     else:
         shape = f"{list(scale.shape)} for {list(entry.shape)}"
         what = f"{own.file}: scales of {name} are {shape}"

@@ -214,7 +214,17 @@ def test_a_state_dict_brings_the_same_bytes_back(tmp_path: Path) -> None:
     assert same(weight.data_, tensors["up.base.weight"]) and weight.stored == E8M0
     changed = {name: 2 * x for name, x in made.state_dict().items()}
     made.load_state_dict(changed)
-    assert sqnr(weight.dequantized(), changed["up.base.weight"]) > 28 and weight.stored == torch.float32
+    assert sqnr(weight.dequantized(), changed["up.base.weight"]) > 28 and weight.stored is None
+
+
+def test_a_layer_that_stays_in_high_precision_is_no_warning(tmp_path: Path) -> None:
+    """Its values are those of the checkpoint: nothing was rounded here."""
+    released(tmp_path)
+    made = freeze(model())
+    fp8compile.load_fp8(made, tmp_path)
+    policy = {**POLICY, "rules": [{"module": "up.base", "fp8": "off"}, *POLICY["rules"]]}
+    torch.compile(made, backend="fp8", options={"policy": policy, "strict": True})(batch()).sum().backward()
+    assert {m.fqn for m in fp8compile.report(made).matmuls if m.decision == "fp8"} == {"down.base"}
 
 
 def test_a_weight_that_is_plain_in_the_next_checkpoint_is_plain_again(tmp_path: Path) -> None:
