@@ -230,6 +230,7 @@ def test_each_operator_has_rules_and_a_stage_in_which_it_may_stand() -> None:
     assert RULES.keys() == ops.OPERATORS.keys() == STAGES["partitioned"].anywhere
 
 
+@pytest.mark.feature("save", "merge")
 @pytest.mark.cases(test=2, slow=4)
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise", "tensorwise", "mxfp8"])
 def test_after_each_pass(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
