@@ -145,7 +145,9 @@ def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
     if the layer is used several times. None if some input has no history."""
     scales = [one.stored_scale(one.forward.data_slot, "input") for one in known]
     found = [scale for scale in scales if scale is not None]
-    return inverse_of(torch.tensor([min(found)])) if len(found) == len(scales) else None
+    if len(found) < len(scales):
+        return None
+    return inverse_of(torch.tensor([min(found)], dtype=torch.float32))
 
 
 # -- casts --
@@ -185,7 +187,7 @@ def _own_scale(weight: Tensor, scaling: Scaling) -> Tensor:
         stored = (one.stored_scale(one.forward.weight_slot, "weight") for one in forwards.of(weight))
         scale = next((scale for scale in stored if scale is not None), None)
         if scale is not None:
-            return torch.tensor([scale], device=weight.device)
+            return torch.tensor([scale], dtype=torch.float32, device=weight.device)
     weight = weight.detach()
     block = list(scaling.block)
     amax = ops.amax(weight) if scaling.block == WHOLE else ops.amax_blocks(weight, False, block)

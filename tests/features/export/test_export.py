@@ -114,6 +114,21 @@ def test_delayed_takes_the_scales_of_its_state(tmp_path: Path) -> None:
     assert sqnr(next_forward(compiled, tokens(9)), theirs) > CLOSE_DB
 
 
+def test_torchs_default_dtype_is_that_of_no_scale(tmp_path: Path) -> None:
+    model = Small()
+    compiled = trained(model, 2)
+    usual = tensors_of(fp8compile.export(compiled, tmp_path / "usual").directory)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = tensors_of(fp8compile.export(compiled, tmp_path / "out").directory)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.keys() == usual.keys() and "up.input_scale" in found
+    for name, tensor in found.items():
+        assert tensor.dtype == usual[name].dtype, name
+        assert torch.equal(tensor.view(torch.uint8), usual[name].view(torch.uint8)), name
+
+
 @pytest.mark.feature("schedule")
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_the_warm_up_of_a_schedule_is_training(recipe: str, tmp_path: Path) -> None:
