@@ -1,8 +1,8 @@
 """The compilation of one Dynamo graph: the core, and what features add to it.
 
-The graph gets inputs for what features give it. AOTAutograd traces forward and
-backward into one joint graph, which our passes rewrite. There, they give the new inputs the sizes that are
-needed. Then the partitioner makes a forward and a backward, and `runtime.halves` lets Inductor compile each.
+The graph gets inputs for what features give it. AOTAutograd traces forward and backward into one joint graph,
+which our passes rewrite. There, they give the new inputs the sizes that are needed. Then the partitioner
+makes a forward and a backward, and `runtime.halves` lets Inductor compile each.
 """
 
 from __future__ import annotations

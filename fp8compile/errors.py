@@ -12,6 +12,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,13 @@ class Retrace(Fp8CompileError):
     def __init__(self, then: Callable[[], None]) -> None:
         super().__init__("the model is changed, and its graph is traced again")
         self.then = then
+
+
+def need(package: str, who: str) -> None:
+    """ImportError if `who` needs a package that is not installed."""
+    if find_spec(package) is None:
+        text = f"{who} needs {package}, which is not installed: pip install {package}"
+        raise ImportError(text, name=package)
 
 
 def describe(value: Any, limit: int = 80) -> str:

@@ -161,7 +161,7 @@ class Session:
         self._compile(self._options(weights))
         self.tap.names = {id(weight): name for name, weight in weights.items()}
         kept = [feature.keep(root) for root in roots.values() for feature in features()]
-        bring_back = [step for step in kept if step is not None]
+        bring_back = [again for again in kept if again is not None]
 
         def step(phase: str, watched: Watched | None) -> ComparedStep:
             seen, measurements = watched or Watched(), []

@@ -88,7 +88,7 @@ def blocks(size, block: int):
     return 1 if block == 0 else (size + block - 1) // block
 
 
-def _number(like: Tensor, *_) -> Tensor:
+def one_number(like: Tensor, *_) -> Tensor:
     return torch.empty(1, dtype=torch.float32, device=like.device)
 
 
@@ -136,7 +136,7 @@ def _product(
     return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
 
 
-@define_op("amax(Tensor x, Tensor? rows=None) -> Tensor", _number)
+@define_op("amax(Tensor x, Tensor? rows=None) -> Tensor", one_number)
 def amax(x: Tensor, rows: Tensor | None = None) -> Tensor:
     x = x if rows is None else ordered(x, rows)
     if x.numel() == 0:

@@ -190,7 +190,11 @@ SINGLE = [
 def test_an_operator_that_breaks_a_rule(
     target: Any, args: tuple, says: str, mutate: Callable[[Node], None]
 ) -> None:
-    node = called(target, *args)
+    refused_alone(called(target, *args), mutate, says)
+
+
+def refused_alone(node: Node, mutate: Callable[[Node], None], says: str) -> None:
+    """A partitioned graph of one operator is refused once that is changed."""
     check(node.graph, "partitioned", "save")
     mutate(node)
     with pytest.raises(Fp8CompileError, match=f"pass 'save': .*{says}"):

@@ -54,7 +54,8 @@ LOST = (
 
 
 class DelayedGraph(GraphFeature):
-    """`history`: how many amaxes its slots keep; 0: no scale is stored, but a state may have been loaded."""
+    """Of a graph for training. `history`: how many amaxes its slots keep; 0: no scale is stored, but a state
+    may have been loaded."""
 
     def __init__(self, job: Job, phase: str, history: int):
         self.inputs, self.history = 2 if history else 0, history
@@ -63,7 +64,6 @@ class DelayedGraph(GraphFeature):
         self.observes = phase == HIGH_PRECISION
         # no rank may run a call eagerly alone: warm calls have other collectives
         self.together = compat.inductor.changes_collectives(job.options.inductor)
-        self.trains = job.learns
         self.first = 0
         self.slots = Slots()
         self.book: Book | None = None  # None if no tensor of the graph has a slot
@@ -81,8 +81,7 @@ class DelayedGraph(GraphFeature):
         self.hears = bool(self.slots.keys)
         if self.hears:
             where = Where(torch.device("cpu"), self.history, self.slots.groups, self.fixed)
-            has_backward = not self.slots.inference
-            self.book = Book(self.slots.keys, where, has_backward, self.observes, self.together)
+            self.book = Book(self.slots.keys, where, not done.inference, self.observes, self.together)
 
     def half(self, graph: GraphModule) -> None:
         """Fp8CompileError if the state would learn nothing: the partitioner drops what fits no half."""
@@ -111,9 +110,8 @@ class DelayedGraph(GraphFeature):
     def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
         if self.book is not None:
             loads.listen_to_callers()
-        if self.trains:
-            wanted = self.book.inputs if self.book is not None else ()
-            check_unwanted([args[i] for i in owners], [args[i] for i in wanted])
+        wanted = self.book.inputs if self.book is not None else ()
+        check_unwanted([args[i] for i in owners], [args[i] for i in wanted])
 
     def forget(self) -> None:
         if self.book is not None:

@@ -4,7 +4,7 @@
     delayed_inverse(scales, scale, slot)            1 / scale
     votes(scales, slots); agreed_scale(...)         the same scale on all ranks that gather one tensor
 
-`scales` is the graph's input of that name (`state_page`). `passes.load_scales` lowers them: in compiled code,
+`scales` is the graph's input of that name (`state_page`). `store.load_scales` lowers them: in compiled code,
 which runs warm calls only, a stored scale is a number in memory.
 """
 
@@ -16,17 +16,13 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from ...ir.ops import define_op
+from ...ir.ops import define_op, one_number
 from ...ir.scale import inverse_of, scale_of
 from . import state_page
 
 
-def _number(like: Tensor, *_) -> Tensor:
-    return torch.empty(1, dtype=torch.float32, device=like.device)
-
-
 @define_op(
-    "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, int margin) -> Tensor", _number
+    "delayed_scale(Tensor scales, Tensor amax, int slot, float fp8_max, int margin) -> Tensor", one_number
 )
 def delayed_scale(scales: Tensor, amax: Tensor, slot: int, fp8_max: float, margin: int) -> Tensor:
     """The slot's scale; while the slot is cold that of the current amax, if it is finite. (The lowering
@@ -58,7 +54,7 @@ votes = define_op("votes(Tensor scales, int[] slots, bool cold=True) -> Tensor")
 
 @define_op(
     "agreed_scale(Tensor agreed, Tensor amax, int index, str group, float fp8_max, int margin) -> Tensor",
-    _number,
+    one_number,
 )
 def agreed_scale(agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: float, margin: int) -> Tensor:
     """The scale of this rank's part of a tensor, the same on all ranks. `agreed`: the minimum of their votes.
@@ -73,6 +69,6 @@ def agreed_scale(agreed: Tensor, amax: Tensor, index: int, group: str, fp8_max: 
     return _stored_or_current(stored.nan_to_num(posinf=1.0), stored.isinf(), amax, fp8_max, margin)
 
 
-@define_op("delayed_inverse(Tensor scales, Tensor scale, int slot) -> Tensor", _number)
+@define_op("delayed_inverse(Tensor scales, Tensor scale, int slot) -> Tensor", one_number)
 def delayed_inverse(scales: Tensor, scale: Tensor, slot: int) -> Tensor:
     return inverse_of(scale)

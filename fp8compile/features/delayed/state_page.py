@@ -44,8 +44,9 @@ from ...ir.scale import inverse_of, scale_to
 
 SCALE, SCALE_INV, AGE, REACH, WINDOW, INTERVAL, LIMIT, FLOOR = range(8)
 ODD, LOST, OVERFLOWS, UNDERFLOWS, NOT_FINITE, HISTORY = range(8, 14)
-READ = REACH  # columns that graphs read, as numbers APART: cuBLASLt refuses a scale that is not 16-byte
-# aligned (CUDA 13.0, H200)
+# Columns that graphs read, as numbers APART: cuBLASLt refuses a scale that is not 16-byte aligned (CUDA 13.0,
+# H200)
+READ = REACH
 # An overflow saturates, and is this many times the amax that the scale was computed from. Smaller jumps are
 # normal: in a quiet run, too, amaxes exceed their history, those of gradients by two to three times, in some
 # tensor every few dozen steps.

@@ -65,7 +65,6 @@ class Slots:
     keys: tuple[SlotKey, ...] = ()
     inputs: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
-    inference: bool = False
 
 
 def slots(joint: Joint) -> int:
@@ -90,7 +89,7 @@ def slots(joint: Joint) -> int:
     names = tuple(node.name for node in inputs.nodes)
     joint.added += names
     keys = tuple(_slot(operand) for operand in inputs.rows)
-    joint.results.put(Slots(keys, names, _groups(joint, inputs), joint.inference))
+    joint.results.put(Slots(keys, names, _groups(joint, inputs)))
     return len(keys)
 
 
@@ -164,30 +163,33 @@ class _Stored:
 
     def own(self, operand: Operand) -> tuple[Node, Node]:
         """(scale, inverse) of an operand that shares neither with another one."""
-        row, (current, inverse) = self.inputs.rows[operand], self.written.scales[whole(operand)]
-        amax, how = self.written.amaxes[operand], (operand.format.max, operand.scaling.margin)
+        current, inverse = self.written.scales[whole(operand)]
         emit = self.emitter(operand, current)
         if operand in self.written.groups:
             agreed, number = self.agreed(operand)
-            scale = emit(slot_ops.agreed_scale, agreed, amax, number, self.written.groups[operand], *how)
+            amax, group = self.written.amaxes[operand], self.written.groups[operand]
+            how = operand.format.max, operand.scaling.margin
+            scale = emit(slot_ops.agreed_scale, agreed, amax, number, group, *how)
             emit.anchor = inverse
             return scale, emit(ops.inverse, scale)
-        scale = emit(slot_ops.delayed_scale, self.scales, amax, row, *how)
+        scale = self.stored(emit, operand)
         if operand.offs is not None or operand.matrix.stack > 1:
             # Inductor's kernels read it, and expect an input of the backward at a multiple of 16 bytes. The
             # first of the stored scales is at one, a view of another is not: the backward takes it from them
             emit.meta["recompute"] = compat.inductor.MUST_RECOMPUTE
         emit.anchor = inverse
-        return scale, emit(slot_ops.delayed_inverse, self.scales, scale, row)
+        return scale, emit(slot_ops.delayed_inverse, self.scales, scale, self.inputs.rows[operand])
+
+    def stored(self, emit: Emitter, operand: Operand) -> Node:
+        """The stored scale of an operand."""
+        amax, row = self.written.amaxes[operand], self.inputs.rows[operand]
+        how = operand.format.max, operand.scaling.margin
+        return emit(slot_ops.delayed_scale, self.scales, amax, row, *how)
 
     def shared(self, operands: list[Operand]) -> tuple[Node, Node]:
         """The one scale of several operands, that of the largest of them."""
-        scales = []
-        for operand in operands:
-            amax, row = self.written.amaxes[operand], self.inputs.rows[operand]
-            emit = self.emitter(operand, amax.next)
-            how = operand.format.max, operand.scaling.margin
-            scales.append(emit(slot_ops.delayed_scale, self.scales, amax, row, *how))
+        amaxes = self.written.amaxes
+        scales = [self.stored(self.emitter(operand, amaxes[operand].next), operand) for operand in operands]
         current, inverse = self.written.scales[whole(operands[0])]
         emit = self.emitter(operands[0], current)
         scale = emit(merged.least, scales)

@@ -6,7 +6,6 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,6 @@ from ...errors import ExportError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|config\.json")
-
-
-def check_installed() -> None:
-    """ImportError if safetensors is missing."""
-    if find_spec("safetensors") is None:
-        fix = "pip install safetensors"
-        text = f"fp8compile.export needs safetensors, which is not installed: {fix}"
-        raise ImportError(text, name="safetensors")
 
 
 def check_directory(directory: Path, overwrite: bool) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ...errors import ExportError, at_most
+from ...errors import ExportError, at_most, need
 from ...frontend.inputs import plain
 from ...logs import get_logger
 from ...runtime.named_weights import unwrapped
@@ -81,7 +81,7 @@ def export(
     exported, or for the directory or format; ImportError without safetensors; TypeError for no module."""
     model = unwrapped(model)
     path = Path(directory)
-    checkpoint_files.check_installed()
+    need("safetensors", "fp8compile.export")
     checkpoint_files.check_directory(path, overwrite)
     _check_whole(model)
     chosen = choose(model)

@@ -20,12 +20,12 @@ class LoadedWeights(Feature):
 
     def describe(self, job: Job) -> Inputs:
         """ShardingError where `fully_shard` has made shards of weights that were held in FP8."""
+        now = [(module, name, module._parameters.get(name)) for module, name in all_held()]
+        lost = [one for one in now if not isinstance(one[2], FrozenWeight)]
         given = {id(x) for x in job.given}
-        sharded = {id(x): pair for pair in compat.fsdp.sharded_pairs() for x in pair}
-        for module, name in all_held():
-            parameter = module._parameters.get(name)
-            pair = sharded.get(id(parameter), ())
-            if isinstance(parameter, FrozenWeight) or given.isdisjoint(map(id, pair)):
+        sharded = {id(x): pair for pair in compat.fsdp.sharded_pairs() for x in pair} if lost else {}
+        for module, name, parameter in lost:
+            if given.isdisjoint(map(id, sharded.get(id(parameter), ()))):
                 continue
             what = f"{type(module).__name__}.{name} was held in FP8, and fully_shard has made shards of it"
             fix = "ignored_params=fp8compile.fp8_parameters(model) leaves it whole on each rank"

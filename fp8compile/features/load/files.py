@@ -8,13 +8,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ...errors import LoadError, one_line
+from ...errors import LoadError, need, one_line
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -30,9 +29,7 @@ class Entry:
 
 def entries(path: str | os.PathLike[str]) -> dict[str, Entry]:
     """The tensors of a checkpoint by name, in the order of its files: of a directory, or of one file."""
-    if find_spec("safetensors") is None:
-        text = "fp8compile.load_fp8 needs safetensors, which is not installed: pip install safetensors"
-        raise ImportError(text, name="safetensors")
+    need("safetensors", "fp8compile.load_fp8")
     found: dict[str, Entry] = {}
     files, index = _files(Path(path))
     for file in files:

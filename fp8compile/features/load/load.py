@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,14 +56,21 @@ class Loaded:
         return f"{self.directory}: {held}; {self.others} other tensors"
 
 
+class _Scales(NamedTuple):
+    """The scales of a weight in float32, their dtype in the file, and how many rows and columns share one."""
+
+    inverse: Tensor
+    stored: torch.dtype
+    block: int
+
+
 @dataclass
 class _Plan:
     """What is to be done, after all checks. By name: places in modules, entries, scales of weights in FP8."""
 
     places: dict[str, list[Place]]
     entries: dict[str, Entry]
-    scales: dict[str, Tensor] = field(default_factory=dict)
-    blocks: dict[str, int] = field(default_factory=dict)
+    scales: dict[str, _Scales] = field(default_factory=dict)
 
 
 def load_fp8(
@@ -86,7 +93,7 @@ def load_fp8(
     model = unwrapped(model)
     plan = _planned(model, path)
     _read(plan, torch.device(device or "cpu"))
-    layers = {name.removesuffix(".weight"): _words(block) for name, block in plan.blocks.items()}
+    layers = {name.removesuffix(".weight"): _words(x.block) for name, x in plan.scales.items()}
     size = sum(_at(plan.places[name][0]).nbytes for name in plan.scales)
     unread = tuple(name for name in plan.entries if name.rpartition(".")[2] in UNREAD)
     others = len(plan.entries) - 2 * len(plan.scales) - len(unread)
@@ -126,8 +133,7 @@ def _planned(model: nn.Module, path: str | os.PathLike[str]) -> _Plan:
     wanted = {scale: plan.entries[scale] for scale in used}
     values = dict(tensors(wanted))
     for name, scale in scale_of.items():
-        own = plan.entries[scale]
-        plan.scales[name], plan.blocks[name] = _scale(name, plan.entries[name], own, values[scale])
+        plan.scales[name] = _scales(name, plan.entries[name], plan.entries[scale], values[scale])
     return plan
 
 
@@ -175,7 +181,7 @@ def _check_place(name: str, entry: Entry, places: Mapping[str, list[Place]]) -> 
             what = f"{entry.file}: {name} is in FP8, and in the model that of a {type(module).__name__}"
             raise LoadError(f"{what}: only weights of Linears can be held")
         if not tensor.is_floating_point():
-            raise LoadError(f"{name} is {tensor.dtype} in the model: it has to be of floats")
+            raise LoadError(f"{entry.file}: {name} is {tensor.dtype} in the model: it has to be of floats")
 
 
 def _check_missing(model: nn.Module, path: Any, plan: _Plan) -> None:
@@ -190,8 +196,8 @@ def _check_missing(model: nn.Module, path: Any, plan: _Plan) -> None:
         raise LoadError(f"{what}: build the model with such buffers on a device")
 
 
-def _scale(name: str, entry: Entry, own: Entry, scale: Tensor) -> tuple[Tensor, int]:
-    """The scales in float32, marked by their dtype in the file; and how many rows and columns share one."""
+def _scales(name: str, entry: Entry, own: Entry, scale: Tensor) -> _Scales:
+    """What is read of the `scale` of a weight. `own`: its entry."""
     if own.dtype not in STORED:
         raise LoadError(f"{own.file}: the scale of {name} is {own.dtype}; {', '.join(STORED)} can be read")
     blocks = tuple(-(-size // BLOCK) for size in entry.shape)
@@ -206,7 +212,7 @@ def _scale(name: str, entry: Entry, own: Entry, scale: Tensor) -> tuple[Tensor, 
     wide = scale.to(torch.float32)
     if not bool((wide.isfinite() & (wide > 0)).all()):
         raise LoadError(f"{own.file}: a scale of {name} is not above zero, or not finite")
-    return (wide if block else wide.reshape(1)), block
+    return _Scales(wide if block else wide.reshape(1), STORED[own.dtype], block)
 
 
 # -- changes --
@@ -220,9 +226,8 @@ def _read(plan: _Plan, device: torch.device) -> None:
         was = _at(places[0])
         where = device if was.is_meta else was.device
         if name in plan.scales:
-            inverse = plan.scales[name].to(where)
-            stored = STORED[plan.entries[_scale_of(name, plan.entries)].dtype]
-            made = FrozenWeight(tensor.to(where), inverse, was.dtype, plan.blocks[name], stored=stored)
+            inverse, stored, block = plan.scales[name]
+            made = FrozenWeight(tensor.to(where), inverse.to(where), was.dtype, block, stored=stored)
             for module, last in places:
                 hold(module, last, made)
         elif was.is_meta or isinstance(was, FrozenWeight):
