@@ -74,7 +74,7 @@ def matmuls(size: str) -> Iterator[tuple[str, str, tuple[int, int, int]]]:
 
 
 def row(
-    timer: calibrate.Timer, device: torch.device, known: Device | None, sizes: tuple[int, int, int]
+    timer: calibrate.Timer | Clock, device: torch.device, known: Device | None, sizes: tuple[int, int, int]
 ) -> dict[str, Any]:
     """Microseconds of one matmul, measured and by the model; None where the device refuses."""
     found: dict[str, Any] = {}
@@ -100,9 +100,9 @@ def measure(
     order = list(matmuls(size))
     random.Random(seed).shuffle(order)
     known = catalog.of(device) if cuda else None
-    timer: calibrate.Timer = (
-        calibrate.Timer(device, known.l2 if known is not None else None) if cuda else Clock()
-    )
+    timer: calibrate.Timer | Clock = Clock()
+    if cuda:
+        timer = calibrate.Timer(device, known.l2 if known is not None else None)
     found: dict[str, Any] = {
         "device": machine.describe_device(device.type),
         "versions": machine.versions(),

@@ -92,6 +92,9 @@ LLAMA_TINY = LlamaShape(layers=2, width=128, heads=2, kv_heads=1, hidden=256, vo
 class Rotary(nn.Module):
     """Rotary position embedding of [B, H, T, D] queries and keys. Angles are float32, whatever x is."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, length: int, head_dim: int, theta: float):
         super().__init__()
         self.length, self.head_dim, self.theta = length, head_dim, theta

@@ -94,7 +94,7 @@ def store(result: Mapping[str, Any], path: Path) -> None:
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """All results in files and folders, oldest first. ValueError, which names a file that is no result."""
-    found = []
+    found: list[dict[str, Any]] = []
     for path in paths:
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
             try:

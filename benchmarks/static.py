@@ -128,7 +128,8 @@ def estimate(static: Static, arm: arms.Arm) -> dict[str, Any]:
     if arm.mode:
         raise ValueError(f"no estimate: {arm.mode} needs the device")
     if static.extrapolate:
-        made = extrapolated(*(compile_point(static.point(n), arm) for n in (1, 2)), static.layers)
+        one, two = (compile_point(static.point(n), arm) for n in (1, 2))
+        made = extrapolated(one, two, static.layers)
         return {"figures": made, "note": f"{static.layers} layers, carried on from 1 and 2"}
     point = static.point(static.layers)
     return {"figures": compile_point(point, arm), "note": point.note}

@@ -98,7 +98,9 @@ def ran(folder: Path) -> Ran:
             continue
         device, torch = record["device"], record["versions"]
         known = next((each for each in catalog.shipped().values() if each.matches(device["name"])), None)
-        for row in record["rows"] if known is not None else ():
+        if known is None:
+            continue
+        for row in record["rows"]:
             how = ARMS[row["arm"]].how if row["arm"] in ARMS else None
             recipe = ((how or {}).get("options") or {}).get("recipe")
             if recipe is None or row.get("error") or not (row.get("fp8") or {}).get("gemm_kernels"):

@@ -376,7 +376,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     scratch = args.keep or Path(tempfile.mkdtemp(prefix="benchmarks-"))
-    worked, workers = False, {}
+    worked, workers = False, dict[str, Any]()
     sampler = Sampler() if args.device == "cuda" and not args.static else None
     try:
         try:

@@ -26,7 +26,7 @@ BATCH = 64
 @functools.cache
 def example():
     """The module examples/train_gpt.py. Imported late: other cases need not have its packages."""
-    import train_gpt
+    import train_gpt  # type: ignore[import-not-found]
 
     return train_gpt
 

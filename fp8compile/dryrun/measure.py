@@ -108,10 +108,14 @@ class Runner:
             "validation": None,
         }
         self.losses.clear()
-        if self.cuda:  # what this arm does not hold is for the others
-            torch.cuda.empty_cache()
-            result["idle"] = torch.cuda.memory_reserved()
-        return result
+        return result | self.idle()
+
+    def idle(self) -> dict[str, int]:
+        """Release the memory that this arm does not hold, for the others; how much it holds. {} on a CPU."""
+        if not self.cuda:
+            return {}
+        torch.cuda.empty_cache()
+        return {"idle": torch.cuda.memory_reserved()}
 
     def split(self, marks: Sequence[Mark]) -> dict[str, float]:
         found: dict[str, float] = {}
