@@ -235,7 +235,12 @@ class Bench:
         rows, columns = map(int, shape.split("x"))
         found = []
         for plan in PLANS:
-            row: dict[str, Any] = {"arm": plan, "kind": "kernels", "point": f"{family.name} {shape}", "error": None}
+            row: dict[str, Any] = {
+                "arm": plan,
+                "kind": "kernels",
+                "point": f"{family.name} {shape}",
+                "error": None,
+            }
             row |= {"family": family.name, "shape": [rows, columns]}
             try:
                 row |= (self.estimated if self.args.static else self.measured)(family, plan, rows, columns)
