@@ -3,7 +3,8 @@ Its dtype seems unchanged.
 
     w.dtype is bfloat16; w.shape is (N, K)
     w.data_ [N, K] FP8, w.inv_ [1] float32                       one scale for the weight; or
-    w.data_ [N, K] FP8, w.inv_ [N / 128, K / 128] float32        one for each square block, rounded up
+    w.data_ [N, K] FP8, w.inv_ [N / 128, K / 128] float32        one for each square block, rounded up; or
+    w.data_ [N, K] FP8, w.inv_ [N, 1] float32                    one for each row
 
 Compiled FP8 matmuls read `data_` and `inv_` themselves, as they read a weight that FSDP2 has gathered in FP8.
 All other readers get plain tensors with the values that FP8 has left. `copy_` (what `load_state_dict` does)
@@ -18,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from ..config.recipe import WHOLE, Block
 from ..errors import Fp8CompileError
 from . import ops
 from .gathered_weight import GatheredWeight
@@ -41,7 +43,7 @@ class FrozenWeight(GatheredWeight):
         data: Tensor,
         inv: Tensor,
         dtype: torch.dtype,
-        block: int = 0,
+        block: Block = WHOLE,
         margin: int = 0,
         power_of_2: bool = False,
         stored: torch.dtype | None = None,
@@ -50,7 +52,7 @@ class FrozenWeight(GatheredWeight):
         self.margin, self.power_of_2, self.stored = margin, power_of_2, stored
 
     @property
-    def how(self) -> tuple[int, int, bool]:
+    def how(self) -> tuple[Block, int, bool]:
         return self.block, self.margin, self.power_of_2
 
     @property
@@ -60,7 +62,7 @@ class FrozenWeight(GatheredWeight):
 
     def dequantized(self) -> Tensor:
         """The values that FP8 has left: a plain tensor of the weight's own dtype and shape."""
-        return ops.values(self.data_, self.inv_, self.dtype, (self.block, self.block))
+        return ops.values(self.data_, self.inv_, self.dtype, self.block)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         return ["data_", "inv_"], {"dtype": self.dtype, "how": (*self.how, self.stored)}
@@ -153,11 +155,10 @@ for _name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double"):
 
 
 def cast(
-    weight: Tensor, dtype: torch.dtype, block: int, margin: int, power_of_2: bool
+    weight: Tensor, dtype: torch.dtype, block: Block, margin: int, power_of_2: bool
 ) -> tuple[Tensor, Tensor]:
     """A plain weight [R, C] in FP8, and the inverse of its scales: bitwise what a graph makes of it."""
-    blocks = [block, block]
-    largest = torch.finfo(dtype).max
-    amax = ops.amax_blocks(weight, False, blocks) if block else ops.amax(weight)
+    largest, whole = torch.finfo(dtype).max, block == WHOLE
+    amax = ops.amax(weight) if whole else ops.amax_blocks(weight, False, block)
     scale = ops.current_scale(amax, largest, margin, power_of_2)
-    return ops.quantize(weight, scale, dtype, largest, False, blocks), ops.inverse(scale)
+    return ops.quantize(weight, scale, dtype, largest, False, block), ops.inverse(scale)

@@ -138,6 +138,20 @@ class Emitter:
         return node
 
 
+def as_matrix(emit: Emitter, base: Node, shape: tuple) -> Node:
+    """A tensor in 2-D: a view, or if strides allow none, a copy, which Inductor fuses into the casts."""
+    if value(base).dim() == 2 and same_shape(value(base).shape, shape):
+        return base
+    sizes = view_sizes(*shape)
+    # Inductor's patterns of attention end in a view of a bmm, and take its sizes for the heads'
+    of_bmm = call_function(base, (aten.bmm.default,))
+    try:
+        return emit(aten._unsafe_view.default if of_bmm else aten.view.default, base, sizes)
+    except (RuntimeError, ValueError):
+        dense = emit(aten.clone.default, base, memory_format=torch.contiguous_format)
+        return emit(aten.view.default, dense, sizes)
+
+
 def fake_mode_of(values: Any) -> contextlib.AbstractContextManager:
     """The fake mode of the first fake tensor in a nest of values; a null context if there is none."""
     if isinstance(values, compat.FakeTensor):

@@ -3,7 +3,7 @@
     w = GatheredWeight(data [N, K] FP8, inv [1] float32, torch.bfloat16)
     w.dtype is bfloat16; linear(x, w) computes with dequantize(data, inv, bfloat16)
 
-With `block`, inv is [N / block, K / block], rounded up: one for each square block.
+With a `block`, inv is [N / rows, K / columns], rounded up: one for each block.
 
 Under torch.compile, `data` and `inv` are two inputs of the graph. There, `dequantize` is a node that our
 passes know: an FP8 matmul reads `data` itself. All other readers get the values that FP8 has left.
@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from .. import compat
+from ..config.recipe import WHOLE, Block
 from . import ops
 
 aten = torch.ops.aten
@@ -26,12 +27,12 @@ aten = torch.ops.aten
 
 class GatheredWeight(Tensor):
     """`read`, if any, is called with the name of each operator that reads the values outside of compiled
-    graphs. `block`: the rows, and the columns, that share a scale; 0 stands for all of them."""
+    graphs. `block`: the rows and columns that share a scale; 0 stands for all of them."""
 
     data_: Tensor
     inv_: Tensor
     read: Callable[[str], None] | None
-    block: int
+    block: Block
 
     @staticmethod
     def __new__(cls, data: Tensor, inv: Tensor, dtype: torch.dtype, *_: Any, **__: Any) -> Any:
@@ -45,7 +46,7 @@ class GatheredWeight(Tensor):
         inv: Tensor,
         dtype: torch.dtype,
         read: Callable[[str], None] | None = None,
-        block: int = 0,
+        block: Block = WHOLE,
     ):
         self.data_, self.inv_, self.read, self.block = data, inv, read, block
 
@@ -77,7 +78,8 @@ class GatheredWeight(Tensor):
         def values(x: GatheredWeight) -> Tensor:
             if x.read is not None:
                 x.read(str(func).removesuffix(".default"))
-            return ops.dequantize(x.data_, x.inv_, x.dtype, *([[x.block, x.block]] if x.block else []))
+            blocks = [[*x.block]] if x.block != WHOLE else []
+            return ops.dequantize(x.data_, x.inv_, x.dtype, *blocks)
 
         args, kwargs = pytree.tree_map_only(GatheredWeight, values, (args, kwargs))
         return func(*args, **kwargs)

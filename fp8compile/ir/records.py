@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
+from ..config.recipe import WHOLE, Block
+
 T = TypeVar("T")
 
 FP8: Literal["fp8"] = "fp8"
@@ -70,7 +72,7 @@ class MatmulRecord:
 @dataclass(frozen=True)
 class Gatherable:
     """What a training graph says of a weight: whether FSDP2 may gather it in FP8, as its matmuls cast it,
-    with one scale of its own amax, or one for each square block of `block` rows. `reason`: why not, "" if it
+    with a scale of its own amax, or one for each `block`, which is square. `reason`: why not, "" if it
     may. `shared`: it may not, since not only matmuls read it, but an FP8 matmul does."""
 
     reason: str = ""
@@ -78,7 +80,7 @@ class Gatherable:
     margin: int = 0
     power_of_2: bool = False
     fnuz: bool = False
-    block: int = 0  # 0: one scale for all
+    block: Block = WHOLE
 
 
 class TableRecord:

@@ -16,7 +16,7 @@ from ..ir.fx_utils import hint, value
 from ..ir.matmul import Matmul
 from . import legality
 from .classify import kinds
-from .gathered import block_held
+from .gathered import block_held, not_as_held
 from .joint import Joint
 from .resolve import Facts, resolve
 
@@ -73,7 +73,7 @@ def _facts(matmul: Matmul, inputs: Inputs, gpu: Gpu | None, evaluation: str | No
         gpu=gpu,
         roles=(a, b),
         weight=matmul.weight_operand,
-        objection=legality.objection(matmul),
+        objection=legality.objection(matmul) or not_as_held(matmul),
         misaligned=legality.misaligned(matmul),
         late=legality.late(matmul),
         off=off,

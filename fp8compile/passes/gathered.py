@@ -112,6 +112,14 @@ def block_held(base: Node | None) -> Block | None:
     return Block(*arg(base, 3)) if len(base.args) > 3 else WHOLE
 
 
+def not_as_held(matmul: Matmul) -> str | None:
+    """Why the bytes of a weight that arrives in FP8 cannot be multiplied: the matmul reads a part of it, or
+    what is computed from it."""
+    if matmul.parameter is None or arrived(matmul.weight) or not any(map(arrived, matmul.parameter.users)):
+        return None
+    return "a part of a weight that is held in FP8, or computed from one"
+
+
 def arrives(base: Node, scaling: Scaling) -> bool:
     """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
     return not scaling.delayed and scaling.block == block_held(base)
@@ -149,6 +157,6 @@ def _gatherable(weight: Node, parameter: Node, known: dict[Node, Matmul], fnuz: 
     for scaling in scalings:
         theirs = fnuz if scaling.encoding == "auto" else scaling.encoding == "fnuz"
         return Gatherable(
-            margin=scaling.margin, power_of_2=scaling.power_of_2, fnuz=theirs, block=scaling.block.rows
+            margin=scaling.margin, power_of_2=scaling.power_of_2, fnuz=theirs, block=scaling.block
         )
     return None

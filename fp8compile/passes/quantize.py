@@ -24,13 +24,12 @@ The backward needs the scales of the forward unchanged, so scales are tagged MUS
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph, Node
 
 from .. import compat
 from ..config.recipe import ROW_OF_GROUP, WHOLE
 from ..ir import ops
-from ..ir.fx_utils import Emitter, Matrix, aten, call_function, same_shape, value, view_sizes
+from ..ir.fx_utils import Emitter, Matrix, as_matrix, aten, value
 from ..ir.matmul import GEMMS, Matmul
 from ..ir.metadata import OPERAND, PRODUCT, RESULT
 from .expert_rows import Groups, block_of
@@ -172,19 +171,8 @@ class Quantizer:
         base = self.replaced.get(matrix.base, matrix.base)
         rows, columns = matrix.shape
         key = (base, f"{rows} {columns}")
-        if value(base).dim() == 2 and same_shape(value(base).shape, matrix.shape):
-            return base
         if key not in self.matrices:
-            emit = self.after(base, operand)
-            shape = view_sizes(rows, columns)
-            # Inductor's patterns of attention end in a view of a bmm, and take its sizes for the heads'
-            of_bmm = call_function(base, (aten.bmm.default,))
-            view = aten._unsafe_view.default if of_bmm else aten.view.default
-            try:
-                self.matrices[key] = emit(view, base, shape)
-            except (RuntimeError, ValueError):
-                dense = emit(aten.clone.default, base, memory_format=torch.contiguous_format)
-                self.matrices[key] = emit(aten.view.default, dense, shape)
+            self.matrices[key] = as_matrix(self.after(base, operand), base, matrix.shape)
         return self.matrices[key]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from .. import compat
 from ..codegen.scaled_mm_kind import EMULATED, how_grouped
 from ..config.policy import Choice, Policy, Rule, Site
-from ..config.recipe import BUILT_IN, SETTINGS, WHOLE, Block, Recipe, recipe_of
+from ..config.recipe import BUILT_IN, ROW, SETTINGS, WHOLE, Block, Recipe, recipe_of
 from ..devices import support
 from ..devices.gpu import Gpu
 from ..ir.fx_utils import Matrix
@@ -59,11 +59,20 @@ def _weights_current(facts: Facts, recipe: Recipe) -> dict[str, Any]:
     return {"current_scaling": (inputs, True, gradients)}
 
 
+def _casts_otherwise(facts: Facts, recipe: Recipe) -> bool:
+    """Is the weight held in FP8, with other scales than this recipe gives it? A copy with scales of rows
+    serves dgrad, too, as one without scales."""
+    block = facts.arrived
+    made = [recipe.scaling("weight", gemm).block for gemm in ("fprop", "dgrad")]
+    return block is not None and made != [block, WHOLE if block == ROW else block]
+
+
 def _as_held(facts: Facts, recipe: Recipe) -> dict[str, Any]:
     """The recipe that has the blocks of the weight: this one, if it can have them."""
     block = facts.arrived
     assert block is not None
     name = recipe.name if recipe.built_in.tile == block else recipe_of(False, block)
+    name = "rowwise_with_gw_hp" if block == ROW else name
     made = BUILT_IN[name]
     return {
         "name": name,
@@ -97,7 +106,7 @@ OVERRIDES = (
         ),
     ),
     Override(
-        lambda facts, recipe: facts.arrived is not None and recipe.weight_block != facts.arrived,
+        _casts_otherwise,
         _as_held,
         "the weight is held in FP8, and its bytes are multiplied as they are",
     ),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fp8compile
+from fp8compile.config.recipe import Block
 from fp8compile.ir import ops
 from fp8compile.ir.gathered_weight import GatheredWeight
 from fp8compile.ir.scale import inverse_of, scale_of
@@ -47,7 +48,7 @@ def of_blocks(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Ga
     blocks = [128, 128]
     scale = scale_of(ops.amax_blocks(weight, False, blocks) * 2.5, MAX, 0, True)
     return GatheredWeight(
-        ops.quantize(weight, scale, E4M3, MAX, False, blocks), inverse_of(scale), dtype, block=128
+        ops.quantize(weight, scale, E4M3, MAX, False, blocks), inverse_of(scale), dtype, block=Block(*blocks)
     )
 
 

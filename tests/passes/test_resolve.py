@@ -12,7 +12,7 @@ import torch
 
 import fp8compile
 from fp8compile import Recipe
-from fp8compile.config.recipe import WHOLE, Block
+from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.passes.resolve import OVERRIDES, Facts, settle
 from tests.support import hooks
 from tests.support.models import SwiGlu, make
@@ -51,7 +51,8 @@ def test_a_weight_that_is_held_decides_its_blocks(name: str, block: Block) -> No
     recipe = Recipe(name, amax_group="tp") if Recipe(name).built_in.block == WHOLE else Recipe(name, margin=1)
     found, lines = settle(recipe, replace(PLAIN, arrived=block))
     assert found.weight_block == block and found.margin == recipe.margin
-    assert bool(lines) is (recipe.weight_block != block)
+    assert found.scaling("weight", "dgrad").block == (WHOLE if block == ROW else block)
+    assert bool(lines) is (found != recipe)
     assert found.name == name or recipe.built_in.tile != block
 
 

@@ -120,7 +120,7 @@ def obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...],
 
 def _held(weight: Tensor, block: Block) -> TypeGuard[FrozenWeight]:
     """Is this weight kept in FP8 with such blocks? Then it is written as it is."""
-    return isinstance(weight, FrozenWeight) and Block(weight.block, weight.block) == block
+    return isinstance(weight, FrozenWeight) and weight.block == block
 
 
 def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> ExportedLayer:
@@ -136,7 +136,8 @@ def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> Export
             "once, and export that"
         )
     partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
-    scale_inv = _input_scale_inv(known)
+    came = isinstance(weight, FrozenWeight) and weight.stored is not None  # and goes out as it came
+    scale_inv = None if came else _input_scale_inv(known)
     return ExportedLayer(name, weight, first.recipe, first.weight, first.data.block, partners, scale_inv)
 
 

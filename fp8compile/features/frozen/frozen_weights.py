@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import compat, process
+from ...config.recipe import WHOLE, Block
 from ...devices.formats import pick
 from ...errors import Retrace
 from ...extension import GraphFeature
@@ -135,7 +136,7 @@ class FrozenMatrix(NamedTuple):
 
     before: int
     bytes: int
-    block: int | None
+    block: Block | None
     rounded: bool = False
 
 
@@ -345,8 +346,9 @@ def _unwritten(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return known[:size].view(dtype).view(parameter.shape).detach()
 
 
-def _ones(parameter: Tensor, block: int) -> Tensor:
-    shape = [-(-size // block) for size in parameter.shape] if block else [1]
+def _ones(parameter: Tensor, block: Block) -> Tensor:
+    sizes = zip(parameter.shape, block, strict=True)
+    shape = [1] if block == WHOLE else [-(-size // side) for size, side in sizes]
     return torch.ones(shape, dtype=torch.float32, device=parameter.device)
 
 

@@ -41,6 +41,7 @@ from torch import nn
 from ... import compat, process
 from ...codegen.text import dtype_name
 from ...config.policy import Schedule
+from ...config.recipe import WHOLE
 from ...errors import ShardingError, StrictError
 from ...extension import GraphFeature, in_fp8
 from ...frontend.inputs import plain
@@ -134,7 +135,7 @@ class Gathered:
         """amax, scale and its inverse of the last forward, by the names of statistics. Waits for the device.
         Empty where it has several scales, or none yet."""
         scales, i = self.scales, self.position
-        if scales is None or not self.code or form_of(self.code).block:
+        if scales is None or not self.code or form_of(self.code).block != WHOLE:
             return {}
         if scales.scale is None or scales.inverse is None:
             return {}

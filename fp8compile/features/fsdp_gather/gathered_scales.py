@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import compat
-from ...config.recipe import Block, recipe_of
+from ...config.recipe import WHOLE, Block, recipe_of
 from ...devices.formats import Format, pick
 from ...ir import ops
 from ...ir.gathered_weight import GatheredWeight
@@ -39,13 +39,14 @@ HIGH_PRECISION = 0  # the code of a weight that is gathered in its own dtype
 
 def code_of(form: Gatherable) -> int:
     """One number for how a weight is cast, which travels with the amaxes."""
-    return 1 + form.fnuz + 2 * form.power_of_2 + 4 * (form.margin + MARGINS * form.block)
+    return 1 + form.fnuz + 2 * form.power_of_2 + 4 * (form.margin + MARGINS * form.block.rows)
 
 
 def form_of(code: int) -> Gatherable:
     """How a weight is cast, of a code that is not HIGH_PRECISION."""
     rest, bits = divmod(code - 1, 4)
-    block, margin = divmod(rest, MARGINS)
+    side, margin = divmod(rest, MARGINS)
+    block = Block(side, side)
     return Gatherable(fnuz=bool(bits & 1), power_of_2=bool(bits & 2), margin=margin, block=block)
 
 
@@ -55,18 +56,18 @@ def format_of(form: Gatherable) -> Format:
 
 def cast_of(form: Gatherable) -> probe.CastKind:
     """The cast, as statistics show it."""
-    return probe.CastKind.of(recipe_of(False, Block(form.block, form.block)), format_of(form).dtype)
+    return probe.CastKind.of(recipe_of(False, form.block), format_of(form).dtype)
 
 
 def misfit(entry: Gathered, form: Gatherable) -> str:
     """Why a weight cannot be gathered so, the same on all ranks; "" if it can."""
-    parameter, block = entry.parameter, form.block
-    if not block or parameter.process_group.size() == 1:
+    parameter, side = entry.parameter, form.block.rows
+    if not side or parameter.process_group.size() == 1:
         return ""
-    recipe, rows = recipe_of(False, Block(block, block)), parameter.shard.shape[0]
+    recipe, rows = recipe_of(False, form.block), parameter.shard.shape[0]
     if not parameter.by_rows:
         return f"{recipe}: shards are of different sizes, or by columns"
-    return f"{recipe}: shards of {rows} rows are no multiple of {block}" if rows % block else ""
+    return f"{recipe}: shards of {rows} rows are no multiple of {side}" if rows % side else ""
 
 
 class Scales:
@@ -96,7 +97,7 @@ class Scales:
         self.settle(free)
         codes = tuple(entry.own_code for entry in self.entries)
         both = [(entry.code, own) for entry, own in zip(self.entries, codes, strict=True)]
-        wanted = [i for i, pair in enumerate(both) if any(c and not form_of(c).block for c in pair)]
+        wanted = [i for i, pair in enumerate(both) if any(c and form_of(c).block == WHOLE for c in pair)]
         vector = torch.cat((self.amaxes(wanted).abs().view(torch.int32).unsqueeze(0), self.signed(codes)))
         dist.all_reduce(vector, dist.ReduceOp.MAX, self.entries[0].parameter.process_group)
         on_gpu = self.device.type == "cuda"
@@ -188,13 +189,13 @@ class Scales:
 
     def cast(self, i: int, value: Tensor, form: Gatherable) -> tuple[Tensor, Tensor]:
         """(FP8 values, scale) of this rank's part of weight i, or of some of its rows."""
-        fp8, blocks = format_of(form), [form.block, form.block]
-        if form.block:
-            scale = scale_of(ops.amax_blocks(value, False, blocks), fp8.max, form.margin, form.power_of_2)
+        fp8 = format_of(form)
+        if form.block != WHOLE:
+            scale = scale_of(ops.amax_blocks(value, False, form.block), fp8.max, form.margin, form.power_of_2)
         else:
             assert self.scale is not None
             scale = self.scale[i : i + 1]
-        return ops.quantize(value, scale, fp8.dtype, fp8.max, False, blocks), scale
+        return ops.quantize(value, scale, fp8.dtype, fp8.max, False, form.block), scale
 
     def finish(self, i: int, gathered: Tensor, inverse: Tensor | None = None) -> Tensor:
         """The weight of what arrives, which is all in memory that FSDP2 frees and fills again."""
@@ -203,7 +204,7 @@ class Scales:
             return gathered
         form = form_of(int(parameter.kind))
         data = gathered.view(format_of(form).dtype)
-        if form.block:
+        if form.block != WHOLE:
             inverse = self.blocks[i] if inverse is None else inverse
         else:
             assert self.inverse is not None
@@ -218,7 +219,7 @@ class Scales:
         form = form_of(entry.code)
         value = parameter.shard.detach()[: parameter.own_rows].to(parameter.dtype)
         data, scale = self.cast(i, value, form)
-        found = probe.measured(value, scale, data, format_of(form).max, False, [form.block, form.block])
-        if not form.block and self.amax is not None:
+        found = probe.measured(value, scale, data, format_of(form).max, False, form.block)
+        if form.block == WHOLE and self.amax is not None:
             found[probe.COLUMNS.index("amax")] = self.amax[i]
         return found

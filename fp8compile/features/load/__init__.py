@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from ... import compat
 from ...errors import ShardingError
-from ...extension import Feature
+from ...extension import Feature, Pass
 from ...frontend.inputs import Inputs
 from ...ir.frozen import FrozenWeight
 from ...runtime.held import all_held
+from .fold import fold
 
 if TYPE_CHECKING:
     from ...compilation import Job
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 class LoadedWeights(Feature):
     name = "load"
+    passes = {"gather": (Pass("fold", fold),)}  # all decisions are made, and nothing is planned
 
     def describe(self, job: Job) -> Inputs:
         """ShardingError where `fully_shard` has made shards of weights that were held in FP8."""

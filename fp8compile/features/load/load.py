@@ -1,7 +1,7 @@
 """`fp8compile.load_fp8(model, "dir")`: a released FP8 checkpoint into a vanilla model, its bytes as they are.
 
     up.weight            float8_e4m3fn [out, in]  ->  `FrozenWeight`, which looks like a parameter
-    up.weight_scale_inv  [out / 128, in / 128], rounded up, or one number; also called weight_scale
+    up.weight_scale_inv  [out / 128, in / 128], rounded up, [out, 1] or one number; also called weight_scale
     everything else                               ->  parameters and buffers, as with load_state_dict
 
 A stored scale multiplies the FP8 values, whatever it is called. Graphs get it in float32; `export` writes it
@@ -20,8 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...codegen.scaled_mm_kind import SQUARE
+from ...config.recipe import ROW, WHOLE, Block
 from ...errors import LoadError, at_most
 from ...frontend.inputs import plain
+from ...ir import ops
 from ...ir.frozen import FrozenWeight
 from ...logs import get_logger
 from ...runtime.held import hold, release
@@ -34,7 +37,6 @@ FP8, WEIGHT = "F8_E4M3", "weight"
 SCALES = ("weight_scale_inv", "weight_scale")
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
 UNREAD = ("input_scale",)  # static scales of inputs: recipes scale inputs themselves
-BLOCK = 128
 Place = tuple[nn.Module, str]
 
 
@@ -57,11 +59,11 @@ class Loaded:
 
 
 class _Scales(NamedTuple):
-    """The scales of a weight in float32, their dtype in the file, and how many rows and columns share one."""
+    """The scales of a weight in float32, their dtype in the file, and the elements that share one."""
 
     inverse: Tensor
     stored: torch.dtype
-    block: int
+    block: Block
 
 
 @dataclass
@@ -77,9 +79,10 @@ def load_fp8(
     model: nn.Module, path: str | os.PathLike[str], device: torch.device | str | None = None
 ) -> Loaded:
     """Load a checkpoint with FP8 weights into a vanilla model, and hold these as they are: float8_e4m3fn
-    ``[out, in]`` of Linears, with one scale for a weight, or one for each 128 x 128 elements. They do not
-    train; adapters beside them do. A model that is compiled with `backend="fp8"` multiplies by these bytes,
-    whatever its recipe, and the report says so. All other readers get values of the parameter's own dtype.
+    ``[out, in]`` of Linears, with one scale for a weight, each of its rows, or each 128 x 128 elements. They
+    do not train; adapters beside them do. A model that is compiled with `backend="fp8"` multiplies by these
+    bytes, whatever its recipe, and the report says so. All other readers get values of the parameter's own
+    dtype.
 
     `path`: a directory with `model.safetensors`, or with several files and their index; or one file. Names
     are those of `model.state_dict()`. Tensors that are not FP8 are copied into their parameters and buffers,
@@ -93,7 +96,7 @@ def load_fp8(
     model = unwrapped(model)
     plan = _planned(model, path)
     _read(plan, torch.device(device or "cpu"))
-    layers = {name.removesuffix(".weight"): _words(x.block) for name, x in plan.scales.items()}
+    layers = {name.removesuffix(".weight"): KINDS[x.block] for name, x in plan.scales.items()}
     size = sum(_at(plan.places[name][0]).nbytes for name in plan.scales)
     unread = tuple(name for name in plan.entries if name.rpartition(".")[2] in UNREAD)
     others = len(plan.entries) - 2 * len(plan.scales) - len(unread)
@@ -108,8 +111,7 @@ def fp8_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {x for x in unwrapped(model).parameters() if isinstance(x, FrozenWeight)}
 
 
-def _words(block: int) -> str:
-    return f"{block} x {block}" if block else "a tensor"
+KINDS = {SQUARE: "128 x 128", ROW: "a row", WHOLE: "a tensor"}
 
 
 # -- checks: nothing is changed --
@@ -200,19 +202,21 @@ def _scales(name: str, entry: Entry, own: Entry, scale: Tensor) -> _Scales:
     """What is read of the `scale` of a weight. `own`: its entry."""
     if own.dtype not in STORED:
         raise LoadError(f"{own.file}: the scale of {name} is {own.dtype}; {', '.join(STORED)} can be read")
-    blocks = tuple(-(-size // BLOCK) for size in entry.shape)
-    if tuple(scale.shape) == blocks:
-        block = BLOCK
+    shape = tuple(scale.shape)
+    if shape == tuple(map(ops.blocks, entry.shape, SQUARE)):
+        block = SQUARE
     elif scale.numel() == 1:
-        block = 0
+        block = WHOLE
+    elif shape in ((entry.shape[0],), (entry.shape[0], 1)):
+        block = ROW
     else:
-        shape = f"{list(scale.shape)} for {list(entry.shape)}"
-        what = f"{own.file}: scales of {name} are {shape}"
-        raise LoadError(f"{what}; one scale, or one for each {BLOCK} x {BLOCK} elements, can be held")
+        what = f"{own.file}: scales of {name} are {list(shape)} for {list(entry.shape)}"
+        raise LoadError(f"{what}; one scale, one a row, or one for each 128 x 128 elements, can be held")
     wide = scale.to(torch.float32)
     if not bool((wide.isfinite() & (wide > 0)).all()):
         raise LoadError(f"{own.file}: a scale of {name} is not above zero, or not finite")
-    return _Scales(wide if block else wide.reshape(1), STORED[own.dtype], block)
+    wide = wide.reshape({WHOLE: (1,), ROW: (-1, 1)}.get(block, shape))
+    return _Scales(wide, STORED[own.dtype], block)
 
 
 # -- changes --

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import fp8compile
 from fp8compile import Fp8CompileError, LoadError
+from fp8compile.config.recipe import ROW, WHOLE, Block
 from tests.support import hooks
 from tests.support.harness import sqnr
 from tests.support.reference_casts import OCP, Quantized, quantize, scaled_mm
@@ -25,6 +26,8 @@ from tests.support.reference_settings import RECIPES
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
+SQUARE = Block(128, 128)
+KINDS = (SQUARE, ROW, WHOLE)
 BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
 POLICY = {"extends": "none", "rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}, {"fp8": "off"}]}
 
@@ -64,20 +67,22 @@ def batch(seed: int = 0, rows: int = 48) -> Tensor:
     return torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
-def in_fp8(weight: Tensor, block: int = 128, stored: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def in_fp8(weight: Tensor, block: Block = SQUARE, stored: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A weight and its scale by transformers, whose blocks have to fit: so padded, and cut again."""
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     rows, columns = weight.shape
-    size = (block, block) if block else (rows, columns)
+    size = (block[0] or rows, block[1] or columns)
     padded = functional.pad(weight, (0, -columns % size[1], 0, -rows % size[0]))
     settings = SimpleNamespace(weight_block_size=size, scale_fmt="ue8m0" if stored == E8M0 else "float")
     made = Fp8Quantize(SimpleNamespace(quantization_config=settings)).convert({"x.weight": padded})
     scale = made["x.weight_scale_inv"].to(stored)
-    return {"weight": made["x.weight"][:rows, :columns].contiguous(), "weight_scale_inv": scale}
+    last, scale = ("weight_scale_inv", scale) if block == SQUARE else ("weight_scale", scale)
+    scale = scale.reshape(1) if block == WHOLE else scale
+    return {"weight": made["x.weight"][:rows, :columns].contiguous(), last: scale}
 
 
-def released(path: Path, block: int = 128, stored: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def released(path: Path, block: Block = SQUARE, stored: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A checkpoint of the model, whose bases are in FP8; its tensors."""
     tensors = {name: x.clone() for name, x in model(1).state_dict().items()}
     for name in ("up.base", "down.base"):
@@ -87,12 +92,18 @@ def released(path: Path, block: int = 128, stored: torch.dtype = torch.float32) 
     return tensors
 
 
+def scale_of(tensors: dict[str, Tensor], name: str) -> Tensor:
+    return next(x for key, x in tensors.items() if key.startswith(f"{name}.weight_scale"))
+
+
 def values(tensors: dict[str, Tensor], name: str) -> Tensor:
     """What a weight in FP8 stands for, in bf16."""
-    data, scale = tensors[f"{name}.weight"].float(), tensors[f"{name}.weight_scale_inv"].float()
-    if scale.numel() > 1:
-        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: data.shape[0], : data.shape[1]]
-    return (data * scale).to(BF16)
+    data, scale = tensors[f"{name}.weight"].float(), scale_of(tensors, name).float()
+    scale = scale.reshape(-1, scale.shape[-1])
+    size = [-(-whole // count) for whole, count in zip(data.shape, scale.shape, strict=True)]
+    size = [128 if scale.shape[1] > 1 else each for each in size]
+    scale = scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
+    return (data * scale[: data.shape[0], : data.shape[1]]).to(BF16)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -107,20 +118,20 @@ def freeze(made: Mlp) -> Mlp:
     return made
 
 
-@pytest.mark.parametrize("block", [128, 0])
+@pytest.mark.parametrize("block", KINDS)
 @pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_bytes_are_held_as_they_are(where: str, block: int, tmp_path: Path) -> None:
+def test_bytes_are_held_as_they_are(where: str, block: Block, tmp_path: Path) -> None:
     tensors = released(tmp_path, block)
     with torch.device(where):
         made = Mlp()
     said = fp8compile.load_fp8(made, tmp_path)
-    form = "128 x 128" if block else "a tensor"
+    form, scales = {SQUARE: ("128 x 128", 12), ROW: ("a row", 576), WHOLE: ("a tensor", 2)}[block]
     assert said.layers == {"up.base": form, "down.base": form} and said.others == 7 and not said.unread
-    assert said.bytes == 2 * 256 * 320 + 4 * (2 * 6 if block else 2)
+    assert said.bytes == 2 * 256 * 320 + 4 * scales
     for name in said.layers:
         weight: Any = made.get_submodule(name).weight
         assert same(weight.data_, tensors[f"{name}.weight"]) and not weight.requires_grad
-        assert same(weight.inv_.flatten(), tensors[f"{name}.weight_scale_inv"].flatten())
+        assert same(weight.inv_.flatten(), scale_of(tensors, name).flatten())
     state = made.state_dict()
     assert {type(x) for x in state.values()} == {Tensor} and state.keys() == model().state_dict().keys()
     for name, tensor in state.items():
@@ -144,34 +155,99 @@ def test_several_files_and_a_second_load(tmp_path: Path) -> None:
         assert same(made.up.a.weight, tensors["up.a.weight"])
 
 
+@pytest.mark.parametrize("block", KINDS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_bytes_of_the_file_are_multiplied_under_every_recipe(recipe: str, tmp_path: Path) -> None:
-    """The operand of the product is the input itself, and the output is that of an independent matmul."""
-    made = in_fp8(model(1).up.base.weight.detach())
+def test_the_bytes_of_the_file_are_multiplied_under_every_recipe(
+    recipe: str, block: Block, tmp_path: Path
+) -> None:
+    """The operands of both products are the input itself, and the results those of independent matmuls."""
+    made = in_fp8(model(1).up.base.weight.detach(), block)
     save_file({f"0.{last}": x for last, x in made.items()}, tmp_path / "one.safetensors")
     layer = nn.Sequential(nn.Linear(256, 320, bias=False, dtype=BF16))
     fp8compile.load_fp8(layer, tmp_path / "one.safetensors")
-    x = batch().requires_grad_()
-    options = {"policy": POLICY, "recipe": recipe}
-    with hooks.joint_graphs(lambda graph: [str(x) for x in products(graph)]) as graphs:
+    x, dy = batch().requires_grad_(), batch(1)[:, :1] * batch(2).repeat(1, 2)[:, :320]
+    options = {"policy": POLICY, "recipe": recipe, "fp8_format": "e4m3", "current_scaling": (True,) * 3}
+    options = options if recipe == "delayed" else {"policy": POLICY, "recipe": recipe}
+    with hooks.joint_graphs(products) as graphs:
         y = torch.compile(layer, backend="fp8", options=options, fullgraph=True)(x)
-    y.sum().backward()
-    assert graphs[-1][0] == "placeholder" and len(graphs[-1]) == 2
-    a = quantize(x, OCP[0], (1, 128), rounded=True)
-    b = Quantized(made["weight"], made["weight_scale_inv"], (128, 128))
-    assert sqnr(y, scaled_mm(a, b, BF16)) > 50
-    assert {(m.recipe, m.decision) for m in fp8compile.report(layer).matmuls} == {("blockwise", "fp8")}
+    y.backward(dy)
+    assert graphs[-1] == ["placeholder", "placeholder"]
+    (how,) = {(m.recipe, m.decision) for m in fp8compile.report(layer).matmuls}
+    scales = [*made.values()][1].reshape(-1, 1 if block != SQUARE else 2)
+    if block == ROW:  # scales of the contracted dimension go into the gradient
+        dy, transposed = dy.float() * scales.t(), Quantized(made["weight"].t(), torch.ones(1, 1), WHOLE)
+    else:
+        transposed = Quantized(made["weight"].t(), scales.t(), block)
+    casts = {"b": (1, 128), "r": (1, 0)}.get(how[0][0], (0, 0))
+    a, g = (quantize(tensor, OCP[0], casts, rounded=block == SQUARE) for tensor in (x, dy))
+    assert sqnr(y, scaled_mm(a, Quantized(made["weight"], scales, block), BF16)) > 50
+    assert how[1] == "fp8" and how[0] in OF[block]
+    if how[0] != "tensorwise":  # whose gradients are E5M2
+        assert sqnr(x.grad, scaled_mm(g, transposed, BF16)) > 50
+
+
+OF = {SQUARE: ("blockwise",), ROW: ("rowwise_with_gw_hp",), WHOLE: ("delayed", "tensorwise", *RECIPES[2:4])}
 
 
 def products(graph: torch.fx.Graph) -> list[str]:
-    """What makes the second operand of each FP8 product."""
-    found = [node for node in graph.nodes if str(node.target) == "fp8compile.block_mm.default"]
-    return [node.args[1].op if node.args[1].op == "placeholder" else node.args[1].target for node in found]
+    """What the FP8 products multiply that is no cast: looks through the copy that has the other layout."""
+    found = []
+    for node in graph.nodes:
+        if str(node.target) in ("fp8compile.block_mm.default", "fp8compile.scaled_mm.default"):
+            for operand in node.args[:2]:
+                while operand.target in (torch.ops.aten.clone.default, torch.ops.aten.permute.default):
+                    operand = operand.args[0]
+                found += [operand.op] if str(operand.target) != "fp8compile.quantize.default" else []
+    return found
 
 
-def test_adapters_train_and_the_rest_comes_out_as_it_went_in(tmp_path: Path) -> None:
+def one_layer(path: Path, block: Block, dtype: torch.dtype = BF16) -> tuple[nn.Linear, Tensor]:
+    """A layer that holds a weight, and the values of the weight in float32."""
+    made = in_fp8(model(1).up.base.weight.detach() * torch.logspace(-2, 2, 320)[:, None].to(BF16), block)
+    save_file(made, path / "one.safetensors")
+    layer = nn.Linear(256, 320, bias=False, dtype=dtype)
+    fp8compile.load_fp8(layer, path / "one.safetensors")
+    return layer, values({f"x.{last}": x for last, x in made.items()}, "x").float()
+
+
+@pytest.mark.parametrize("how", ["plain", "stacked", "autocast", "dynamic", "columns", "padded"])
+def test_scales_of_rows_fold_into_gradients_of_all_shapes(how: str, tmp_path: Path) -> None:
+    """The bytes are read in dgrad, too, and the gradient is no worse than a cast of its rows makes it."""
+    layer, weight = one_layer(tmp_path, ROW, torch.float32 if how == "autocast" else BF16)
+    x = batch(rows=44 if how == "padded" else 48).requires_grad_()
+    given = x.view(2, 24, 256) if how == "stacked" else x
+    policy = {"extends": "none", "rules": [{"fp8": "on"}]}
+
+    def forward(x: Tensor) -> Tensor:
+        return layer.weight @ x.t() if how == "columns" else layer(x)
+
+    run = torch.compile(forward, backend="fp8", options={"policy": policy}, dynamic=how == "dynamic")
+    with torch.autocast("cpu", BF16, enabled=how == "autocast"), hooks.joint_graphs(products) as graphs:
+        y = run(given)
+    y = y.t() if how == "columns" else y
+    dy = batch(1, x.shape[0]).repeat(1, 2)[:, :320] * torch.linspace(-1, 1, 320).to(BF16)
+    y.backward(dy.view(y.shape))
+    assert graphs[-1] == ["placeholder", "placeholder"], graphs
+    assert sqnr(y.reshape(-1, 320).float(), x.float() @ weight.t()) > 27
+    assert sqnr(x.grad.float(), dy.float() @ weight) > 27
+
+
+def test_a_part_of_a_held_weight_stays_in_high_precision(tmp_path: Path) -> None:
+    """Its values are not cast anew."""
+    layer, weight = one_layer(tmp_path, SQUARE)
+    x = batch().requires_grad_()
+    layer.forward = lambda x: functional.linear(x, layer.weight[:160])  # type: ignore[method-assign]
+    policy = {"extends": "none", "rules": [{"fp8": "on"}]}
+    y = torch.compile(layer, backend="fp8", options={"policy": policy})(x)
+    assert sqnr(y.float(), x.float() @ weight[:160].t()) > 45
+    reasons = {m.reason for m in fp8compile.report(layer).matmuls}
+    assert reasons == {"a part of a weight that is held in FP8, or computed from one"}
+
+
+@pytest.mark.parametrize("block", KINDS)
+def test_adapters_train_and_the_rest_comes_out_as_it_went_in(block: Block, tmp_path: Path) -> None:
     """Gradients of adapters are those of training on dequantized weights, within FP8's noise."""
-    tensors = released(tmp_path)
+    tensors = released(tmp_path, block)
     held, plain = freeze(model()), freeze(model())
     fp8compile.load_fp8(held, tmp_path)
     state = {name: x for name, x in tensors.items() if "base" not in name}
@@ -187,7 +263,8 @@ def test_adapters_train_and_the_rest_comes_out_as_it_went_in(tmp_path: Path) -> 
         held.up.a.weight.add_(1)
     made = fp8compile.export(held, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert made.format == "fp8" and made.layers == {"up.base": "blockwise", "down.base": "blockwise"}
+    assert made.format == ("fp8" if block == SQUARE else "compressed-tensors")
+    assert made.layers.keys() == {"up.base", "down.base"} and {*made.layers.values()} <= {*OF[block]}
     assert found.keys() == tensors.keys()
     assert {name for name, x in found.items() if not same(x, tensors[name])} == {"up.a.weight"}
 
@@ -288,7 +365,7 @@ def a_norm_in_fp8(tensors: dict[str, Tensor]) -> None:
 BAD: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "no scale": (change(SCALE, None), "up.base.weight is in FP8 without a scale"),
     "only a scale": (change("up.a.weight_scale", torch.ones_like), "a weight that is not in FP8"),
-    "a scale a row": (change(SCALE, lambda _: torch.ones(320, 1)), "are .320, 1. for .320, 256.; one scale"),
+    "a scale a column": (change(SCALE, lambda _: torch.ones(1, 256)), "are .1, 256. for .320, 256.; one sc"),
     "too few blocks": (change(SCALE, lambda x: x[:2].clone()), "scales of up.base.weight are .2, 2. for"),
     "integers": (change(SCALE, lambda x: x.int()), "the scale of up.base.weight is I32; F32, BF16"),
     "zero": (change(SCALE, torch.zeros_like), "a scale of up.base.weight is not above zero"),
