@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .reporting.stats import Stats as Stats
     from .reporting.stats import stats as stats
     from .runtime.calls import freeze_scaling_state as freeze_scaling_state
+    from .runtime.held import Stack as Stack
     from .runtime.optimizer_steps import set_step as set_step
 
 __version__ = "0.3.0"
@@ -82,6 +83,7 @@ _MODULES = {
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),
     "runtime.calls": ("freeze_scaling_state",),
+    "runtime.held": ("Stack",),
     "runtime.optimizer_steps": ("set_step",),
     "features.frozen.frozen_weights": ("restore_frozen_weights",),
     "features.load.load": ("Loaded", "fp8_parameters", "load_fp8"),

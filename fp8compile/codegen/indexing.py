@@ -229,6 +229,8 @@ class Domain:
         data, inverse = node.args[:2]
         if inverse.meta["val"].dim() == 1:  # type: ignore[union-attr]
             return [(data, index), (inverse, (None,))]  # type: ignore[list-item]
+        if len(index) != 2:
+            return None  # a stack of matrices
         scales: list[Term | None] = []
         for term, block, count in zip(index, arg(node, 3), sizes(inverse), strict=True):  # type: ignore[arg-type]
             if count == 1 or term is None:

@@ -112,7 +112,7 @@ def transposed(x: Tensor) -> Tensor:
 
 def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = (0, 0)) -> Tensor:
     """`ops.dequantize`; where 1 x N elements share a scale, without a copy of the scales for each element."""
-    rows, columns = data.shape
+    columns = data.shape[-1]
     lines = inv.dim() == 2 and block[0] == 1 and block[1] > 1
     if lines and isinstance(columns, int) and columns % block[1] == 0:
         parts = data.to(torch.float32).view(-1, columns // block[1], block[1]) * inv.unsqueeze(-1)

@@ -62,7 +62,7 @@ class FrozenWeight(GatheredWeight):
 
     def dequantized(self) -> Tensor:
         """The values that FP8 has left: a plain tensor of the weight's own dtype and shape."""
-        return ops.values(self.data_, self.inv_, self.dtype, self.block)
+        return ops.dequantize(self.data_, self.inv_, self.dtype, [*self.block])
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         return ["data_", "inv_"], {"dtype": self.dtype, "how": (*self.how, self.stored)}

@@ -24,10 +24,11 @@ def on_tensor_cores(x: Tensor) -> bool:
 
 
 def spread(scale: Tensor, shape: Sequence, block: Sequence[int]) -> Tensor:
-    """One scale a block as one an element of a copy of this `shape` (or a tensor that broadcasts to it)."""
+    """One scale a block as one an element of a copy of this `shape` (or a tensor that broadcasts to it). Of a
+    stack, each matrix has its own."""
     if scale.dim() == 1:  # one for all
         return scale
-    for dim, size in enumerate(block):
+    for dim, size in zip((-2, -1), block, strict=True):
         if size > 1:
             scale = scale.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
     return scale

@@ -20,7 +20,19 @@ from torch.fx import Node
 from .. import compat
 from ..config.recipe import WHOLE, Block, Scaling
 from ..ir import ops
-from ..ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, arg, aten, call_function, readers, same_shape, value
+from ..ir.fx_utils import (
+    CASTS,
+    PERMUTES,
+    SAME,
+    VIEWS,
+    arg,
+    aten,
+    behind,
+    call_function,
+    readers,
+    same_shape,
+    value,
+)
 from ..ir.matmul import Matmul
 from ..ir.records import Gatherable
 from .joint import Joint
@@ -71,8 +83,8 @@ def substitute(joint: Joint) -> int:
         return 0
     found: dict[Operand, Node] = {}
     for copy, cast in written.casts.items():
-        source = arg(cast, 0)
-        if arrives(source, copy.operand.scaling) and value(source).shape[0] % 16 == 0:
+        source = behind(arg(cast, 0), VIEWS)  # a stack is cast as one matrix
+        if arrives(source, copy.operand.scaling) and value(arg(cast, 0)).shape[0] % 16 == 0:
             if value(arg(source, 0)).dtype == copy.operand.format.dtype:
                 found[copy.operand] = source
     for operand, weight in found.items():
@@ -81,6 +93,9 @@ def substitute(joint: Joint) -> int:
 
 
 def _substitute(written: Written, operand: Operand, data: Node, inverse: Node) -> None:
+    if value(data).dim() == 3:
+        emit = written.after(data, operand)
+        data, inverse = (emit(aten.view.default, x, [-1, value(x).shape[-1]]) for x in (data, inverse))
     for copy in written.copies(operand):
         cast = written.casts.pop(copy)
         made = data

@@ -102,8 +102,11 @@ def _dense(x: torch.Tensor) -> bool:
 
 
 def _each(x: Node, block: Sequence[int], sizes: Sequence[Any]) -> bool:
-    """One float32 for a copy of these sizes, or one a block of it."""
-    return typed(WIDE, x, sizes=ONE) or typed(WIDE, x, sizes=[*map(ops.blocks, sizes, block)])
+    """One float32 for a copy of these sizes, or one a block of it, or of each matrix of a stack."""
+    *stack, rows, columns = sizes
+    return typed(WIDE, x, sizes=ONE) or typed(
+        WIDE, x, sizes=[*stack, *map(ops.blocks, (rows, columns), block)]
+    )
 
 
 def _casts(y: Node, *_: Any) -> Rules:

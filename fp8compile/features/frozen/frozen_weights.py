@@ -193,7 +193,10 @@ def frozen_in(job: Job) -> FrozenInGraph:
     gm, given, inputs = job.gm, job.given, job.inputs
     asked = job.learns and job.only is None and any(x.frozen == "fp8" for x in job.options.policy.possible)
     held = compat.flat.owners(given, inputs.packed)  # FSDP1's views require gradients if any of theirs does
-    frozen = [i for i in sorted(inputs.parameters) if given[i].dim() == 2 and not held[i].requires_grad]
+    matrices = [
+        i for i in sorted(inputs.parameters) if given[i].dim() == 2 or isinstance(given[i], FrozenWeight)
+    ]
+    frozen = [i for i in matrices if not held[i].requires_grad]
     found = FrozenInGraph({i: _matrix(given[i]) for i in frozen}, asked)
     if not asked:
         return found

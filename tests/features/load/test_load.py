@@ -375,7 +375,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "too much": (change("head.weight", torch.ones_like), "the model has no head.weight"),
     "missing": (change("norm.bias", None), "it does not have norm.bias"),
     "no FP8": (nothing_in_fp8, "no tensor is in FP8"),
-    "a norm": (a_norm_in_fp8, "in the model that of a LayerNorm: only weights of Linears can be held"),
+    "a norm": (a_norm_in_fp8, "in the model that of a LayerNorm: only weights of Linears and sta"),
 }
 
 
