@@ -107,6 +107,12 @@ def recipe_of(delayed: bool, block: tuple[int, int]) -> str:
     return "rowwise"  # a scale for a row of one group, or of one matrix of a stack
 
 
+def recipe_holding(block: tuple[int, int]) -> str:
+    """The recipe that multiplies by a weight as it is, if it is held in FP8 with such blocks. One with scales
+    of rows has them in fprop alone."""
+    return "rowwise_with_gw_hp" if block == ROW else recipe_of(False, block)
+
+
 class Scaling(NamedTuple):
     """How one tensor is scaled for one gemm. Gemms with equal scalings share the tensor's FP8 copies."""
 

@@ -13,7 +13,7 @@ casts the new values. Any other write is an error, because FP8 would round it; s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -30,13 +30,22 @@ FIX = "call fp8compile.restore_frozen_weights(model) first, which gives it back 
 FIX_WRITES = f"{FIX}; one that is written in each step, as by an EMA, needs a rule frozen = 'high_precision'"
 
 
+class Stored(NamedTuple):
+    """The scales of a weight in the FP8 checkpoint that it comes from: a dtype that holds `inv_` exactly,
+    their name ("weight_scale" or "weight_scale_inv"), and their shape."""
+
+    dtype: torch.dtype
+    name: str
+    shape: tuple[int, ...]
+
+
 class FrozenWeight(GatheredWeight):
-    """`margin` and `power_of_2`: how `copy_` scales new values. `stored`: the dtype of the scales in the FP8
-    checkpoint that it comes from, which holds `inv_` exactly; None: it was cast here."""
+    """`margin` and `power_of_2`: how `copy_` scales new values. `stored`: its scales in the FP8 checkpoint
+    that it comes from; None: it was cast here."""
 
     margin: int
     power_of_2: bool
-    stored: torch.dtype | None
+    stored: Stored | None
 
     def __init__(
         self,
@@ -46,7 +55,7 @@ class FrozenWeight(GatheredWeight):
         block: Block = WHOLE,
         margin: int = 0,
         power_of_2: bool = False,
-        stored: torch.dtype | None = None,
+        stored: Stored | None = None,
     ):
         super().__init__(data, inv, dtype, None, block)
         self.margin, self.power_of_2, self.stored = margin, power_of_2, stored

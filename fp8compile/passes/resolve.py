@@ -15,7 +15,7 @@ from typing import Any
 from .. import compat
 from ..codegen.scaled_mm_kind import EMULATED, how_grouped
 from ..config.policy import Choice, Policy, Rule, Site
-from ..config.recipe import BUILT_IN, ROW, SETTINGS, WHOLE, Block, Recipe, recipe_of
+from ..config.recipe import BUILT_IN, ROW, SETTINGS, WHOLE, Block, Recipe, recipe_holding
 from ..devices import support
 from ..devices.gpu import Gpu
 from ..ir.fx_utils import Matrix
@@ -71,8 +71,7 @@ def _as_held(facts: Facts, recipe: Recipe) -> dict[str, Any]:
     """The recipe that has the blocks of the weight: this one, if it can have them."""
     block = facts.arrived
     assert block is not None
-    name = recipe.name if recipe.built_in.tile == block else recipe_of(False, block)
-    name = "rowwise_with_gw_hp" if block == ROW else name
+    name = recipe.name if recipe.built_in.tile == block else recipe_holding(block)
     made = BUILT_IN[name]
     return {
         "name": name,

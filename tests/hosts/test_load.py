@@ -29,7 +29,9 @@ def config(kind: str) -> Any:
     return getattr(transformers, f"{kind}Config")(**sizes, **heads, use_cache=False, tie_word_embeddings=True)
 
 
-def released(folder: Path, kind: str = "Qwen3") -> tuple[Any, dict[str, Tensor]]:
+def released(
+    folder: Path, kind: str = "Qwen3", stored: torch.dtype = torch.float32
+) -> tuple[Any, dict[str, Tensor]]:
     """A vanilla model with the values of a checkpoint in FP8 that is written; the tensors of this."""
     import transformers
 
@@ -42,7 +44,7 @@ def released(folder: Path, kind: str = "Qwen3") -> tuple[Any, dict[str, Tensor]]
         if name == "lm_head.weight":  # tied
             continue
         stem = name.removesuffix(".weight")
-        parts = in_fp8(x) if "_proj" in name else {"weight": x.clone()}
+        parts = in_fp8(x, stored=stored) if "_proj" in name else {"weight": x.clone()}
         tensors |= {f"{stem}.{last}": part for last, part in parts.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name, module in plain.named_modules():

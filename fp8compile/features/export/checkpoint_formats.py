@@ -6,7 +6,9 @@
                            compressors/mxfp8), vLLM (quantization/compressed_tensors) and transformers 5.24.
     "fp8"                  `weight`, `weight_scale_inv`, for 128 x 128 blocks: the layout of DeepSeek-V3;
                            `modules_to_not_convert` lists the other layers. Read in transformers 5.24
-                           (integrations/finegrained_fp8.py) and vLLM (quantization/fp8.py).
+                           (integrations/finegrained_fp8.py) and vLLM (quantization/fp8.py). With one scale
+                           a weight only for what came so: transformers has `weight_scale_inv`, [], where
+                           vLLM has `weight_scale`.
 
 In both, a stored scale multiplies the FP8 values: it is our `scale_inv`, whatever it is called there. Scales
 are float32, or with mxfp8 the exponent bytes of E8M0: the byte b is 2**(b - 127).
@@ -53,9 +55,13 @@ class CheckpointFormat(NamedTuple):
 
 def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
     """The format's name: `name`, or the recipes' own. ExportError if it is none, or cannot hold them."""
+    layers = list(layers)
+    names = {layer.stored.name for layer in layers if layer.stored is not None}
     others = [layer for layer in layers if layer.scaling.block != SQUARE]
+    if all(layer.scaling.block == WHOLE and _came_so(layer) for layer in layers):
+        others = []
     if name is None:
-        return COMPRESSED_TENSORS if others else FINE_GRAINED
+        return COMPRESSED_TENSORS if others or "weight_scale" in names else FINE_GRAINED
     if name not in FORMATS:
         allowed = ", ".join(map(repr, FORMATS))
         meant = did_you_mean(near(name, FORMATS))
@@ -68,12 +74,20 @@ def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
     return name
 
 
+def _came_so(layer: ExportedLayer) -> bool:
+    return layer.stored is not None and layer.stored.name == "weight_scale_inv"
+
+
 # -- compressed-tensors --
+
+# compressed-tensors takes these shapes only. Other scales of a weight can have come as [] or [1, 1]
+SHAPES: Mapping[Block, tuple[int, ...]] = {WHOLE: (1,), ROW: (-1, 1)}
 
 
 def _compressed(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
     static = {"input_scale": layer.input_scale_inv.clone()} if layer.input_scale_inv is not None else {}
-    scale = _e8m0(layer, cast.scale_inv) if _is_mx(layer) else cast.scale_inv
+    block, scale = layer.scaling.block, cast.scale_inv
+    scale = _e8m0(layer, scale) if _is_mx(layer) else scale.reshape(SHAPES.get(block, scale.shape))
     return {"weight": cast.values, "weight_scale": scale, **static}
 
 
@@ -125,11 +139,14 @@ def _fine_grained(layer: ExportedLayer, cast: WeightCast) -> dict[str, Tensor]:
 
 
 def _fine_grained_config(chosen: Chosen) -> dict[str, Any]:
+    blocks = {layer.scaling.block for layer in chosen.layers.values()}
+    e8m0 = all(x.stored and x.stored.dtype == torch.float8_e8m0fnu for x in chosen.layers.values())
     return {
         "quant_method": FINE_GRAINED,
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": list(SQUARE),
+        "weight_block_size": None if WHOLE in blocks else list(SQUARE),
+        **({"scale_fmt": "ue8m0"} if e8m0 else {}),
         "modules_to_not_convert": [_alone(name, chosen.layers) for name in chosen.ignored],
     }
 

@@ -1,7 +1,8 @@
 """`fp8compile.export(model, "dir")`: a trained model as an FP8 checkpoint, with the numerics of the recipe
 that trained it.
 
-    model  ->  layers whose forward matmul is FP8 (`choose`), weights cast as training casts them (`cast`)
+    model  ->  without adapters, or with them merged (`adapters`)
+           ->  layers whose forward matmul is FP8 (`choose`), weights cast as training casts them (`cast`)
            ->  names of tensors and the configuration of a format (`checkpoint_formats`)
            ->  model.safetensors, config.json (`checkpoint_files`)
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from ...errors import ExportError, at_most, need
 from ...frontend.inputs import plain
 from ...logs import get_logger
 from ...runtime.named_weights import unwrapped
-from . import checkpoint_files
+from . import adapters, checkpoint_files
 from .checkpoint_formats import FORMATS, pick
 from .exported_layers import Chosen, cast, choose
 
@@ -28,9 +29,12 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. `format`: "compressed-tensors" or "fp8". `layers`: the recipe of each layer in FP8,
+    """What was written. `format`: "compressed-tensors" or "fp8", or "": updates were merged in high precision
+    into all layers. `layers`: the recipe of each layer in FP8,
     by name. `ignored`: modules with matrices that stay in high precision. `left`: those among them whose
-    forward matmul is FP8, with the reason. `files`: names in `directory`."""
+    forward matmul is FP8, with the reason. `files`: names in `directory`. `adapters`: the folder of each
+    adapter of PEFT beside them. `merged`: of each layer that an adapter was merged into, the part of the
+    update that is in what was written: 1 is all of it."""
 
     directory: Path
     format: str
@@ -38,11 +42,18 @@ class Exported:
     ignored: tuple[str, ...]
     left: dict[str, str]
     files: tuple[str, ...]
+    adapters: dict[str, Path] = field(default_factory=dict)
+    merged: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         recipes = ", ".join(f"{count} {recipe}" for recipe, count in Counter(self.layers.values()).items())
         kept = f"; {len(self.ignored)} modules in high precision" if self.ignored else ""
-        return f"{self.directory}: {self.format}, {len(self.layers)} layers in FP8 ({recipes}){kept}"
+        if self.merged:
+            least = min(self.merged.values())
+            kept += f"; {len(self.merged)} updates merged, {least:.2f} or more of each is left"
+        kept += "".join(f"; adapter in {folder}" for folder in self.adapters.values())
+        fp8 = f"{self.format}, {len(self.layers)} layers in FP8 ({recipes})" if self.format else "no FP8"
+        return f"{self.directory}: {fp8}{kept}"
 
 
 def export(
@@ -51,21 +62,23 @@ def export(
     format: str | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
+    merge: str | None = None,
 ) -> Exported:
     """Write a model for servers: `model.safetensors` with FP8 weights and their scales, and `config.json`.
 
     `model` is the module, or the wrapper that torch.compile or DDP made of it. Some call has to have compiled
     it: a training call, or an evaluation with the policy `eval="fp8"`. In FP8 are the Linears whose forward
-    matmul the report shows as FP8. All other tensors are written as they are, with their names in
-    `state_dict()`; of tied tensors the first. The model is not changed.
+    matmul the report shows as FP8, and those that `load_fp8` holds, called or not. All other tensors are
+    written as they are, with their names in `state_dict()`; of tied tensors the first. The model is not
+    changed.
 
     `format`: "compressed-tensors" (vLLM, transformers): scales per tensor, output channel, 128 x 128 or 1 x
     32 elements, also mixed. "fp8" (vLLM, transformers): DeepSeek-V3's layout, 128 x 128 elements only. None:
-    "fp8" if all layers are `blockwise`, else "compressed-tensors".
+    that of a checkpoint that was loaded; "fp8" if all layers are `blockwise`, else "compressed-tensors".
 
     Weights are float8_e4m3fn ``[out, in]``, cast as the next forward of training would cast them: with the
     current amax, or with `delayed` the scale of its history. What is held in FP8 is written as it is, scales
-    of `load_fp8` in the dtype that they came in. Scales are float32 otherwise; with `mxfp8` E8M0 bytes,
+    of `load_fp8` as they came. Scales are float32 otherwise; with `mxfp8` E8M0 bytes,
     uint8 ``[out, in / 32]``. With `delayed`, inputs get the static scale of their history; if they have none,
     or with other recipes, servers scale inputs by their current amax. docs/export.md says where servers
     compute otherwise than training.
@@ -75,24 +88,36 @@ def export(
     `overwrite`: then an older checkpoint is replaced, and other files stay. With huggingface_hub, more than
     `max_shard_size` bytes ("5GB", or an integer) become several files and an index.
 
+    `merge`: of a PEFT model. None: the base has the names from before PEFT, and `directory/adapter` all
+    adapters, by PEFT's `save_pretrained`. "fp8": LoRA's updates are added, and the sums cast again as their
+    layers are. "high_precision": sums are in the dtype of the layer, and other layers stay in FP8.
+
     In a distributed job, call it on one rank. Parameters sharded by FSDP or tensor parallelism are refused.
 
     Returns an `Exported`. Raises ExportError (a ValueError) if the model has no FP8 layer or cannot be
-    exported, or for the directory or format; ImportError without safetensors; TypeError for no module."""
+    exported, if "fp8" leaves under half of an update, or for the directory or format; ImportError without
+    safetensors; TypeError for no module."""
     model = unwrapped(model)
     path = Path(directory)
     need("safetensors", "fp8compile.export")
     checkpoint_files.check_directory(path, overwrite)
     _check_whole(model)
+    whole = adapters.vanilla(model, merge)
+    model = whole.model
+    _check_adapters(model)
     chosen = choose(model)
-    if not chosen.layers:
+    if not chosen.layers and not whole.merged:
         raise ExportError(_nothing(model, chosen))
-    name = pick(format, chosen.layers.values())
+    name = pick(format, chosen.layers.values()) if chosen.layers else ""
+    merged = adapters.left(whole, chosen, merge)
     tensors = _tensors(model, chosen, name)
-    config = {**checkpoint_files.config_of(model), "quantization_config": FORMATS[name].config(chosen)}
+    config = checkpoint_files.config_of(model)
+    if name:
+        config["quantization_config"] = FORMATS[name].config(chosen)
     written = checkpoint_files.write(path, tensors, config, max_shard_size)
     recipes = {layer.name: layer.recipe for layer in chosen.layers.values()}
-    made = Exported(path, name, recipes, chosen.ignored, chosen.left, tuple(written))
+    beside = adapters.write(whole.peft, path) if whole.peft is not None else {}
+    made = Exported(path, name, recipes, chosen.ignored, chosen.left, tuple(written), beside, merged)
     logger.info("fp8: exported %s", made)
     if chosen.left:
         text = "fp8: export leaves layers in high precision that train in FP8: %s"
@@ -129,14 +154,19 @@ def _check_whole(model: nn.Module) -> None:
                 "with full_state_dict=True), load them into a model on one device, compile that, call it "
                 "once, and export it"
             )
-        children = [last.lower() for last, _ in module.named_children()]
-        if hasattr(module, "base_layer") and any("lora" in last for last in children):
-            fix = "call model.merge_and_unload(), compile, call"
-            raise ExportError(f"{plain(name)} has an adapter that is not merged: {fix}")
         for last, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 what = f"{plain(name)}.{last} is on the meta device, without values"
                 raise ExportError(f"{what}: load the weights first")
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """ExportError for adapters that are left when those of PEFT are gone."""
+    for name, module in model.named_modules():
+        children = [last.lower() for last, _ in module.named_children()]
+        if hasattr(module, "base_layer") and any("lora" in last for last in children):
+            what = f"{plain(name)} has an adapter that PEFT did not make, so no other tool knows its names"
+            raise ExportError(f"{what}: add it to base_layer, put base_layer in its place, compile, call")
 
 
 def _nothing(model: nn.Module, chosen: Chosen) -> str:

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from ...codegen.scaled_mm_kind import LINE, MX_BLOCK, MX_TILE, SQUARE
-from ...config.recipe import ROW, WHOLE, Block, Scaling
+from ...config.recipe import ROW, WHOLE, Block, Scaling, recipe_holding
 from ...devices.formats import E4M3
 from ...errors import ExportError
 from ...frontend.inputs import plain
 from ...ir import ops
-from ...ir.frozen import FrozenWeight
+from ...ir.frozen import FrozenWeight, Stored
 from ...ir.scale import inverse_of, scale_of
 from . import forwards
-from .forwards import KnownForward
+from .forwards import Forward, KnownForward
 
-# the blocks of weight and input that some format can say
+# the blocks of weight and input that some format can say; of a weight that no graph read, the first input
 PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX_BLOCK), (MX_TILE, MX_BLOCK))
 
 
@@ -51,6 +51,11 @@ class ExportedLayer:
     @property
     def static(self) -> bool:
         return self.input_scale_inv is not None
+
+    @property
+    def stored(self) -> Stored | None:
+        """The scales of the weight in the FP8 checkpoint that it comes from."""
+        return self.weight.stored if isinstance(self.weight, FrozenWeight) else None
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,9 @@ def choose(model: nn.Module) -> Chosen:
         why = ""
         for matrix in matrices:
             known = forwards.of(matrix)
-            if not known or any(one.forward.reason for one in known):
+            if isinstance(matrix, FrozenWeight) and not _in_fp8(module, matrix, known):
+                known = (_as_held(matrix),)
+            elif not known or any(one.forward.reason for one in known):
                 continue
             why = obstacle(module, matrix, known, owners[id(matrix)])
             if not why:
@@ -123,6 +130,22 @@ def _held(weight: Tensor, block: Block) -> TypeGuard[FrozenWeight]:
     return isinstance(weight, FrozenWeight) and weight.block == block
 
 
+def _in_fp8(module: nn.Module, weight: FrozenWeight, known: tuple[KnownForward, ...]) -> bool:
+    """Do graphs multiply by the FP8 values of this weight, and in one way?"""
+    if not known or any(one.forward.reason for one in known) or obstacle(module, weight, known, []):
+        return False
+    return known[0].forward.weight is not None and _held(weight, known[0].forward.weight.block)
+
+
+def _as_held(weight: FrozenWeight) -> KnownForward:
+    """How a server multiplies by FP8 values that no graph has read: by the recipe that has their blocks."""
+    of_weight = Scaling(False, weight.block, False, weight.margin, weight.power_of_2, "auto")
+    of_input = next(data for own, data in PAIRS if own == weight.block)
+    fnuz = weight.data_.dtype == torch.float8_e4m3fnuz
+    data = of_weight._replace(block=of_input, margin=0)
+    return KnownForward(Forward(recipe_holding(weight.block), weight=of_weight, data=data, fnuz=fnuz), {})
+
+
 def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> ExportedLayer:
     first = known[0].forward
     assert first.weight is not None and first.data is not None
@@ -155,7 +178,8 @@ def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
 
 
 class WeightCast(NamedTuple):
-    """`values`: float8_e4m3fn ``[out, in]``. `scale_inv`: float32, see above. Both on the CPU."""
+    """`values`: float8_e4m3fn ``[out, in]``. `scale_inv`: float32, see above, or of the dtype and the shape
+    that it had in an FP8 checkpoint. Both on the CPU."""
 
     values: Tensor
     scale_inv: Tensor
@@ -169,7 +193,10 @@ def cast(layer: ExportedLayer) -> WeightCast:
     with torch.no_grad():
         weight = layer.weight
         if _held(weight, layer.scaling.block):
-            return WeightCast(weight.data_.cpu(), weight.inv_.cpu().to(weight.stored or torch.float32))
+            inverse = weight.inv_.cpu()
+            if weight.stored is not None:
+                inverse = inverse.to(weight.stored.dtype).reshape(weight.stored.shape)
+            return WeightCast(weight.data_.cpu(), inverse)
         weight = weight.detach()
         scale = _scale(layer)
         values = ops.quantize(weight, scale, E4M3.dtype, E4M3.max, False, list(layer.scaling.block))

@@ -140,6 +140,11 @@ def of(parameter: Any) -> tuple[KnownForward, ...]:
     return known.get(True) or known.get(False) or ()
 
 
+def share(parameter: Any, other: Any) -> None:
+    """`other`, a new tensor, is multiplied as a parameter is."""
+    record_of(other).extras.of(KnownForwards).of.update(find(parameter).extras.of(KnownForwards).of)
+
+
 def forget() -> None:
     """All graphs are gone."""
     for _, record in all_records():

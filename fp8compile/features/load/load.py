@@ -5,7 +5,7 @@
     everything else                               ->  parameters and buffers, as with load_state_dict
 
 A stored scale multiplies the FP8 values, whatever it is called. Graphs get it in float32; `export` writes it
-in the dtype that it came in.
+as it came.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from ...config.recipe import ROW, WHOLE, Block
 from ...errors import LoadError, at_most
 from ...frontend.inputs import plain
 from ...ir import ops
+from ...ir.frozen import Stored
 from ...runtime.held import Stack
 from .files import Entry, entries, tensors
 
@@ -40,10 +41,10 @@ class Spot(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of a weight in float32, their dtype in the file, and the elements that share one."""
+    """The scales of a weight in float32, what they are in the file, and the elements that share one."""
 
     inverse: Tensor
-    stored: torch.dtype
+    stored: Stored
     block: Block
 
 
@@ -89,7 +90,7 @@ def planned(
     values = dict(tensors({scale: found[scale] for scale in used}))
     for name, scale in scale_of.items():
         if name not in plan.unread:
-            plan.scales[name] = _scales(name, found[name], found[scale], values[scale])
+            plan.scales[name] = _scales(name, found[name], scale, found[scale], values[scale])
             if plan.spots[name].matrix is not None or len(found[name].shape) == 3:
                 _check_blocks(name, found[name], plan.scales[name])
     return plan
@@ -185,8 +186,8 @@ def _check_missing(model: nn.Module, path: Any, plan: Plan) -> None:
         raise LoadError(f"{what}: build the model with such buffers on a device")
 
 
-def _scales(name: str, entry: Entry, own: Entry, scale: Tensor) -> Scales:
-    """What is read of the `scale` of a weight. `own`: its entry."""
+def _scales(name: str, entry: Entry, called: str, own: Entry, scale: Tensor) -> Scales:
+    """What is read of the `scale` of a weight. `called`, `own`: its name and its entry."""
     if own.dtype not in STORED:
         raise LoadError(f"{own.file}: the scale of {name} is {own.dtype}; {', '.join(STORED)} can be read")
     shape, (*stack, rows, columns) = tuple(scale.shape), entry.shape
@@ -203,7 +204,7 @@ def _scales(name: str, entry: Entry, own: Entry, scale: Tensor) -> Scales:
     if not bool((wide.isfinite() & (wide > 0)).all()):
         raise LoadError(f"{own.file}: a scale of {name} is not above zero, or not finite")
     wide = wide.reshape({WHOLE: (1,), ROW: (-1, 1)}.get(block, shape))
-    return Scales(wide, STORED[own.dtype], block)
+    return Scales(wide, Stored(STORED[own.dtype], called.rpartition(".")[2], own.shape), block)
 
 
 def _check_blocks(name: str, entry: Entry, scales: Scales) -> None:

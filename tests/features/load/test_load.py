@@ -107,9 +107,9 @@ def values(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """The same dtype and bytes."""
-    first, second = (x.detach().contiguous().view(torch.uint8) for x in (a, b))
-    return a.dtype == b.dtype and torch.equal(first, second)
+    """The same dtype, shape and bytes."""
+    first, second = (x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(first, second)
 
 
 def freeze(made: Mlp) -> Mlp:
@@ -279,6 +279,8 @@ def test_scales_go_out_in_the_dtype_that_they_came_in(stored: torch.dtype, tmp_p
     fp8compile.export(made, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == tensors.keys() and all(same(found[name], x) for name, x in tensors.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config.get("scale_fmt") == ("ue8m0" if stored == E8M0 else None)
 
 
 def test_a_state_dict_brings_the_same_bytes_back(tmp_path: Path) -> None:
@@ -288,20 +290,23 @@ def test_a_state_dict_brings_the_same_bytes_back(tmp_path: Path) -> None:
     fp8compile.load_fp8(made, tmp_path)
     made.load_state_dict(made.state_dict())
     weight = made.up.base.weight
-    assert same(weight.data_, tensors["up.base.weight"]) and weight.stored == E8M0
+    assert same(weight.data_, tensors["up.base.weight"]) and weight.stored.dtype == E8M0
     changed = {name: 2 * x for name, x in made.state_dict().items()}
     made.load_state_dict(changed)
     assert sqnr(weight.dequantized(), changed["up.base.weight"]) > 28 and weight.stored is None
 
 
 def test_a_layer_that_stays_in_high_precision_is_no_warning(tmp_path: Path) -> None:
-    """Its values are those of the checkpoint: nothing was rounded here."""
-    released(tmp_path)
+    """Its values are those of the checkpoint: nothing was rounded here. It goes out as it came, too."""
+    tensors = released(tmp_path)
     made = freeze(model())
     fp8compile.load_fp8(made, tmp_path)
     policy = {**POLICY, "rules": [{"module": "up.base", "fp8": "off"}, *POLICY["rules"]]}
     torch.compile(made, backend="fp8", options={"policy": policy, "strict": True})(batch()).sum().backward()
     assert {m.fqn for m in fp8compile.report(made).matmuls if m.decision == "fp8"} == {"down.base"}
+    assert fp8compile.export(made, tmp_path / "out").layers.keys() == {"up.base", "down.base"}
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(same(found[name], x) for name, x in tensors.items())
 
 
 def test_a_weight_that_is_plain_in_the_next_checkpoint_is_plain_again(tmp_path: Path) -> None:
