@@ -43,6 +43,7 @@ class Output:
     scale: Scale | None = None  # of a cast; for `blocks`: which block each number is for
     dtype: torch.dtype | None = None
     fp8_max: float = 0.0
+    divide: bool = False  # by the inverse of the scale, which `scale` then is
     groups: Node | int | None = None  # of a column amax for each group, as in `Scale`
     spaced: bool = False  # of a copy whose rows may be parts of longer rows: how long they are is an argument
 

@@ -56,12 +56,18 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
 
 
 def quantize(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, block: Sequence[int], dense: bool
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    fp8_max: float,
+    block: Sequence[int],
+    divide: bool,
+    dense: bool,
 ) -> Tensor:
     """[R, C] -> [R, C], row-major, in strides that Inductor has to keep if `dense`. Left to itself, Inductor
     would pad rows, which ATen's row-wise kernel for sm_89 does not expect, and would transpose the copy where
     the input is transposed, which no FP8 matmul takes. Not `dense` is for `joined`, which copies it."""
-    copy = ops.cast(x, ops.spread(scale, x.shape, block), dtype, fp8_max)
+    copy = ops.cast(x, ops.spread(scale, x.shape, block), dtype, fp8_max, divide)
     return _dense(copy, *x.shape) if dense else copy
 
 
@@ -71,6 +77,7 @@ def quantize_transposed(
     dtype: torch.dtype,
     fp8_max: float,
     block: Sequence[int],
+    divide: bool,
     dense: bool,
     padded_already: bool,
 ) -> Tensor:
@@ -79,7 +86,7 @@ def quantize_transposed(
     padded = rows if padded_already else ops.padded_rows(rows)
     if scale.dim() == 2:
         scale = ops.spread(scale, [columns, rows], block).t()
-    copy = ops.cast(x, scale, dtype, fp8_max).t()
+    copy = ops.cast(x, scale, dtype, fp8_max, divide).t()
     if not padded_already and not (isinstance(rows, int) and rows == padded):
         copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(dtype)
     return _dense(copy, columns, padded) if dense else copy

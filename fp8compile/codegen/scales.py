@@ -22,10 +22,10 @@ from torch.fx import Node
 
 from ..ir import grouped, merged, ops
 from ..ir.fx_utils import PERMUTES, arg, value
-from ..ir.scale import EXPONENT, LARGEST, SMALLEST
+from ..ir.scale import EXPONENT, LARGEST, MANTISSA, SMALLEST
 from .expressions import number_text
 
-FROM_AMAX = (ops.current_scale, ops.inverse)  # elementwise, from amaxes or from scales
+FROM_AMAX = (ops.current_scale, ops.served_inverse, ops.inverse)  # elementwise, from amaxes or from scales
 MOST = 128  # elements of a block along one side that a tile holds
 SPAN = 128  # columns that a program takes strip by strip, see `kernel`
 
@@ -143,6 +143,8 @@ def computed_scale(node: Node, operand: str, name: str) -> list[str]:
     """Lines that set `name` to the scales of `operand`, if these are amaxes, or to the inverses of scales."""
     if node.target is ops.inverse:
         return [f"{name} = tl.div_rn(1.0, {operand})"]
+    if node.target is ops.served_inverse:
+        return _served_inverse(node, operand, name)
     reach, largest, smallest = arg(node, 1) / 2.0 ** arg(node, 2), number_text(LARGEST), number_text(SMALLEST)
     raised = f"tl.where({name} < {smallest}, {smallest}, {name})"
     lines = [
@@ -152,5 +154,18 @@ def computed_scale(node: Node, operand: str, name: str) -> list[str]:
     ]
     if len(node.args) > 3 and node.args[3]:
         power = f"{name}.to(tl.int32, bitcast=True) & {EXPONENT}"
+        lines.append(f"{name} = ({power}).to(tl.float32, bitcast=True)")
+    return lines
+
+
+def _served_inverse(node: Node, operand: str, name: str) -> list[str]:
+    """`ir.scale.served_inverse_of`, by comparisons, which let NaN pass."""
+    fp8_max, least = number_text(float(arg(node, 1))), number_text(float(arg(node, 2)))
+    lines = [
+        f"{name} = tl.div_rn(tl.where({operand} < {least}, {least}, {operand}), {fp8_max})",
+        f'{name} = tl.where({operand} < float("inf"), {name}, 1.0)',
+    ]
+    if len(node.args) > 3 and node.args[3]:
+        power = f"({name}.to(tl.int32, bitcast=True) + {MANTISSA}) & {EXPONENT}"
         lines.append(f"{name} = ({power}).to(tl.float32, bitcast=True)")
     return lines

@@ -134,20 +134,23 @@ class Stores:
 
     def fp8(self, output: Output, value: str) -> str:
         """The variable with the FP8 values, which several copies share."""
-        key = (value, output.scale, output.dtype, output.fp8_max)
+        key = (value, output.scale, output.dtype, output.fp8_max, output.divide)
         if key not in self.quantized:
             self.quantized[key] = self.quantize(output, value)
         return self.quantized[key]
 
     def quantize(self, output: Output, value: str) -> str:
-        """value * scale, saturated; NaN where the value is infinite or NaN; zero outside of the matrix."""
+        """value * scale, or value / scale, saturated; NaN where the value is infinite or NaN; zero outside of
+        the matrix."""
         assert output.scale is not None and output.dtype is not None
         writer, lines, scale = self.writer, self.lines, self.scale(output)
         name, largest = writer.name("q"), number_text(float(output.fp8_max))
+        # Triton's own division is approximate
+        scaled = f"tl.div_rn({value}, {scale})" if output.divide else f"{value} * {scale}"
         if saturates(output.dtype) and output.fp8_max == torch.finfo(output.dtype).max:
-            lines.append(f"{name} = tl.fma({value}, 0.0, {value} * {scale})")  # infinity times zero is NaN
+            lines.append(f"{name} = tl.fma({value}, 0.0, {scaled})")  # infinity times zero is NaN
         else:
-            lines.append(f"{name} = {value} * {scale}")
+            lines.append(f"{name} = {scaled}")
             # by comparisons, which let NaN pass: Triton (#11111) miscompiles such min and max near the stores
             above = f"tl.where({name} < -{largest}, -{largest}, {name})"
             lines.append(f"{name} = tl.where({name} > {largest}, {largest}, {above})")

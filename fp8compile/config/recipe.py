@@ -54,6 +54,11 @@ class Block(NamedTuple):
     columns: int
 
 
+# What vLLM raises the amax of 128 elements to, in float32. With powers of two, scales to 1e-10, too.
+# Its csrc/quantization/w8a8/fp8/per_token_group_quant.cu has this, and the order of the division
+LEAST = (1.000000013351432e-10, 448 * 1.000000013351432e-10)
+UNSERVED = "only casts of blocks are known to the bit, as vLLM compiles others by Inductor"
+
 WHOLE, ROW, MX = Block(0, 0), Block(1, 0), Block(1, 32)
 ROW_OF_GROUP = Block(1, 16)  # a scale for a row of a group of columns, repeated for each 16 of them
 
@@ -123,6 +128,12 @@ class Scaling(NamedTuple):
     power_of_2: bool
     encoding: str
     history: tuple[int, int, bool] = (0, 0, False)  # delayed: window, interval, are overflows answered
+    least: float = 0.0  # cast as a server does it, with amaxes of this or more
+
+    @property
+    def divides(self) -> bool:
+        """Values are divided by the inverse of the scale. To multiply by a power of two is the same."""
+        return self.least > 0 and not self.power_of_2
 
     @property
     def recipe(self) -> str:
@@ -263,6 +274,13 @@ class Recipe:
         boolean,
         lambda recipe: bool(recipe.built_in.tile),
     )
+    serve: str = setting(
+        "none",
+        "The server whose casts of inputs training makes, to the bit. vllm: with recipe blockwise; "
+        "x / (max(amax, 1e-10) / 448) instead of x * (448 / amax), and power_of_2_scale by GPU unless given: "
+        "True on Hopper and Blackwell, else False.",
+        one("none", "vllm"),
+    )
 
     def __post_init__(self) -> None:
         if meant := peers.recipe(self.name):
@@ -275,8 +293,11 @@ class Recipe:
         elif self.fine and self.fp8_format != "e4m3":
             self._refuse("fp8_format", "'e4m3'", ", which uses it throughout")
         allowed = self.built_in.power_of_2
+        if self.serve != "none":
+            self._check_served()
         if self.power_of_2_scale is None:
-            self._set("power_of_2_scale", allowed[0])
+            if self.serve == "none":  # else by GPU (`passes.resolve`)
+                self._set("power_of_2_scale", allowed[0])
         elif self.power_of_2_scale not in allowed:
             why = ": its scales are powers of two" if allowed[0] else ""
             self._refuse("power_of_2_scale", str(allowed[0]), why)
@@ -289,6 +310,14 @@ class Recipe:
             self._refuse("frozen", "'high_precision'", why)
         if self.name == "rowwise_with_gw_hp":
             self._set("override_linear_precision", (*self.override_linear_precision[:2], True))
+
+    def _check_served(self) -> None:
+        if self.name != "blockwise":
+            raise OptionError.of("serve", self.serve, f"'none' with recipe {self.name!r}: {UNSERVED}")
+        if (self.margin if isinstance(self.margin, int) else (self.margin or (0,))[0]) != 0:
+            self._refuse("margin", "0 for inputs", f" and serve {self.serve!r}, which has no headroom")
+        if self.fp8_encoding == "fnuz":
+            self._refuse("fp8_encoding", "'auto' or 'ocp'", f" and serve {self.serve!r}")
 
     def _set(self, key: str, value: Any) -> None:
         object.__setattr__(self, key, value)
@@ -335,7 +364,9 @@ class Recipe:
             margin = (HEADROOM if wide else HEADROOM_OF_E4M3) if delayed and role == "gradient" else 0
         else:
             margin = self.margin if isinstance(self.margin, int) else self.margin[i]
-        return Scaling(delayed, block, wide, margin, bool(self.power_of_2_scale), self.fp8_encoding, history)
+        powers = bool(self.power_of_2_scale)
+        least = LEAST[powers] if self.serve != "none" and role == "input" else 0.0
+        return Scaling(delayed, block, wide, margin, powers, self.fp8_encoding, history, least)
 
 
 SETTINGS = settings_of(Recipe)

@@ -30,6 +30,12 @@ def has_blocks(gpu: Gpu) -> bool:
     return _reached(gpu.architecture.blocks_from)
 
 
+def serves_powers_of_2(gpu: Gpu | None) -> bool:
+    """Whether vLLM's scales of blocks are powers of two on this GPU by default: where DeepGEMM multiplies, on
+    Hopper and Blackwell (`support_deep_gemm` in vllm/platforms/cuda.py, VLLM_USE_DEEP_GEMM_E8M0)."""
+    return gpu is not None and not gpu.gfx and gpu.major in (9, 10, 12)
+
+
 @functools.cache
 def casts_to_e4m3(device: torch.device) -> bool:
     """Whether kernels that Inductor makes for a device may have E4M3 tensors. Triton refuses the type on

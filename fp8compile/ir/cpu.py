@@ -33,7 +33,7 @@ MATRIX = (c_void_p, c_int64, c_int64, c_int64)  # with its rows, columns, and el
 BLOCKS = (c_void_p, c_int64, c_int64, c_int64, c_int64)
 FACTOR = (c_void_p, c_int64)
 SIGNATURES = {  # after a choice of type, and before the number of threads
-    "fp8_encode": (*MATRIX, *BLOCKS, c_int64, c_float, c_void_p, c_void_p, c_int64),
+    "fp8_encode": (*MATRIX, *BLOCKS, c_int64, c_int64, c_float, c_void_p, c_void_p, c_int64),
     "fp8_decode": (*MATRIX, *BLOCKS, c_void_p),
     "fp8_amaxes": (*MATRIX, *BLOCKS),
     "fp8_finish": (c_void_p, c_int64, c_int64, *FACTOR, *FACTOR, c_void_p, c_void_p),
@@ -130,7 +130,7 @@ def _cast(made: FP8Copy, x: Tensor, plain: bool, turned: bool) -> tuple[Any, Any
     other = x.new_empty([x.shape[1], padded], dtype=made.dtype) if turned else None
     scales = _blocks(made.scale, made.block, x.shape, not plain)
     kind, wide = x.dtype == torch.bfloat16, made.dtype == E5M2.dtype
-    _run("fp8_encode", kind, x, *sizes, *scales, wide, made.fp8_max, copy, other, padded)
+    _run("fp8_encode", kind, x, *sizes, *scales, wide, made.divide, made.fp8_max, copy, other, padded)
     return copy, other
 
 

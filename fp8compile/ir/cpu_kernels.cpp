@@ -84,11 +84,11 @@ struct Blocks {
 
 const i64 TILE = 64, CHUNK = 512, LITTLE = 1 << 15;  // so few elements are not worth a second thread
 
-template <class F, class T>
+template <class F, bool DIVIDE, class T>
 static inline void encode_row(const T* x, const float* scales, float most, i64 count, u8* out) {
 #pragma omp simd
   for (i64 i = 0; i < count; i++) {
-    float value = wide(x[i]), scaled = value * scales[i];
+    float value = wide(x[i]), scaled = DIVIDE ? value / scales[i] : value * scales[i];
     bool nan = (scaled != scaled) | ((bits_of(value) & MAGNITUDE) == INFINITE);
     out[i] = F::code_of(scaled < -most ? -most : scaled > most ? most : scaled, nan);
   }
@@ -117,7 +117,7 @@ static inline void turn(const u8* x, i64 step, u8* out, i64 out_step) {
 }
 
 // `plain` [rows, columns], `turned` [columns, padded]: one of them may be null
-template <class F, class T>
+template <class F, bool DIVIDE, class T>
 static void encode(const T* x, i64 rows, i64 columns, i64 step, Blocks<const float> scale, float most,
                    u8* plain, u8* turned, i64 padded, i64 threads) {
   i64 all = turned ? padded : rows, bands = (all + TILE - 1) / TILE;
@@ -132,8 +132,8 @@ static void encode(const T* x, i64 rows, i64 columns, i64 step, Blocks<const flo
       for (i64 i = 0; i < high; i++) {
         if (i == 0 || scale.high < rows) scale.spread(top + i, left, left + width, scales);
         const T* from = x + (top + i) * step + left;
-        if (width == TILE) encode_row<F>(from, scales, most, TILE, tile[i]);
-        else encode_row<F>(from, scales, most, width, tile[i]);
+        if (width == TILE) encode_row<F, DIVIDE>(from, scales, most, TILE, tile[i]);
+        else encode_row<F, DIVIDE>(from, scales, most, width, tile[i]);
         if (plain) std::memcpy(plain + (top + i) * columns + left, tile[i], width);
       }
       for (i64 i = high; i < filled; i++) std::memset(tile[i], 0, width);
@@ -217,14 +217,17 @@ static void finish(const float* x, i64 rows, i64 columns, const float* of_rows, 
 // For `cpu.py`: all numbers are 64-bit, and `bf16` and `e5m2` choose a type.
 
 EXPORT void fp8_encode(i64 bf16, const void* x, i64 rows, i64 columns, i64 step, const float* scale, i64 high,
-                       i64 wide, i64 down, i64 right, i64 e5m2, float most, u8* plain, u8* turned, i64 padded,
-                       i64 threads) {
+                       i64 wide, i64 down, i64 right, i64 e5m2, i64 divide, float most, u8* plain, u8* turned,
+                       i64 padded, i64 threads) {
   Blocks<const float> scales = {scale, high, wide, down, right};
   auto call = [&](auto encode, auto* values) {
     encode(values, rows, columns, step, scales, most, plain, turned, padded, threads);
   };
-  if (bf16) call(e5m2 ? encode<E5M2, BF16> : encode<E4M3, BF16>, (const BF16*)x);
-  else call(e5m2 ? encode<E5M2, float> : encode<E4M3, float>, (const float*)x);
+  // only E4M3 is divided: inputs, as a server casts them
+  if (bf16 && divide) call(encode<E4M3, true, BF16>, (const BF16*)x);
+  else if (bf16) call(e5m2 ? encode<E5M2, false, BF16> : encode<E4M3, false, BF16>, (const BF16*)x);
+  else if (divide) call(encode<E4M3, true, float>, (const float*)x);
+  else call(e5m2 ? encode<E5M2, false, float> : encode<E4M3, false, float>, (const float*)x);
 }
 
 EXPORT void fp8_decode(i64 e5m2, const u8* x, i64 rows, i64 columns, i64 step, const float* factor, i64 high,

@@ -7,6 +7,7 @@ implementations below, plain torch on any device, are the reference: cold calls 
     amax_blocks(x, transposed, block)               [R, C] -> one amax a block of the copy
     current_scale(amax, ...)                        the scale from the tensor's own amax
     inverse(scale)                                  1 / scale, which divides back
+    served_inverse(amax, ...)                       the inverse of a scale, as servers compute it
     quantize(x, scale, dtype, fp8_max, transposed)  [R, C] -> FP8 [R, C], or [C, R padded to 16]
     quantize_both(x, scale, dtype, fp8_max)         [R, C] -> both of them
     transposed(x8)                                  FP8 [R, C] -> [C, R padded to 16]
@@ -24,7 +25,7 @@ with zeros to a multiple of 16, so any number of tokens will do.
 
 A tensor has one scale, `[1]`, or one a block: `[rows / block rows, columns / block columns]` of the copy,
 rounded up. A block size of 0 stands for the whole dimension. Blocks lie along the contracted dimension, so
-each layout of a tensor has its own scales.
+each layout of a tensor has its own scales. A cast with `divide` gets the inverses of scales, and divides.
 
 A tensor whose rows are divided into groups (the tokens of experts) is given with the `rows` of `ir.grouped`:
 only rows of a group count for its amax, and the columns of its transposed copy are in the order of `rows`. In
@@ -43,7 +44,7 @@ from .. import compat
 from ..errors import Fp8CompileError
 from .fx_utils import fakes, is_data
 from .products import block_product, product, spread
-from .scale import inverse_of, scale_of
+from .scale import inverse_of, scale_of, served_inverse_of
 
 NAMESPACE = "fp8compile"
 # all of them, also those of `grouped` and `merged`, with their reference implementations
@@ -76,10 +77,15 @@ def padded_rows(rows):
     return (rows + 15) // 16 * 16
 
 
-def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
-    """`x * scale` in float32, saturated to +-fp8_max, rounded to nearest even; inf and NaN become NaN."""
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, divide: bool = False) -> Tensor:
+    """`x * scale`, or `x / scale` with `divide`, in float32, saturated to +-fp8_max, rounded to nearest even;
+    inf and NaN become NaN."""
     x = x.to(torch.float32)
-    scaled = (x * scale).clamp(-fp8_max, fp8_max)
+    if divide:  # in float64 and rounded once: a compiler may approximate a float32 division
+        scaled = (x.to(torch.float64) / scale.to(torch.float64)).to(torch.float32)
+    else:
+        scaled = x * scale
+    scaled = scaled.clamp(-fp8_max, fp8_max)
     return torch.where(x.abs() == float("inf"), float("nan"), scaled).to(dtype)
 
 
@@ -119,7 +125,7 @@ def _amaxes(x: Tensor, transposed: bool, block: Sequence[int], order: Tensor | N
 
 
 def _copy(
-    x: Tensor, _scale, dtype: torch.dtype, _fp8_max, transposed: bool, _block=(0, 0), rows=None
+    x: Tensor, _scale, dtype: torch.dtype, _fp8_max, transposed: bool, _block=(0, 0), rows=None, *_
 ) -> Tensor:
     return torch.empty(_shape(x, transposed, rows), dtype=dtype, device=x.device)
 
@@ -161,11 +167,13 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int], rows: Tensor 
 _CURRENT = "current_scale(Tensor amax, float fp8_max, int margin, bool power_of_2=False) -> Tensor"
 current_scale = define_op(_CURRENT, _like)(scale_of)
 inverse = define_op("inverse(Tensor scale) -> Tensor", _like)(inverse_of)
+_SERVED = "served_inverse(Tensor amax, float fp8_max, float least, bool power_of_2=False) -> Tensor"
+served_inverse = define_op(_SERVED, _like)(served_inverse_of)
 
 
 @define_op(
     "quantize(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, bool transposed, int[] block=[0, 0], "
-    "Tensor? rows=None) -> Tensor",
+    "Tensor? rows=None, bool divide=False) -> Tensor",
     _copy,
 )
 def quantize(
@@ -176,17 +184,19 @@ def quantize(
     transposed: bool,
     block: Sequence[int] = (0, 0),
     rows: Tensor | None = None,
+    divide: bool = False,
 ) -> Tensor:
     if transposed and rows is not None:
         x = ordered(x, rows).t()
     elif transposed:
         x = torch.nn.functional.pad(x.t(), (0, padded_rows(x.shape[0]) - x.shape[0]))
-    return cast(x, spread(scale, x.shape, block), dtype, fp8_max).contiguous()
+    return cast(x, spread(scale, x.shape, block), dtype, fp8_max, divide).contiguous()
 
 
 @define_op(
     "quantize_both(Tensor x, Tensor scale, ScalarType dtype, float fp8_max, Tensor? transposed_scale=None, "
-    "int[] block=[0, 0], Tensor? rows=None, int[]? transposed_block=None) -> (Tensor, Tensor)",
+    "int[] block=[0, 0], Tensor? rows=None, int[]? transposed_block=None, bool divide=False) -> "
+    "(Tensor, Tensor)",
     _copies,
 )
 def quantize_both(
@@ -198,11 +208,12 @@ def quantize_both(
     block: Sequence[int] = (0, 0),
     rows: Tensor | None = None,
     transposed_block: Sequence[int] | None = None,
+    divide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`transposed_scale`, `transposed_block`: those of the transposed copy; None: `scale`, `block`."""
-    plain = quantize(x, scale, dtype, fp8_max, False, block, rows)
+    plain = quantize(x, scale, dtype, fp8_max, False, block, rows, divide)
     scale = scale if transposed_scale is None else transposed_scale
-    return plain, quantize(x, scale, dtype, fp8_max, True, transposed_block or block, rows)
+    return plain, quantize(x, scale, dtype, fp8_max, True, transposed_block or block, rows, divide)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -3,7 +3,11 @@
     scale     = fp8_max / (amax * 2**margin)         multiplies into FP8
     scale_inv = 1 / scale                            divides back
 
-Both are float32, computed in float64 and rounded once, so that eager and compiled code agree bitwise whatever
+A server divides by the inverse instead (`served_inverse_of`):
+
+    scale_inv = max(amax, least) / fp8_max           values are divided by it
+
+All are float32, computed in float64 and rounded once, so that eager and compiled code agree bitwise whatever
 instructions a compiler picks for a float32 division.
 
 The functions are written in plain torch with no data-dependent control flow: they run eagerly, on fake
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor
 
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # with finite inverses
-EXPONENT = 0x7F800000  # the exponent bits of a float32
+EXPONENT, MANTISSA = 0x7F800000, 0x007FFFFF  # bits of a float32
 
 
 def scale_of(amax: Tensor, fp8_max: float, margin: int, power_of_2: bool = False) -> Tensor:
@@ -41,6 +45,17 @@ def scale_to(amax: Tensor, reach: Tensor) -> Tensor:
     scale = (reach / wide).clamp(SMALLEST, LARGEST)
     usable = (wide > 0) & (wide < float("inf"))
     return torch.where(usable, scale, torch.ones_like(scale)).to(torch.float32)
+
+
+def served_inverse_of(amax: Tensor, fp8_max: float, least: float, power_of_2: bool = False) -> Tensor:
+    """The inverse of a scale as servers compute it, float32: `max(amax, least) / fp8_max`; 1 for inf and NaN.
+
+    With `power_of_2`, the smallest power of two that is not below it (UE8M0).
+    """
+    wide = amax.to(torch.float64).clamp(min=least)
+    inverse = (wide / torch.full_like(wide, fp8_max)).to(torch.float32)
+    inverse = torch.where(wide < float("inf"), inverse, torch.ones_like(inverse))
+    return (inverse.view(torch.int32) + MANTISSA & EXPONENT).view(torch.float32) if power_of_2 else inverse
 
 
 def inverse_of(scale: Tensor) -> Tensor:

@@ -25,12 +25,14 @@ class FP8Copy(NamedTuple):
     transposed: bool
     block: tuple[int, int] = (0, 0)
     rows: Any = None  # the order of rows that are divided into groups
+    divide: bool = False  # `scale` is the inverse: values are divided by it
     item: int | None = None
 
     @property
     def args(self) -> tuple:
         """The arguments of `quantize`."""
-        return (*self[:5], list(self.block), *([] if self.rows is None else [self.rows]))
+        order = [] if self.rows is None and not self.divide else [self.rows]
+        return (*self[:5], list(self.block), *order, *([True] if self.divide else []))
 
     def of(self, result: Any) -> Any:
         """This copy, in what the operator has returned."""
@@ -46,10 +48,10 @@ def copies_of(target: Any, args: Sequence[Any]) -> tuple[FP8Copy, ...]:
 
 
 def _both(
-    x, scale, dtype, fp8_max, other=None, block=(0, 0), rows=None, late=None
+    x, scale, dtype, fp8_max, other=None, block=(0, 0), rows=None, late=None, divide=False
 ) -> tuple[FP8Copy, FP8Copy]:
     """With the arguments of `quantize_both`."""
-    plain = FP8Copy(x, scale, dtype, fp8_max, False, tuple(block), rows, 0)
+    plain = FP8Copy(x, scale, dtype, fp8_max, False, tuple(block), rows, divide, 0)
     scale = scale if other is None else other
     return plain, plain._replace(transposed=True, item=1, scale=scale, block=tuple(late or block))
 
@@ -63,7 +65,7 @@ def both_args(plain: FP8Copy, late: FP8Copy) -> tuple:
     other = None if late.scale is plain.scale else late.scale
     block = None if late.block == plain.block else list(late.block)
     rows = plain.rows if plain.rows is not None else late.rows
-    return (*plain[:4], other, list(plain.block), rows, block)
+    return (*plain[:4], other, list(plain.block), rows, block, *([True] if plain.divide else []))
 
 
 class GroupedProduct(NamedTuple):

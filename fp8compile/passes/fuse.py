@@ -301,7 +301,8 @@ def _of_cast(node: Node) -> Output:
     (copy,) = copies_at(node)
     beside = any(user.target is merged.side_by_side and arg(user, 1) == 1 for user in node.users)
     content = "transposed" if copy.transposed else "copy"
-    return Output(content, copy.source, node, _scale(node), copy.dtype, copy.fp8_max, spaced=beside)
+    how = (copy.dtype, copy.fp8_max, copy.divide)
+    return Output(content, copy.source, node, _scale(node), *how, spaced=beside)
 
 
 def _of_amax(node: Node, casts: list[Node]) -> list[Output]:

@@ -24,7 +24,7 @@ from ..ir.fx_utils import CASTS, Ranks, aten, is_tensor, reached, value
 
 MOST_INPUTS = 12
 SEEDS = (ops.quantize, ops.amax, ops.amax_blocks, grouped.group_amax)
-OURS = (*SEEDS, ops.current_scale, ops.inverse)
+OURS = (*SEEDS, ops.current_scale, ops.served_inverse, ops.inverse)
 
 
 class Grouping:

@@ -27,14 +27,15 @@ from ..codegen.inline import Inliner
 from ..errors import Fp8CompileError
 from ..ir import grouped, merged, ops
 from ..ir.fx_utils import arg, is_data, is_tensor, value
-from ..ir.scale import inverse_of, scale_of
+from ..ir.scale import inverse_of, scale_of, served_inverse_of
 from ..ir.schemas import copies_at
 
-COMPUTED = (ops.current_scale, ops.inverse, merged.largest, merged.least)
+COMPUTED = (ops.current_scale, ops.served_inverse, ops.inverse, merged.largest, merged.least)
 # operators that a plain function of the same arguments replaces
 FUNCTIONS: dict[Any, Callable] = {
     ops.current_scale: scale_of,
     ops.inverse: inverse_of,
+    ops.served_inverse: served_inverse_of,
     ops.transposed: forms.transposed,
     ops.dequantize: forms.dequantize,
     merged.largest: merged.largest_of,
@@ -196,6 +197,7 @@ class _Lowering:
         transposed: bool,
         block=(0, 0),
         order: Node | None = None,
+        divide: bool = False,
     ) -> Node:
         if order is not None and is_data(value(x).shape[0]):
             raise Fp8CompileError(
@@ -204,7 +206,7 @@ class _Lowering:
         if transposed and order is not None:
             x = self.inline(node, ops.ordered, x, order)
         dense = not node.users or any(user.target is not merged.side_by_side for user in node.users)
-        how = (dtype, fp8_max, tuple(block), dense)
+        how = (dtype, fp8_max, tuple(block), divide, dense)
         if transposed:
             return self.inline(node, forms.quantize_transposed, x, scale, *how, order is not None)
         return self.inline(node, forms.quantize, x, scale, *how)

@@ -24,14 +24,17 @@ The backward needs the scales of the forward unchanged, so scales are tagged MUS
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Graph, Node
 
 from .. import compat
 from ..config.recipe import ROW_OF_GROUP, WHOLE
 from ..ir import ops
-from ..ir.fx_utils import Emitter, Matrix, as_matrix, aten, value
+from ..ir.fx_utils import CASTS, Emitter, Matrix, as_matrix, aten, value
 from ..ir.matmul import GEMMS, Matmul
 from ..ir.metadata import OPERAND, PRODUCT, RESULT
+from ..ir.schemas import FP8Copy
 from .expert_rows import Groups, block_of
 from .joint import Joint
 from .plan import Operand, Plan
@@ -59,6 +62,7 @@ class Quantizer:
         self.after = self.written.after
         self.replaced: dict[Node, Node] = {}  # matmul -> its FP8 result, which the next matmul may read
         self.matrices: dict[tuple[Node, str], Node] = {}
+        self.narrowed: dict[tuple[Node, Any], Node] = {}
         self.groups = Groups(self.after)
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
@@ -112,8 +116,10 @@ class Quantizer:
             source = self.matrix(matrix, operand)
             rows = self.groups.order(operand, source)[:1]
             emit = self.after(max([scale, source, *rows]), operand)
-            how = (operand.format.dtype, operand.format.max, transposed, list(block_of(operand, transposed)))
-            self.written.casts[copy] = made = emit(ops.quantize, source, scale, *how, *rows)
+            block = block_of(operand, transposed)
+            given = source, scale, operand.format.dtype, operand.format.max, transposed, block
+            how = FP8Copy(*given, rows=next(iter(rows), None), divide=operand.scaling.divides)
+            self.written.casts[copy] = made = emit(ops.quantize, *how.args)
             made.meta[OPERAND] = operand.key
         return self.written.casts[copy]
 
@@ -166,9 +172,19 @@ class Quantizer:
             self.written.amaxes[operand] = emit(ops.amax, source, *rows)
         return self.written.amaxes[operand]
 
+    def rounded(self, base: Node, operand: Operand) -> Node:
+        """The base, in the dtype that its matmuls read if a server rounds it to that before its cast."""
+        dtype = value(operand.reader).dtype
+        if not operand.scaling.least or value(base).dtype.itemsize <= dtype.itemsize:
+            return base
+        if (base, dtype) not in self.narrowed:
+            emit = self.after(base, operand)
+            self.narrowed[base, dtype] = emit(CASTS[1], base, dtype)
+        return self.narrowed[base, dtype]
+
     def matrix(self, matrix: Matrix, operand: Operand) -> Node:
         """The base in 2-D: a view, or if strides allow none, a copy, which Inductor fuses into the casts."""
-        base = self.replaced.get(matrix.base, matrix.base)
+        base = self.rounded(self.replaced.get(matrix.base, matrix.base), operand)
         rows, columns = matrix.shape
         key = (base, f"{rows} {columns}")
         if key not in self.matrices:
@@ -177,8 +193,12 @@ class Quantizer:
 
 
 def current(emit: Emitter, operand: Operand, amax: Node) -> tuple[Node, Node]:
-    """(scale, inverse) from the amax of the tensor itself, or of each block."""
+    """(scale, inverse) from the amax of the tensor itself, or of each block. The inverse twice if values are
+    divided by it, as servers do."""
     scaling = operand.scaling
+    if scaling.least:
+        inverse = emit(ops.served_inverse, amax, operand.format.max, scaling.least, scaling.power_of_2)
+        return inverse if scaling.divides else emit(ops.inverse, inverse), inverse
     scale = emit(ops.current_scale, amax, operand.format.max, scaling.margin, scaling.power_of_2)
     return scale, emit(ops.inverse, scale)
 

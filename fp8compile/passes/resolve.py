@@ -78,6 +78,7 @@ def _as_held(facts: Facts, recipe: Recipe) -> dict[str, Any]:
         "weight_tiles": made.weight_block != block,
         "fp8_format": None,
         "power_of_2_scale": None,
+        "serve": recipe.serve if name == "blockwise" else "none",
         "amax_group": recipe.amax_group if made.block == WHOLE else False,
     }
 
@@ -108,6 +109,18 @@ OVERRIDES = (
         _casts_otherwise,
         _as_held,
         "the weight is held in FP8, and its bytes are multiplied as they are",
+    ),
+    Override(
+        lambda facts, recipe: (
+            recipe.serve != "none" and facts.gpu is not None and facts.gpu.architecture.fnuz
+        ),
+        lambda *_: {"serve": "none"},
+        "vLLM casts to 224 at most on this GPU, whose E4M3 ends at 240",
+    ),
+    Override(
+        lambda facts, recipe: recipe.serve != "none" and recipe.power_of_2_scale is None,
+        lambda facts, _: {"power_of_2_scale": support.serves_powers_of_2(facts.gpu)},
+        "vLLM's default on this device",
     ),
     Override(
         lambda facts, recipe: facts.frozen and (recipe.frozen == "fp8" or facts.arrived is not None),

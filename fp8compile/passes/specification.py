@@ -34,7 +34,7 @@ class Stage(NamedTuple):
 
 ARRIVED = frozenset({ops.dequantize})  # a weight that is an input in FP8
 CANONICAL = ARRIVED | {ops.amax, ops.amax_blocks, ops.quantize, ops.scaled_mm, ops.block_mm, *grouped.ALL}
-CANONICAL |= {ops.current_scale, ops.inverse}
+CANONICAL |= {ops.current_scale, ops.served_inverse, ops.inverse}
 CARRIED = CANONICAL | {ops.transposed}
 BOTH = frozenset({ops.quantize_both, merged.both_sides})
 KEPT = CARRIED | BOTH | {merged.largest, merged.least, merged.side_by_side}
@@ -50,7 +50,7 @@ STAGES = {  # by the pass that begins it; "joint", "partitioned" and so on: befo
     "lower": Stage(frozenset(), frozenset(lower.CALLED)),
 }
 # scales, and what the partitioner may be told of each
-SCALES = dict.fromkeys((ops.current_scale, ops.inverse), (MUST_SAVE,))
+SCALES = dict.fromkeys((ops.current_scale, ops.served_inverse, ops.inverse), (MUST_SAVE,))
 Rules = Iterable[tuple[str, bool]]
 
 
@@ -178,7 +178,7 @@ _JOINED = rule("float32 vectors are joined", lambda y, x: typed(WIDE, y, *x, siz
 _PARTS = rule("parts are of one FP8 format", lambda y, *_: _formats(y) in [{form} for form in FP8])
 RULES: dict[Any, Callable[..., Rules]] = {
     **dict.fromkeys((ops.amax, ops.amax_blocks, grouped.group_amax), _AMAXES),
-    **dict.fromkeys((ops.current_scale, ops.inverse), _COMPUTED),
+    **dict.fromkeys((ops.current_scale, ops.served_inverse, ops.inverse), _COMPUTED),
     **dict.fromkeys((ops.quantize, ops.quantize_both), _casts),
     **dict.fromkeys((ops.scaled_mm, ops.block_mm, grouped.grouped_mm), _product),
     ops.transposed: rule("a copy in FP8 is turned and padded", _turned),

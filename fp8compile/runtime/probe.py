@@ -151,7 +151,8 @@ class Look:
             given = made.source.detach()
             if made.transposed and made.rows is not None:
                 given = ops.ordered(given, made.rows)
-            found = measured(given, made.scale, made.of(result), made.fp8_max, made.transposed, made.block)
+            scale = inverse_of(made.scale) if made.divide else made.scale
+            found = measured(given, scale, made.of(result), made.fp8_max, made.transposed, made.block)
             self.note(owner, name, found)
 
     def note(self, owner: Any, name: Name, found: Tensor) -> None:

@@ -134,6 +134,8 @@ CASES = [
     ("mlp", "rowwise", FP32, TWOS | DGRAD | FNUZ, "sa2"),
     ("linear", "rowwise_with_gw_hp", BF16, {}, "s2"),
     ("mlp", "blockwise", FP32, FPROP | {"power_of_2_scale": False}, "ss2"),
+    ("gated", "blockwise", FP32, {"serve": "vllm"}, "ss2"),
+    ("mlp", "blockwise", BF16, {"serve": "vllm", "power_of_2_scale": True}, "ss2"),
     ("linear", "mxfp8", BF16, WGRAD | {"margin": 1}, "sso"),
     ("mlp", "mxfp8", FP32, {"weight_tiles": True}, "ss2"),
     ("mlp", "rowwise", FP32, {"weight_tiles": True}, "ss2"),

@@ -69,6 +69,7 @@ GIVEN = {
     "power_of_2_scale": False,
     "fp8_encoding": "fnuz",
     "weight_tiles": True,
+    "serve": "none",
 }
 
 

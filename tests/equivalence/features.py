@@ -175,6 +175,14 @@ FEATURES = (
         models=("mlp", "gated", "blocks"),
     ),
     Feature(
+        "serve",
+        {"serve": "vllm"},
+        forward=18.0,
+        backward=14.0,
+        recipes=("blockwise",),
+        models=("mlp", "gated", "blocks", "lora"),
+    ),
+    Feature(
         "schedule",
         {"policy": {**ALL_FP8, "schedule": {"warmup_steps": 0}}},
         refuses=frozenset({"compiled in blocks"}),

@@ -56,6 +56,9 @@ def test_casts_and_amaxes(rows: int, columns: int) -> None:
             same(ops.amax_blocks, x, turned, block)
             same(ops.quantize, x, scales(*shape, block, turned), *form, turned, block)
         same(ops.quantize_both, x, scales(rows, columns, (0, 0)), *FORMATS[i % 3])
+        for args in ((False, (1, 128), None, True), (True, (0, 0), None, True)):  # divided
+            shape = (columns, ops.padded_rows(rows)) if args[0] else (rows, columns)
+            same(ops.quantize, x, scales(*shape, args[1]), *FORMATS[0], *args)
 
 
 def test_every_number() -> None:

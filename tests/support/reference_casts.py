@@ -103,6 +103,24 @@ def quantize(
     return Quantized(cast(x, elements(scales, x, block), *form), inverses, block)
 
 
+def vllm_cast(x: Tensor, block: tuple[int, int] = (1, 128), rounded: bool = False) -> Quantized:
+    """x [R, C] in E4M3 as vLLM casts inputs of a layer with scales of blocks, in float32: `ComputeGroupScale`
+    and `QuantizeGroup` in its csrc/quantization/w8a8/fp8/per_token_group_quant.cu (main, 2026).
+
+    `rounded`: SCALE_UE8M0. Unlike vLLM, whose maxima and minima drop NaN, what is not finite becomes NaN.
+    """
+    eps = torch.tensor(1e-10)
+    amaxes = torch.maximum(block_amaxes(x, block), eps)
+    inverses = amaxes / torch.full_like(amaxes, 448.0)
+    if rounded:  # frexp returns a fraction in [1/2, 1) and an exponent
+        fraction, exponent = torch.frexp(torch.maximum(inverses, eps))
+        inverses = torch.ldexp(torch.ones_like(inverses), exponent - (fraction == 0.5).int())
+    inverses = torch.where(amaxes.isfinite(), inverses, 1.0)
+    x = x.detach().float()
+    y = (x / elements(inverses, x, block)).clamp(-448.0, 448.0)
+    return Quantized(torch.where(x.isfinite(), y, math.nan).to(OCP[0][0]), inverses, block)
+
+
 def scaled_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a[m, k] @ b[n, k]^T + bias of FP8 operands, rounded to float32 before the bias and to out_dtype at the
     end.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.support.reference_casts import FORMATS, FORMATS_FNUZ, Quantized, quantize
+from tests.support.reference_casts import FORMATS, FORMATS_FNUZ, Quantized, quantize, vllm_cast
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 ROLES = ("input", "weight", "gradient")
@@ -33,6 +33,7 @@ class Settings:
     power_of_2_scale: bool | None = None
     fp8_encoding: str = "auto"
     weight_tiles: bool = False
+    serve: str = "none"
 
     def __post_init__(self) -> None:
         assert self.recipe in RECIPES and self.amax_compute_algo in ("max", "most_recent")
@@ -63,7 +64,9 @@ class Settings:
     def rounded(self) -> bool:
         """Whether current scales are powers of two."""
         return (
-            self.recipe in ("blockwise", "mxfp8") if self.power_of_2_scale is None else self.power_of_2_scale
+            self.recipe in ("blockwise", "mxfp8") and self.serve == "none"
+            if self.power_of_2_scale is None
+            else self.power_of_2_scale
         )
 
     def block(self, role: str, gemm: str) -> tuple[int, int]:
@@ -80,6 +83,8 @@ class Settings:
     def quantize(self, x: Tensor, role: str, gemm: str, scale: float | None) -> Quantized:
         """x [R, C], a tensor in this role, in FP8 for this gemm. `scale`: with delayed scaling its scale,
         else None."""
+        if self.serve == "vllm" and role == "input":
+            return vllm_cast(x, self.block(role, gemm), self.rounded)
         margin = self.margin_of(role)
         return quantize(x, self.format(role), self.block(role, gemm), margin, self.rounded, scale)
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.support.reference_casts import OCP, Quantized, cast, quantize, scaled_mm
+from tests.support.reference_casts import OCP, Quantized, cast, quantize, scaled_mm, vllm_cast
 
 WHOLE, ROW = (0, 0), (1, 0)
 
@@ -37,10 +37,15 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 class Served(nn.Module):
     """A Linear as a server runs it. `rounded`: dynamic scales are rounded to powers of two (servers do so on
-    request, and where scales are E8M0)."""
+    request, and where scales are E8M0). `vllm`: inputs are cast as by vLLM's kernel for blocks."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], blocks: tuple[int, int], inputs: tuple[int, int], rounded: bool
+        self,
+        tensors: Mapping[str, Tensor],
+        blocks: tuple[int, int],
+        inputs: tuple[int, int],
+        rounded: bool,
+        vllm: bool = False,
     ):
         super().__init__()
         scale_inv = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
@@ -50,19 +55,21 @@ class Served(nn.Module):
             tensors["weight"], scale_inv.reshape(1, 1) if blocks == WHOLE else scale_inv, blocks
         )
         self.bias, self.static = tensors.get("bias"), tensors.get("input_scale")
-        self.inputs, self.rounded = inputs, rounded
+        self.inputs, self.rounded, self.vllm = inputs, rounded, vllm
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if self.static is not None:
             copy = Quantized(cast(rows, 1.0 / self.static, *OCP[0]), self.static.reshape(1, 1), WHOLE)
+        elif self.vllm:
+            copy = vllm_cast(rows, self.inputs, self.rounded)
         else:
             copy = quantize(rows, OCP[0], self.inputs, rounded=self.rounded)
         out = scaled_mm(copy, self.weight, x.dtype, self.bias)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
-def serve(model: nn.Module, directory: Path, rounded: bool = False) -> nn.Module:
+def serve(model: nn.Module, directory: Path, rounded: bool = False, vllm: bool = False) -> nn.Module:
     """`model`, with the weights of a checkpoint: Linears in FP8 where the configuration says so."""
     config, tensors = config_of(directory), tensors_of(directory)
     ignored = config.get("ignore", config.get("modules_to_not_convert"))
@@ -74,7 +81,7 @@ def serve(model: nn.Module, directory: Path, rounded: bool = False) -> nn.Module
             for key in list(tensors)
             if key.startswith(f"{name}.")
         }
-        model.set_submodule(name, Served(own, *_blocks(config, name), rounded=rounded))
+        model.set_submodule(name, Served(own, *_blocks(config, name), rounded, vllm))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not missing and not unexpected, (missing, unexpected)
     return model.eval()

@@ -20,7 +20,7 @@ from .policy_errors import PolicyError
 from .policy_tables import Defaults, Policy, PolicyFile, given, label
 from .validation import made
 
-BUILTIN = ("default", "fast", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults")
+BUILTIN = ("default", "fast", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults", "vllm")
 
 
 def load(source: Any = None) -> Policy:

@@ -26,8 +26,8 @@ from ...ir.frozen import FrozenWeight
 from ...logs import get_logger
 from ...runtime.held import Stack, hold, release
 from ...runtime.named_weights import unwrapped
+from .contents import Contents, Place, at, contents_of
 from .files import tensors
-from .plan import Place, Plan, at, planned
 
 logger = get_logger(__name__)
 
@@ -81,13 +81,13 @@ def load_fp8(
     Returns a `Loaded`. Raises LoadError (a ValueError) for a checkpoint that cannot be read or does not fit,
     before anything is changed; ImportError without safetensors; TypeError for no module."""
     model = unwrapped(model)
-    plan = planned(model, path, stacks or {}, unread)
-    _read(plan, torch.device(device or "cpu"))
-    held = plan.held()
+    contents = contents_of(model, path, stacks or {}, unread)
+    _read(contents, torch.device(device or "cpu"))
+    held = contents.held()
     layers = {name.removesuffix(".weight"): KINDS[block] for name, block in held.items()}
-    size = sum(at(plan.places[name][0]).nbytes for name in held)
-    others = len(plan.spots) - len(plan.scales)
-    made = Loaded(Path(path), layers, others, plan.unread, size)
+    size = sum(at(contents.places[name][0]).nbytes for name in held)
+    others = len(contents.spots) - len(contents.scales)
+    made = Loaded(Path(path), layers, others, contents.unread, size)
     logger.info("fp8: loaded %s", made)
     return made
 
@@ -99,11 +99,11 @@ def fp8_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 @torch.no_grad()
-def _read(plan: Plan, device: torch.device) -> None:
-    stacks = {name: _Parts(plan, name, device) for name in plan.stacks}
-    for name, tensor in tensors({name: plan.entries[name] for name in plan.spots}):
-        spot, scales = plan.spots[name], plan.scales.get(name)
-        places = plan.places[spot.name]
+def _read(contents: Contents, device: torch.device) -> None:
+    stacks = {name: _Parts(contents, name, device) for name in contents.stacks}
+    for name, tensor in tensors({name: contents.entries[name] for name in contents.spots}):
+        spot, scales = contents.spots[name], contents.scales.get(name)
+        places = contents.places[spot.name]
         was = at(places[0])
         where = device if was.is_meta else was.device
         if spot.matrix is not None:
@@ -123,8 +123,8 @@ def _read(plan: Plan, device: torch.device) -> None:
 class _Parts:
     """A stack of matrices, whose parts come one after another."""
 
-    def __init__(self, plan: Plan, name: str, device: torch.device):
-        self.plan, self.stack, self.places = plan, plan.stacks[name], plan.places[name]
+    def __init__(self, contents: Contents, name: str, device: torch.device):
+        self.contents, self.stack, self.places = contents, contents.stacks[name], contents.places[name]
         self.left = sum(map(len, self.stack.names))
         was = at(self.places[0])
         self.device = device if was.is_meta else was.device
@@ -133,8 +133,8 @@ class _Parts:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Put a part into its place; with the last one, the stack into the model."""
-        _, matrix, row = self.plan.spots[name]
-        scales, was = self.plan.scales.get(name), at(self.places[0])
+        _, matrix, row = self.contents.spots[name]
+        scales, was = self.contents.scales.get(name), at(self.places[0])
         in_place = scales is None and not was.is_meta and not isinstance(was, FrozenWeight)
         if self.data is None:
             self.data = was if in_place else torch.empty(was.shape, dtype=tensor.dtype, device=self.device)

@@ -73,6 +73,44 @@ def test_bytes_and_scales_of_current_scaling(recipe: str, dtype: torch.dtype, tm
         assert sqnr(evaluated(compiled, tokens(9)), theirs) > CLOSE_DB
 
 
+class Gated(nn.Module):
+    """A language model whose activations have more digits than bf16 before they are rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lm_head = nn.Embedding(96, 256), nn.Linear(256, 96)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(256, 512), "down": nn.Linear(512, 256, bias=False)})
+            for _ in range(3)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block["down"](nn.functional.gelu(block["up"](nn.functional.rms_norm(x, (256,)))))
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_a_vllm_server_computes_what_training_does(power_of_2: bool, tmp_path: Path) -> None:
+    """Logits of a bf16 model, if Inductor rounds between operators as eager mode does. Without `serve`, most
+    differ, because what is cast is not rounded to bf16 before."""
+    found = {}
+    for name, options in {"with": {"policy": "vllm"}, "without": {"recipe": "blockwise"}}.items():
+        torch.manual_seed(0)
+        model = Gated().bfloat16()
+        with torch._inductor.config.patch(emulate_precision_casts=True):
+            options["power_of_2_scale"] = power_of_2
+            out = torch.compile(model, backend="fp8", options=options)(tokens(9))
+            out.float().logsumexp(-1).mean().backward()
+        made = fp8compile.export(model, tmp_path / name)
+        assert made.ignored == ("embed", "lm_head") and len(made.layers) == 6
+        with torch.no_grad():
+            theirs = serve(Gated().bfloat16(), made.directory, rounded=power_of_2, vllm=True)(tokens(9))
+        found[name] = (out == theirs).float().mean().item()
+    assert found["with"] > 0.98 and found["without"] < 0.5, found  # float32 sums have another order
+
+
 @pytest.mark.parametrize("recipe", CURRENT)
 def test_the_decompressor_of_compressed_tensors(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")

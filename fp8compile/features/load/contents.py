@@ -40,7 +40,7 @@ class Spot(NamedTuple):
     row: int = 0
 
 
-class Scales(NamedTuple):
+class WeightScales(NamedTuple):
     """The scales of a weight in float32, what they are in the file, and the elements that share one."""
 
     inverse: Tensor
@@ -49,7 +49,7 @@ class Scales(NamedTuple):
 
 
 @dataclass
-class Plan:
+class Contents:
     """What is to be done. By name in the model: places in modules, and stacks. By name in the checkpoint:
     entries, their spots, and the scales of weights in FP8."""
 
@@ -57,7 +57,7 @@ class Plan:
     entries: dict[str, Entry]
     stacks: Mapping[str, Stack]
     spots: dict[str, Spot] = field(default_factory=dict)
-    scales: dict[str, Scales] = field(default_factory=dict)
+    scales: dict[str, WeightScales] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 
     def held(self) -> dict[str, Block]:
@@ -65,35 +65,35 @@ class Plan:
         return {self.spots[name].name: scales.block for name, scales in self.scales.items()}
 
 
-def planned(
+def contents_of(
     model: nn.Module, path: str | os.PathLike[str], stacks: Mapping[str, Stack], unread: Iterable[str] = ()
-) -> Plan:
+) -> Contents:
     """`stacks`: by name in the model; those that the checkpoint has under this name are left out. `unread`:
     patterns of names in the checkpoint that the model has no use for. LoadError for what does not fit."""
     found = entries(path)
-    plan = Plan(_places(model), found, {name: x for name, x in stacks.items() if name not in found})
+    contents = Contents(_places(model), found, {name: x for name, x in stacks.items() if name not in found})
     if not any(entry.dtype == FP8 for entry in found.values()):
         raise LoadError(f"{path}: no tensor is in FP8 ({FP8}): load it with model.load_state_dict")
-    _check_stacks(path, plan)
+    _check_stacks(path, contents)
     scale_of = {name: _scale_of(name, found) for name, x in found.items() if x.dtype == FP8}
     used, ignored = {*scale_of.values()}, re.compile("|".join((UNREAD, *unread)))
-    plan.unread = tuple(name for name in found if name not in plan.spots and ignored.search(name))
+    contents.unread = tuple(name for name in found if name not in contents.spots and ignored.search(name))
     for name, entry in found.items():
-        if name in used or name in plan.unread:
+        if name in used or name in contents.unread:
             continue
         if entry.dtype.startswith("F8") and entry.dtype != FP8:
             raise LoadError(f"{entry.file}: {name} is {entry.dtype}; {FP8} can be held")
         if name.endswith(tuple(f"{WEIGHT}_{last}" for last in SCALES)):
             raise LoadError(f"{entry.file}: {name} is the scale of a weight that is not in FP8")
-        _check_place(name, entry, plan.spots.setdefault(name, Spot(name)), plan)
-    _check_missing(model, path, plan)
+        _check_place(name, entry, contents.spots.setdefault(name, Spot(name)), contents)
+    _check_missing(model, path, contents)
     values = dict(tensors({scale: found[scale] for scale in used}))
     for name, scale in scale_of.items():
-        if name not in plan.unread:
-            plan.scales[name] = _scales(name, found[name], scale, found[scale], values[scale])
-            if plan.spots[name].matrix is not None or len(found[name].shape) == 3:
-                _check_blocks(name, found[name], plan.scales[name])
-    return plan
+        if name not in contents.unread:
+            contents.scales[name] = _scales(name, found[name], scale, found[scale], values[scale])
+            if contents.spots[name].matrix is not None or len(found[name].shape) == 3:
+                _check_blocks(name, found[name], contents.scales[name])
+    return contents
 
 
 def _places(model: nn.Module) -> dict[str, list[Place]]:
@@ -117,12 +117,12 @@ def at(place: Place) -> Any:
     return module._parameters[name] if name in module._parameters else module._buffers[name]
 
 
-def _check_stacks(path: Any, plan: Plan) -> None:
+def _check_stacks(path: Any, contents: Contents) -> None:
     """Give the parts of stacks their spots."""
-    for name, stack in plan.stacks.items():
-        if name not in plan.places:
+    for name, stack in contents.stacks.items():
+        if name not in contents.places:
             raise LoadError(f"{path}: stacks names {name}, which the model has not")
-        shape = tuple(at(plan.places[name][0]).shape)
+        shape = tuple(at(contents.places[name][0]).shape)
         if len(shape) != 3 or len(stack.names) != shape[0]:
             raise LoadError(
                 f"{path}: stacks has {len(stack.names)} matrices for {name}, which is {list(shape)}"
@@ -131,15 +131,15 @@ def _check_stacks(path: Any, plan: Plan) -> None:
         for matrix, parts in enumerate(stack.names):
             row = 0
             for part in parts:
-                if part not in plan.entries:
+                if part not in contents.entries:
                     raise LoadError(f"{path}: it does not have {part}, which is a part of {name}")
-                entry = plan.entries[part]
+                entry = contents.entries[part]
                 if len(entry.shape) != 2 or entry.shape[1] != columns:
                     what = f"{part} is {list(entry.shape)}, and a part of {name}"
                     raise LoadError(f"{entry.file}: {what}, whose matrices are {[rows, columns]}")
-                if entry.dtype != plan.entries[stack.names[0][0]].dtype:
+                if entry.dtype != contents.entries[stack.names[0][0]].dtype:
                     raise LoadError(f"{entry.file}: {part} is {entry.dtype}, unlike other parts of {name}")
-                plan.spots[part] = Spot(name, matrix, row)
+                contents.spots[part] = Spot(name, matrix, row)
                 row += entry.shape[0]
             if row != rows:
                 raise LoadError(
@@ -156,10 +156,10 @@ def _scale_of(name: str, found: Mapping[str, Entry]) -> str:
     return scale
 
 
-def _check_place(name: str, entry: Entry, spot: Spot, plan: Plan) -> None:
-    if spot.name not in plan.places:
+def _check_place(name: str, entry: Entry, spot: Spot, contents: Contents) -> None:
+    if spot.name not in contents.places:
         raise LoadError(f"{entry.file}: the model has no {name}")
-    places = plan.places[spot.name]
+    places = contents.places[spot.name]
     tensor = at(places[0])
     if spot.matrix is None and tuple(tensor.shape) != entry.shape:
         raise LoadError(f"{entry.file}: {name} is {list(entry.shape)}, and {list(tensor.shape)} in the model")
@@ -174,19 +174,19 @@ def _check_place(name: str, entry: Entry, spot: Spot, plan: Plan) -> None:
             raise LoadError(f"{entry.file}: {name} is {tensor.dtype} in the model: it has to be of floats")
 
 
-def _check_missing(model: nn.Module, path: Any, plan: Plan) -> None:
-    filled = {id(at(plan.places[spot.name][0])) for spot in plan.spots.values()}
-    missing = [name for name, places in plan.places.items() if id(at(places[0])) not in filled]
+def _check_missing(model: nn.Module, path: Any, contents: Contents) -> None:
+    filled = {id(at(contents.places[spot.name][0])) for spot in contents.spots.values()}
+    missing = [name for name, places in contents.places.items() if id(at(places[0])) not in filled]
     if missing:
         raise LoadError(f"{path}: it does not have {', '.join(at_most(3, missing))}")
-    known = {id(at(place)) for places in plan.places.values() for place in places}
+    known = {id(at(place)) for places in contents.places.values() for place in places}
     empty = [name for name, x in model.named_buffers() if x.is_meta and id(x) not in known]
     if empty:
         what = f"{', '.join(at_most(3, empty))} is on the meta device, and no part of a checkpoint"
         raise LoadError(f"{what}: build the model with such buffers on a device")
 
 
-def _scales(name: str, entry: Entry, called: str, own: Entry, scale: Tensor) -> Scales:
+def _scales(name: str, entry: Entry, called: str, own: Entry, scale: Tensor) -> WeightScales:
     """What is read of the `scale` of a weight. `called`, `own`: its name and its entry."""
     if own.dtype not in STORED:
         raise LoadError(f"{own.file}: the scale of {name} is {own.dtype}; {', '.join(STORED)} can be read")
@@ -204,10 +204,10 @@ def _scales(name: str, entry: Entry, called: str, own: Entry, scale: Tensor) -> 
     if not bool((wide.isfinite() & (wide > 0)).all()):
         raise LoadError(f"{own.file}: a scale of {name} is not above zero, or not finite")
     wide = wide.reshape({WHOLE: (1,), ROW: (-1, 1)}.get(block, shape))
-    return Scales(wide, Stored(STORED[own.dtype], called.rpartition(".")[2], own.shape), block)
+    return WeightScales(wide, Stored(STORED[own.dtype], called.rpartition(".")[2], own.shape), block)
 
 
-def _check_blocks(name: str, entry: Entry, scales: Scales) -> None:
+def _check_blocks(name: str, entry: Entry, scales: WeightScales) -> None:
     """Of experts: blocks that begin where a matrix, or a part of it, does."""
     if scales.block != SQUARE or any(size % 128 for size in entry.shape[-2:]):
         what = f"{entry.file}: {name} is a part of a stack, and {list(entry.shape)}"
