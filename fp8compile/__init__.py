@@ -29,14 +29,19 @@ if TYPE_CHECKING:
     from .errors import ExportError as ExportError
     from .errors import Fp8CompileError as Fp8CompileError
     from .errors import LoadError as LoadError
+    from .errors import MismatchError as MismatchError
     from .errors import OptionError as OptionError
     from .errors import ShardingError as ShardingError
     from .errors import StateError as StateError
     from .errors import StrictError as StrictError
     from .errors import TuneError as TuneError
     from .features.delayed.checkpoint import ScalingState as ScalingState
+    from .features.export.digest import digest as digest
     from .features.export.export import Exported as Exported
     from .features.export.export import export as export
+    from .features.export.export import served_weights as served_weights
+    from .features.export.mismatch import Mismatch as Mismatch
+    from .features.export.mismatch import mismatch as mismatch
     from .features.frozen.frozen_weights import restore_frozen_weights as restore_frozen_weights
     from .features.load.load import Loaded as Loaded
     from .features.load.load import fp8_parameters as fp8_parameters
@@ -71,6 +76,7 @@ _MODULES = {
         "ExportError",
         "Fp8CompileError",
         "LoadError",
+        "MismatchError",
         "OptionError",
         "ShardingError",
         "StateError",
@@ -78,7 +84,9 @@ _MODULES = {
         "TuneError",
     ),
     "features.delayed.checkpoint": ("ScalingState",),
-    "features.export.export": ("Exported", "export"),
+    "features.export.digest": ("digest",),
+    "features.export.export": ("Exported", "export", "served_weights"),
+    "features.export.mismatch": ("Mismatch", "mismatch"),
     "reporting.monitor": ("Monitor",),
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),
@@ -93,7 +101,18 @@ _MODULES = {
 _SUBMODULES = ("distributed", "optim")
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
 # what functions return, for annotations; and the backend, which torch finds by its name
-_UNLISTED = {"Comparison", "Estimate", "Exported", "Loaded", "Monitor", "Report", "Stats", "Tuned", "fp8"}
+_UNLISTED = {
+    "Comparison",
+    "Estimate",
+    "Exported",
+    "Loaded",
+    "Mismatch",
+    "Monitor",
+    "Report",
+    "Stats",
+    "Tuned",
+    "fp8",
+}
 __all__ = sorted({*_PUBLIC, *_SUBMODULES} - _UNLISTED)  # noqa: PLE0605
 
 

@@ -69,6 +69,10 @@ class LoadError(Fp8CompileError, ValueError):
     """An FP8 checkpoint that `fp8compile.load_fp8` cannot read, or that does not fit the model."""
 
 
+class MismatchError(Fp8CompileError, ValueError):
+    """What `fp8compile.mismatch` cannot compare."""
+
+
 class TuneError(Fp8CompileError):
     """No policy that `fp8compile.tune` tried is accurate enough, or none is faster than bf16."""
 

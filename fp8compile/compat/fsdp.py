@@ -41,6 +41,12 @@ def sharded_pairs() -> Iterator[tuple[Any, Any]]:
                 yield parameter.sharded_param, read
 
 
+def gathered_as() -> dict[int, tuple[Tensor, torch.dtype]]:
+    """Each parameter that FSDP2 has sharded, and the dtype in which graphs read it; by its id."""
+    found = [p for group in _groups() for p in group.fsdp_params]
+    return {id(p.sharded_param): (p.sharded_param, p.param_dtype or p.orig_dtype) for p in found}
+
+
 def local_shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """The shapes that this rank multiplies by, of the tensors that it has in parts. FSDP2's own shards are no
     parts: they are gathered."""

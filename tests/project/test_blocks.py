@@ -47,7 +47,16 @@ COMPLETE = ("index.md", "tutorial.md", "how-to")  # pages whose code needs no na
 COMPILED = ("README.md", "docs/index.md")  # also run as users run them, through Inductor
 # each takes seconds to compile: slow
 COSTLY = tuple(f"docs/{name}.md" for name in ("estimates", "export", "compare", "telemetry"))
-HOW_TO = ("accumulate", "bf16-first", "lora", "nan", "not-faster", "resume", "save-memory")
+HOW_TO = (
+    "accumulate",
+    "bf16-first",
+    "lora",
+    "nan",
+    "not-faster",
+    "resume",
+    "rl-with-fp8-server",
+    "save-memory",
+)
 COSTLY += tuple(f"docs/how-to/{name}.md" for name in HOW_TO)
 
 

@@ -125,6 +125,8 @@ def _obstacle(layer: Any, owners: Mapping[int, int]) -> str:
         return f"has a {kind}, whose update is not the one that get_delta_weight of PEFT gives"
     if any(layer.lora_bias.get(name) for name in _active(layer)):
         return "has lora_bias=True, an update that get_delta_weight of PEFT does not give"
+    if any(hasattr(p, "placements") for p in layer.parameters()):
+        return "has sharded parameters"
     return "has a weight that another module shares" if owners[id(layer.get_base_layer().weight)] > 1 else ""
 
 
@@ -217,7 +219,7 @@ def left(whole: Vanilla, chosen: Chosen, merge: str | None) -> dict[str, float]:
         if ours is None:
             written = whole.model.get_parameter(f"{name}.weight").float()
         else:
-            values, inverse = cast(ours)
+            values, inverse = (x.cpu() for x in cast(ours))
             block = ours.scaling.block
             inverse = inverse.float().reshape(SHAPES.get(block, inverse.shape))
             written = ops.values(values, inverse, torch.float32, block)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import ExportError
 
@@ -28,24 +29,33 @@ def check_directory(directory: Path, overwrite: bool) -> None:
         raise ExportError(f"{directory} has files already ({shown}): {fix}")
 
 
-def own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, as safetensors takes them: contiguous, each with its own memory. Of tied
-    tensors (the same memory in the same way), the first name stays, as in checkpoints of transformers."""
+def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of tied tensors (one object, or the same memory in the same way) the first name, as in checkpoints of
+    transformers."""
     found: dict[str, Tensor] = {}
-    seen: set[tuple[Any, ...]] = set()
-    storages: set[int] = set()
+    seen: set[Any] = set()
     for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        storage = tensor.untyped_storage()
-        memory = tensor.device, storage.data_ptr(), tensor.data_ptr()
-        at = *memory, tuple(tensor.shape), tensor.stride(), tensor.dtype
-        if tensor.numel() and at in seen:
-            continue
-        seen.add(at)
-        part = storage.nbytes() != tensor.numel() * tensor.element_size() or storage.data_ptr() in storages
-        storages.add(storage.data_ptr())
+        memory = None if is_traceable_wrapper_subclass(tensor) or not tensor.numel() else tensor.data_ptr()
+        way = tensor.device, memory, tuple(tensor.shape), tensor.stride(), tensor.dtype
+        keys = {id(tensor)} if memory is None else {id(tensor), way}
+        if seen.isdisjoint(keys):
+            found[name] = tensor
+        seen |= keys
+    return found
+
+
+def own_memory(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors on the CPU, as safetensors takes them: contiguous, each with its own memory. They are taken
+    one at a time."""
+    found: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors:
         tensor = tensor.to("cpu").contiguous()
-        found[name] = tensor.clone() if part else tensor
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
+            tensor = tensor.clone()
+        storages.add(tensor.untyped_storage().data_ptr())
+        found[name] = tensor
     return found
 
 

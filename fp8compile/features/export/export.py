@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from ...errors import ExportError, at_most, need
 from ...frontend.inputs import plain
+from ...ir.frozen import FrozenWeight
 from ...logs import get_logger
 from ...runtime.named_weights import unwrapped
 from . import adapters, checkpoint_files
 from .checkpoint_formats import FORMATS, pick
-from .exported_layers import Chosen, cast, choose
+from .exported_layers import Chosen, cast, choose, whole
 
 logger = get_logger(__name__)
 
@@ -102,21 +104,16 @@ def export(
     need("safetensors", "fp8compile.export")
     checkpoint_files.check_directory(path, overwrite)
     _check_whole(model)
-    whole = adapters.vanilla(model, merge)
-    model = whole.model
-    _check_adapters(model)
-    chosen = choose(model)
-    if not chosen.layers and not whole.merged:
-        raise ExportError(_nothing(model, chosen))
-    name = pick(format, chosen.layers.values()) if chosen.layers else ""
-    merged = adapters.left(whole, chosen, merge)
-    tensors = _tensors(model, chosen, name)
-    config = checkpoint_files.config_of(model)
+    bare = adapters.vanilla(model, merge)
+    chosen, name = _chosen(bare, format)
+    merged = adapters.left(bare, chosen, merge)
+    tensors = checkpoint_files.own_memory(_tensors(bare.model, chosen, name))
+    config = checkpoint_files.config_of(bare.model)
     if name:
         config["quantization_config"] = FORMATS[name].config(chosen)
     written = checkpoint_files.write(path, tensors, config, max_shard_size)
     recipes = {layer.name: layer.recipe for layer in chosen.layers.values()}
-    beside = adapters.write(whole.peft, path) if whole.peft is not None else {}
+    beside = adapters.write(bare.peft, path) if bare.peft is not None else {}
     made = Exported(path, name, recipes, chosen.ignored, chosen.left, tuple(written), beside, merged)
     logger.info("fp8: exported %s", made)
     if chosen.left:
@@ -125,30 +122,67 @@ def export(
     return made
 
 
-def _tensors(model: nn.Module, chosen: Chosen, format: str) -> dict[str, Tensor]:
+def served_weights(
+    model: nn.Module, format: str | None = None, merge: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that `export` would write, one layer at a time: for a server that takes new weights while
+    the model trains. Names, dtypes, shapes, bytes and order are those of the checkpoint; `format` and `merge`
+    are those of `export`, and adapters that are not merged do not come. Beside the model there is one layer,
+    and float32 copies while it is cast: together up to 17 bytes for each element of its weight.
+
+    The FP8 bytes are those that the next forward of training multiplies with: those that `fp8_all_gather` or
+    `cache_weights` would bring, too. Take all tensors before a training call or an optimizer step.
+
+    Tensors are contiguous and on the device of their parameter. What is not cast is the memory of the model
+    itself: read it, or copy it. To compare what has arrived, see `digest`.
+
+    Parameters that FSDP2 or tensor parallelism shards are gathered one at a time. Then all ranks have to take
+    all tensors, which are the same on each; but for static scales of inputs (`delayed`): those are the rank's
+    own, without `reduce_amax`.
+
+    Raises what `export` raises; for a NaN in a weight when the weight's turn comes, on all ranks. Also
+    ExportError where tensor parallelism cuts what shares a scale, without `amax_group`."""
+    model = unwrapped(model)
+    _check_whole(model, shards=True)
+    bare = adapters.vanilla(model, merge)
+    chosen, name = _chosen(bare, format)
+    adapters.left(bare, chosen, merge)
+    return _tensors(bare.model, chosen, name)
+
+
+def _chosen(bare: adapters.Vanilla, format: str | None) -> tuple[Chosen, str]:
+    """The layers in FP8, and the name of their format: "" if updates were merged into all."""
+    _check_adapters(bare.model)
+    chosen = choose(bare.model)
+    if not chosen.layers and not bare.merged:
+        raise ExportError(_nothing(bare.model, chosen))
+    return chosen, pick(format, chosen.layers.values()) if chosen.layers else ""
+
+
+def _tensors(model: nn.Module, chosen: Chosen, format: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the checkpoint, in the order of the state dict. One weight is cast at a time."""
-    found: dict[str, Tensor] = {}
     weights = {f"{name}.weight".lstrip("."): layer for name, layer in chosen.layers.items()}
-    given = {plain(name): tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    others = {name: tensor for name, tensor in given.items() if name not in weights}
-    high = checkpoint_files.own_memory(others)
-    for name in given:
-        if name in high:
-            found[name] = high[name]
-        elif name in weights:
-            layer = weights[name]
-            made = FORMATS[format].tensors(layer, cast(layer))
-            for last, tensor in made.items():
-                found[f"{layer.name}.{last}".lstrip(".")] = tensor.contiguous()
-    return found
+    # parameters themselves: plain copies of all that is held in FP8 would be the whole model
+    state = model.state_dict(keep_vars=True)
+    given = {plain(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    for name, tensor in checkpoint_files.untied(given).items():
+        if name not in weights:
+            yield (
+                name,
+                tensor.dequantized() if isinstance(tensor, FrozenWeight) else whole(tensor).contiguous(),
+            )
+            continue
+        layer = weights[name]
+        for last, made in FORMATS[format].tensors(layer, cast(layer)).items():
+            yield f"{layer.name}.{last}".lstrip("."), made.contiguous()
 
 
-def _check_whole(model: nn.Module) -> None:
-    """ExportError for a model whose parameters are not the weights to serve."""
+def _check_whole(model: nn.Module, shards: bool = False) -> None:
+    """ExportError for a model whose parameters are not the weights to serve. `shards`: those of DTensors can
+    be gathered."""
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        sharded = any(hasattr(p, "placements") for p in module.parameters(recurse=False))
-        if sharded or kind == "FullyShardedDataParallel":
+        sharded = not shards and any(hasattr(p, "placements") for p in module.parameters(recurse=False))
+        if sharded or type(module).__name__ == "FullyShardedDataParallel":
             raise ExportError(
                 f"{plain(name) or 'the model'} has sharded parameters: gather them (get_model_state_dict "
                 "with full_state_dict=True), load them into a model on one device, compile that, call it "

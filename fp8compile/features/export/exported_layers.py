@@ -9,13 +9,14 @@ scales, by the operators that training casts with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from ... import compat
 from ...codegen.scaled_mm_kind import LINE, MX_BLOCK, MX_TILE, SQUARE
 from ...config.recipe import ROW, WHOLE, Block, Scaling, recipe_holding
 from ...devices.formats import E4M3
@@ -24,6 +25,8 @@ from ...frontend.inputs import plain
 from ...ir import ops
 from ...ir.frozen import FrozenWeight, Stored
 from ...ir.scale import inverse_of, scale_of
+from ...runtime.named_weights import named_weights
+from ...runtime.parameters import find
 from . import forwards
 from .forwards import Forward, KnownForward
 
@@ -35,13 +38,15 @@ PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX
 class ExportedLayer:
     """A Linear that is exported in FP8.
 
-    `weight`: the parameter ``[out, in]``. `scaling`: of the weight. `input_block`: the elements of an input
-    that share a scale. `partners`: weights that share the scale of this one, itself among them.
+    `weight`: the parameter ``[out, in]``, of which FSDP2 or tensor parallelism may have left a part here.
+    `dtype`: in which graphs read it. `scaling`: of the weight. `input_block`: the elements of an input that
+    share a scale. `partners`: weights that share the scale of this one, itself among them.
     `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own
     amax, each in its tensor, token, or group of 128 or 32 elements of a token."""
 
     name: str
     weight: Tensor
+    dtype: torch.dtype
     recipe: str
     scaling: Scaling
     input_block: Block
@@ -69,11 +74,13 @@ class Chosen:
 
 
 def choose(model: nn.Module) -> Chosen:
-    """The layers of a bare module (`runtime.state.unwrapped`). ExportError for what no server could run."""
+    """The layers of a bare module (`named_weights.unwrapped`). ExportError for what no server could run."""
     layers: dict[str, ExportedLayer] = {}
     left: dict[str, str] = {}
     ignored: list[str] = []
     owners: dict[int, list[str]] = {}
+    parts = compat.fsdp.local_shapes(named_weights(model))
+    sharded = compat.fsdp.gathered_as()
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(plain(name))
@@ -89,7 +96,8 @@ def choose(model: nn.Module) -> Chosen:
                 continue
             why = obstacle(module, matrix, known, owners[id(matrix)])
             if not why:
-                layers[name] = _layer(name, matrix, known)
+                _check_parts(name, matrix, known, parts.get(f"{name}.weight".lstrip(".")))
+                layers[name] = _layer(name, matrix, known, sharded)
         if why:
             left[name] = why
         # a Linear whose weight is parametrized has no matrix of its own, but a server would replace it
@@ -146,32 +154,66 @@ def _as_held(weight: FrozenWeight) -> KnownForward:
     return KnownForward(Forward(recipe_holding(weight.block), weight=of_weight, data=data, fnuz=fnuz), {})
 
 
-def _layer(name: str, weight: Tensor, known: tuple[KnownForward, ...]) -> ExportedLayer:
+def _check_parts(
+    name: str, weight: Tensor, known: tuple[KnownForward, ...], part: Sequence[int] | None
+) -> None:
+    """ExportError for a weight in parts (shape of this rank's: `part`) whose ranks scale it otherwise than a
+    server could: elements that share a scale are on several ranks."""
+    scaling = known[0].forward.weight
+    assert scaling is not None
+    sizes = zip(part or weight.shape, weight.shape, scaling.block, strict=True)
+    cut = any(own != whole and (not block or own % block) for own, whole, block in sizes)
+    if cut and not known[0].forward.alike:
+        raise ExportError(
+            f"{name}: each rank has a part of its weight and scales it by the part's own amax, and a "
+            "checkpoint has one scale: compile with amax_group, or serve it in high precision (fp8 = 'off')"
+        )
+
+
+def _layer(
+    name: str,
+    weight: Tensor,
+    known: tuple[KnownForward, ...],
+    sharded: Mapping[int, tuple[Tensor, torch.dtype]],
+) -> ExportedLayer:
     first = known[0].forward
     assert first.weight is not None and first.data is not None
-    if not bool(weight.detach().isfinite().all()):
-        fix = "export the last checkpoint that is finite"
-        raise ExportError(f"{name}.weight has NaN or infinite values: {fix}")
     if first.fnuz:
         raise ExportError(
             f"{name}: its FP8 values have AMD's fnuz encoding, and checkpoints hold e4m3fn. Load the "
             "high-precision checkpoint on a CPU, compile the model there with fp8_encoding='ocp', call it "
             "once, and export that"
         )
-    partners = tuple({id(tensor): tensor for one in known for tensor in one.partners()}.values())
+    weight, dtype = _read(weight, sharded)
+    partners = [_read(x, sharded)[0] for one in known for x in one.partners()]
     came = isinstance(weight, FrozenWeight) and weight.stored is not None  # and goes out as it came
-    scale_inv = None if came else _input_scale_inv(known)
-    return ExportedLayer(name, weight, first.recipe, first.weight, first.data.block, partners, scale_inv)
+    return ExportedLayer(
+        name,
+        weight,
+        dtype,
+        first.recipe,
+        first.weight,
+        first.data.block,
+        tuple({id(tensor): tensor for tensor in partners}.values()),
+        None if came else _input_scale_inv(known, weight.device),
+    )
 
 
-def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
+def _read(parameter: Tensor, sharded: Mapping[int, tuple[Tensor, torch.dtype]]) -> tuple[Tensor, torch.dtype]:
+    """Where the values of a parameter are, and the dtype in which graphs read them: FSDP2 frees the tensor
+    that graphs have read."""
+    same = (parameter, *(reference() for reference in find(parameter).references))
+    return next((sharded[id(x)] for x in same if id(x) in sharded), (parameter, parameter.dtype))
+
+
+def _input_scale_inv(known: Iterable[KnownForward], device: torch.device) -> Tensor | None:
     """The inverse of the scale that the next training call uses for the layer's input: of the smallest scale,
     if the layer is used several times. None if some input has no history."""
     scales = [one.stored_scale(one.forward.data_slot, "input") for one in known]
     found = [scale for scale in scales if scale is not None]
     if len(found) < len(scales):
         return None
-    return inverse_of(torch.tensor([min(found)], dtype=torch.float32))
+    return inverse_of(torch.tensor([min(found)], dtype=torch.float32, device=device))
 
 
 # -- casts --
@@ -179,7 +221,7 @@ def _input_scale_inv(known: Iterable[KnownForward]) -> Tensor | None:
 
 class WeightCast(NamedTuple):
     """`values`: float8_e4m3fn ``[out, in]``. `scale_inv`: float32, see above, or of the dtype and the shape
-    that it had in an FP8 checkpoint. Both on the CPU."""
+    that it had in an FP8 checkpoint."""
 
     values: Tensor
     scale_inv: Tensor
@@ -189,34 +231,44 @@ def cast(layer: ExportedLayer) -> WeightCast:
     """The weight of a layer, as the next forward of training would cast it.
 
     With a history, the scale is that of the history. If there is none, it is that of the current amax, as in
-    a cold call. Weights of merged matmuls share their smallest scale."""
+    a cold call. Weights of merged matmuls share their smallest scale. Shards are gathered: a collective."""
     with torch.no_grad():
-        weight = layer.weight
-        if _held(weight, layer.scaling.block):
-            inverse = weight.inv_.cpu()
-            if weight.stored is not None:
-                inverse = inverse.to(weight.stored.dtype).reshape(weight.stored.shape)
-            return WeightCast(weight.data_.cpu(), inverse)
-        weight = weight.detach()
-        scale = _scale(layer)
+        if _held(layer.weight, layer.scaling.block):
+            held, inverse = layer.weight, layer.weight.inv_
+            if held.stored is not None:
+                inverse = inverse.to(held.stored.dtype).reshape(held.stored.shape)
+            return WeightCast(held.data_, inverse)
+        weight = whole(layer.weight).to(layer.dtype)
+        if not bool(weight.isfinite().all()):
+            fix = "export the last checkpoint that is finite"
+            raise ExportError(f"{layer.name}.weight has NaN or infinite values: {fix}")
+        scale = _scale(layer, weight)
         values = ops.quantize(weight, scale, E4M3.dtype, E4M3.max, False, list(layer.scaling.block))
-        return WeightCast(values.cpu(), inverse_of(scale).cpu())
+        return WeightCast(values, inverse_of(scale))
 
 
-def _scale(layer: ExportedLayer) -> Tensor:
-    weights: Sequence[Tensor] = layer.partners or (layer.weight,)
-    scales = [_own_scale(weight, layer.scaling) for weight in weights]
-    return torch.stack([scale.to(layer.weight.device) for scale in scales]).amin(0)
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of all ranks: gathered, if it is a DTensor."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _own_scale(weight: Tensor, scaling: Scaling) -> Tensor:
-    """The scale of one weight, float32: `[1]`, or one a block of it."""
+def _scale(layer: ExportedLayer, weight: Tensor) -> Tensor:
+    """`weight`: the whole one."""
+    scales = []
+    for one in layer.partners or (layer.weight,):
+        values = weight if one is layer.weight else whole(one).to(layer.dtype)
+        scales.append(_own_scale(one, values, layer.scaling).to(weight.device))
+    return torch.stack(scales).amin(0)
+
+
+def _own_scale(parameter: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+    """The scale of one parameter, with all its values in `weight`, float32: `[1]`, or one a block of it."""
     if scaling.delayed:
-        stored = (one.stored_scale(one.forward.weight_slot, "weight") for one in forwards.of(weight))
+        stored = (one.stored_scale(one.forward.weight_slot, "weight") for one in forwards.of(parameter))
         scale = next((scale for scale in stored if scale is not None), None)
         if scale is not None:
             return torch.tensor([scale], dtype=torch.float32, device=weight.device)
-    weight = weight.detach()
     block = list(scaling.block)
     amax = ops.amax(weight) if scaling.block == WHOLE else ops.amax_blocks(weight, False, block)
     return scale_of(amax, E4M3.max, scaling.margin, scaling.power_of_2)

@@ -35,7 +35,8 @@ class Forward:
     histories; None with a scale from the current amax. `together`: the inputs of the graph whose weights
     share one scale with this one, where matmuls are merged. `whole`: the operand is the parameter itself, not
     a slice of it or a tensor computed from it. `rows_are_outputs`: the parameter is ``[out, in]``, as a
-    Linear's. `groups`: experts, where the weight is a stack of matrices. `fnuz`: it has AMD's encoding."""
+    Linear's. `groups`: experts, where the weight is a stack of matrices. `fnuz`: it has AMD's encoding.
+    `alike`: the ranks that have parts of the weight scale them alike (`amax_group`)."""
 
     recipe: str = ""
     reason: str = ""
@@ -48,6 +49,7 @@ class Forward:
     rows_are_outputs: bool = True
     groups: int = 0
     fnuz: bool = False
+    alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def _forward(matmul: Matmul, plan: Plan) -> Forward:
         rows_are_outputs=stored.transposed == (matmul.b is stored),
         groups=matmul.groups,
         fnuz=weight.format.name.endswith("fnuz"),
+        alike=bool(matmul.recipe.amax_group),
     )
 
 

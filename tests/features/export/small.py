@@ -13,6 +13,7 @@ from torch.nn import functional
 import fp8compile
 
 WORDS, WIDTH = 96, 128
+FP8 = ("up", "down")  # layers of `Small`
 
 
 class Small(nn.Module):
@@ -71,6 +72,10 @@ def decompressed(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
         own = {last: tensors[f"{name}.{last}"] for last in ("weight", "weight_scale")}
         found[name] = decompress(own, scheme)["weight"]
     return found
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
 
 
 def next_forward(model: Any, ids: Tensor) -> Tensor:

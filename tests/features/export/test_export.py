@@ -16,7 +16,9 @@ import fp8compile
 from fp8compile.features.export.exported_layers import obstacle
 from fp8compile.features.export.forwards import Forward
 from tests.features.export.small import (
+    FP8,
     Small,
+    bits,
     decompressed,
     evaluated,
     exported,
@@ -34,7 +36,6 @@ pytest.importorskip("safetensors")
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 
 E4M3 = OCP[0]
-FP8 = ("up", "down")
 # recipe -> (blocks of a weight that share a scale, whether scales are powers of two)
 CURRENT = {"tensorwise": ((0, 0), False), "rowwise": ((1, 0), False), "blockwise": ((128, 128), True)}
 # The order of float32 sums, and 1 / scale against scale, move results by 2**-24, or let one value in some
@@ -50,7 +51,7 @@ def stored(directory: Path, name: str) -> Quantized:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
 
 
 @pytest.mark.cases(slow=2)
@@ -164,7 +165,7 @@ def test_torchs_default_dtype_is_that_of_no_scale(tmp_path: Path) -> None:
     assert found.keys() == usual.keys() and "up.input_scale" in found
     for name, tensor in found.items():
         assert tensor.dtype == usual[name].dtype, name
-        assert torch.equal(tensor.view(torch.uint8), usual[name].view(torch.uint8)), name
+        assert torch.equal(bits(tensor), bits(usual[name])), name
 
 
 @pytest.mark.feature("schedule")

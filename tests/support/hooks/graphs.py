@@ -170,6 +170,32 @@ def sent(name: str) -> Iterator[list[tuple[torch.dtype, int]]]:
 
 
 @contextlib.contextmanager
+def multiplied() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Copies of the second operand of each FP8 matmul that interpreted graphs run, as it was multiplied:
+    values and inverses of scales. In a forward: weights."""
+    from fp8compile.ir import ops
+    from fp8compile.ir.products import ScaledProduct
+
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def see(call: Callable[..., Any], target: Any, args: tuple, kwargs: dict) -> Any:
+        if target in (ops.scaled_mm, ops.block_mm):
+            product = ScaledProduct(*args)
+            found.append((product.b.clone(), product.b_inv.clone()))
+        return call(target, args, kwargs)
+
+    with through(see):
+        yield found
+
+
+def export_casts() -> Patched:
+    """The weights that exports cast inside."""
+    from fp8compile.features.export import export
+
+    return noting(export, "cast", lambda made, layer: layer.name)
+
+
+@contextlib.contextmanager
 def widely() -> Iterator[None]:
     """Inside, interpreted graphs compute in float64, eagerly, and round each result once. So their bits
     depend neither on the order of sums nor on approximations of functions, which differ between machines."""
