@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .features.export.mismatch import Mismatch as Mismatch
     from .features.export.mismatch import mismatch as mismatch
     from .features.frozen.frozen_weights import restore_frozen_weights as restore_frozen_weights
+    from .features.load.contents import Stack as Stack
     from .features.load.load import Loaded as Loaded
     from .features.load.load import fp8_parameters as fp8_parameters
     from .features.load.load import load_fp8 as load_fp8
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from .reporting.stats import Stats as Stats
     from .reporting.stats import stats as stats
     from .runtime.calls import freeze_scaling_state as freeze_scaling_state
-    from .runtime.held import Stack as Stack
     from .runtime.optimizer_steps import set_step as set_step
 
 __version__ = "0.3.0"
@@ -91,9 +91,9 @@ _MODULES = {
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),
     "runtime.calls": ("freeze_scaling_state",),
-    "runtime.held": ("Stack",),
     "runtime.optimizer_steps": ("set_step",),
     "features.frozen.frozen_weights": ("restore_frozen_weights",),
+    "features.load.contents": ("Stack",),
     "features.load.load": ("Loaded", "fp8_parameters", "load_fp8"),
     "features.schedule.phases": ("on_step", "set_precision"),
     "features.weight_cache.weight_cache": ("refresh_weight_cache",),

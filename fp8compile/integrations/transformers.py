@@ -20,6 +20,8 @@ from .training import Training
 with host("transformers", "5.16"):
     import transformers
     from transformers import AutoConfig, GenerationConfig, PreTrainedModel, TrainerCallback
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 
 class FP8Callback(TrainerCallback):
@@ -85,6 +87,8 @@ def load_fp8(
     parameters, and of what everything but FP8 matmuls sees of the weights. `config`: changes of the model's
     configuration, such as `use_cache=False`. The model is in evaluation mode, as from `from_pretrained`.
 
+    Experts come from a tensor for each, as transformers' own map of names says.
+
     Raises LoadError (a ValueError) for a checkpoint that cannot be read, or whose model transformers has not,
     or names otherwise."""
     from accelerate import init_empty_weights
@@ -111,9 +115,29 @@ def load_fp8(
         torch.set_default_dtype(before)
     model.tie_weights()
     where = torch.device(device or "cpu")
-    load.load_fp8(model, folder, where)
+    unread = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    load.load_fp8(model, folder, where, _stacks(model), unread)
     for module in model.modules():
         module._buffers.update({key: x.to(where) for key, x in module._buffers.items() if x is not None})
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
+
+
+def _stacks(model: PreTrainedModel) -> dict[str, Any]:
+    """Where the experts of a model are in a checkpoint, by name: of the kinds that transformers puts together
+    without a change, a list of experts whose rows stand below each other."""
+    from ..features.load.contents import Stack
+
+    found: dict[str, Stack] = {}
+    for rule in get_model_conversion_mapping(model):
+        steps = [(type(x), x.dim) for x in rule.operations] if isinstance(rule, WeightConverter) else []
+        if not steps or steps != [(MergeModulelist, 0), (Concatenate, 1)][: len(steps)]:
+            continue
+        (target,), sources = rule.target_patterns, rule.source_patterns
+        for name, parameter in model.named_parameters():
+            prefix = name.removesuffix(target)
+            if parameter.dim() == 3 and prefix != name and prefix[-1:] in ("", "."):
+                each = [[prefix + x.replace("*", str(e)) for x in sources] for e in range(len(parameter))]
+                found[name] = Stack(each)
+    return found

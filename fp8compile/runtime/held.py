@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..ir.frozen import FrozenWeight
 from .parameters import adopt
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Where the matrices of a stack of weights ``[E, out, in]`` are in a checkpoint: for each of them the
-    names of the tensors ``[.., in]`` whose rows stand below each other in it. `transposed`: the stack is
-    ``[E, in, out]``."""
+class Part(NamedTuple):
+    """A tensor of a checkpoint that is a part of a stack of matrices: `rows` rows of one ``[out, in]``, from
+    `row` on. `transposed`: the stack is ``[E, in, out]``."""
 
-    names: Sequence[Sequence[str]]
-    transposed: bool = False
+    name: str
+    matrix: int
+    row: int
+    rows: int
+    transposed: bool
+
+    def of(self, stack: Tensor, side: int = 1) -> Tensor:
+        """This part of a stack, a view. `side`: how many rows share one of the stack."""
+        stack = stack.transpose(1, 2) if self.transposed else stack
+        return stack[self.matrix, self.row // side : (self.row + self.rows) // side]
 
 
 # modules whose `state_dict()` has our hook -> the names of their parameters that are, or were, kept so, each
-# with its place in the checkpoint if it has another name there
-_held: WeakKeyDictionary[nn.Module, dict[str, Stack | None]] = WeakKeyDictionary()
+# with its parts in the checkpoint if it has not one name there
+_held: WeakKeyDictionary[nn.Module, dict[str, tuple[Part, ...]]] = WeakKeyDictionary()
 _OWN = frozenset({"data_", "inv_", "read", "block", "margin", "power_of_2", "stored", "_is_param"})
 
 
@@ -38,16 +43,16 @@ def replace(module: nn.Module, name: str, made: nn.Parameter) -> None:
 
 
 def hold(
-    module: nn.Module, name: str, weight: FrozenWeight, for_a_try: bool = False, stack: Stack | None = None
+    module: nn.Module, name: str, weight: FrozenWeight, for_a_try: bool = False, parts: tuple[Part, ...] = ()
 ) -> None:
-    """Keep a parameter in FP8 only, from now on. `for_a_try`: nothing of it is remembered. `stack`: its place
-    in the checkpoint that it comes from, if it has another name there."""
+    """Keep a parameter in FP8 only, from now on. `for_a_try`: nothing of it is remembered. `parts`: what it
+    is made of in the checkpoint that it comes from."""
     replace(module, name, nn.Parameter(weight, requires_grad=False))
     if for_a_try:
         return
     if module not in _held:
         module.register_state_dict_post_hook(_plain_entries)
-    _held.setdefault(module, {})[name] = stack
+    _held.setdefault(module, {})[name] = parts
 
 
 def all_held() -> Iterator[tuple[nn.Module, str]]:
@@ -56,9 +61,9 @@ def all_held() -> Iterator[tuple[nn.Module, str]]:
         yield from ((module, name) for name in sorted(names))
 
 
-def stack_of(module: nn.Module, name: str) -> Stack | None:
-    """Where a parameter that is kept so is in its checkpoint, if it has another name there."""
-    return _held.get(module, {}).get(name)
+def parts_of(module: nn.Module, name: str) -> tuple[Part, ...]:
+    """What a parameter that is kept so is made of in its checkpoint; () if it has one name there."""
+    return _held.get(module, {}).get(name, ())
 
 
 def release(module: nn.Module, name: str, plain: nn.Parameter) -> None:

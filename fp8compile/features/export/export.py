@@ -10,7 +10,7 @@ that trained it.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from ...logs import get_logger
 from ...runtime.named_weights import unwrapped
 from . import adapters, checkpoint_files
 from .checkpoint_formats import FORMATS, pick
-from .exported_layers import Chosen, cast, choose, whole
+from .exported_layers import Chosen, ExportedLayer, cast, choose, whole
 
 logger = get_logger(__name__)
 
@@ -161,7 +161,9 @@ def _chosen(bare: adapters.Vanilla, format: str | None) -> tuple[Chosen, str]:
 
 def _tensors(model: nn.Module, chosen: Chosen, format: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the checkpoint, in the order of the state dict. One weight is cast at a time."""
-    weights = {f"{name}.weight".lstrip("."): layer for name, layer in chosen.layers.items()}
+    weights: defaultdict[str, list[ExportedLayer]] = defaultdict(list)
+    for layer in chosen.layers.values():
+        weights[layer.parameter].append(layer)
     # parameters themselves: plain copies of all that is held in FP8 would be the whole model
     state = model.state_dict(keep_vars=True)
     given = {plain(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
@@ -172,9 +174,9 @@ def _tensors(model: nn.Module, chosen: Chosen, format: str) -> Iterator[tuple[st
                 tensor.dequantized() if isinstance(tensor, FrozenWeight) else whole(tensor).contiguous(),
             )
             continue
-        layer = weights[name]
-        for last, made in FORMATS[format].tensors(layer, cast(layer)).items():
-            yield f"{layer.name}.{last}".lstrip("."), made.contiguous()
+        for layer in weights[name]:
+            for last, made in FORMATS[format].tensors(layer, cast(layer)).items():
+                yield layer.called(last), made.contiguous()
 
 
 def _check_whole(model: nn.Module, shards: bool = False) -> None:

@@ -9,7 +9,7 @@ scales, by the operators that training casts with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -25,6 +25,7 @@ from ...frontend.inputs import plain
 from ...ir import ops
 from ...ir.frozen import FrozenWeight, Stored
 from ...ir.scale import inverse_of, scale_of
+from ...runtime.held import Part, parts_of
 from ...runtime.named_weights import named_weights
 from ...runtime.parameters import find
 from . import forwards
@@ -36,15 +37,18 @@ PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX
 
 @dataclass(frozen=True)
 class ExportedLayer:
-    """A Linear that is exported in FP8.
+    """A Linear that is exported in FP8, or one matrix of a stack that `load_fp8` holds.
 
-    `weight`: the parameter ``[out, in]``, of which FSDP2 or tensor parallelism may have left a part here.
+    `parameter`: its name in the model. `tensor`: the name of its weight in the checkpoint. `weight`: the
+    parameter ``[out, in]``, of which FSDP2 or tensor parallelism may have left a part here.
     `dtype`: in which graphs read it. `scaling`: of the weight. `input_block`: the elements of an input that
     share a scale. `partners`: weights that share the scale of this one, itself among them.
     `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own
     amax, each in its tensor, token, or group of 128 or 32 elements of a token."""
 
     name: str
+    parameter: str
+    tensor: str
     weight: Tensor
     dtype: torch.dtype
     recipe: str
@@ -56,6 +60,11 @@ class ExportedLayer:
     @property
     def static(self) -> bool:
         return self.input_scale_inv is not None
+
+    def called(self, last: str) -> str:
+        """The name in the checkpoint of one of its tensors, such as "weight_scale"."""
+        stem, dot, own = self.tensor.rpartition(".")
+        return stem + dot + last.replace("weight", own, 1)
 
     @property
     def stored(self) -> Stored | None:
@@ -86,9 +95,14 @@ def choose(model: nn.Module) -> Chosen:
             owners.setdefault(id(parameter), []).append(plain(name))
     for name, module in model.named_modules():
         name = plain(name)
-        matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
+        own = [(last, p) for last, p in module.named_parameters(recurse=False) if p.dim() > 1]
+        stacks = [(last, p) for last, p in own if isinstance(p, FrozenWeight) and p.dim() == 3]
+        for last, stack in stacks:
+            matrices_of = _matrices(f"{name}.{last}".lstrip("."), stack, parts_of(module, last))
+            layers.update({layer.name: layer for layer in matrices_of})
+        matrices = [p for _, p in own]
         why = ""
-        for matrix in matrices:
+        for matrix in matrices if not stacks else ():
             known = forwards.of(matrix)
             if isinstance(matrix, FrozenWeight) and not _in_fp8(module, matrix, known):
                 known = (_as_held(matrix),)
@@ -101,7 +115,7 @@ def choose(model: nn.Module) -> Chosen:
         if why:
             left[name] = why
         # a Linear whose weight is parametrized has no matrix of its own, but a server would replace it
-        if (matrices or isinstance(module, nn.Linear)) and name not in layers:
+        if (matrices or isinstance(module, nn.Linear)) and name not in layers and not stacks:
             ignored.append(name)
     # a server may take a name for the whole subtree below it
     ignored = [name for name in ignored if name and not any(layer.startswith(f"{name}.") for layer in layers)]
@@ -154,6 +168,25 @@ def _as_held(weight: FrozenWeight) -> KnownForward:
     return KnownForward(Forward(recipe_holding(weight.block), weight=of_weight, data=data, fnuz=fnuz), {})
 
 
+def _matrices(parameter: str, stack: FrozenWeight, parts: Sequence[Part]) -> Iterator[ExportedLayer]:
+    """What a stack of experts that is held is in its checkpoint: one tensor, or one for each part."""
+    how = _as_held(stack).forward
+    assert how.weight is not None and how.data is not None
+    for name, weight in [(x.name, _part(stack, x)) for x in parts] or [(parameter, stack)]:
+        layer = name.removesuffix(".weight")
+        of = stack.dtype, how.recipe, how.weight, how.data.block, (), None
+        yield ExportedLayer(layer, parameter, name, weight, *of)
+
+
+def _part(stack: FrozenWeight, part: Part) -> FrozenWeight:
+    """A view of a part of a stack, with the scales of its blocks."""
+    inverse = part.of(stack.inv_, stack.block.rows)
+    stored = None if stack.stored is None else stack.stored._replace(shape=tuple(inverse.shape))
+    made = stack.like(part.of(stack.data_), inverse)
+    made.stored = stored
+    return made
+
+
 def _check_parts(
     name: str, weight: Tensor, known: tuple[KnownForward, ...], part: Sequence[int] | None
 ) -> None:
@@ -187,8 +220,11 @@ def _layer(
     weight, dtype = _read(weight, sharded)
     partners = [_read(x, sharded)[0] for one in known for x in one.partners()]
     came = isinstance(weight, FrozenWeight) and weight.stored is not None  # and goes out as it came
+    tensor = f"{name}.weight".lstrip(".")
     return ExportedLayer(
         name,
+        tensor,
+        tensor,
         weight,
         dtype,
         first.recipe,

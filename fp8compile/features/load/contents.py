@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ...errors import LoadError, at_most
 from ...frontend.inputs import plain
 from ...ir import ops
 from ...ir.frozen import Stored
-from ...runtime.held import Stack
+from ...runtime.held import Part
 from .files import Entry, entries, tensors
 
 FP8, WEIGHT = "F8_E4M3", "weight"
@@ -31,13 +31,21 @@ UNREAD = r"(^|\.)input_scale$"  # static scales of inputs: recipes scale inputs 
 Place = tuple[nn.Module, str]
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Where the matrices of a stack of weights ``[E, out, in]`` are in a checkpoint: for each of them the
+    names of the tensors ``[.., in]`` whose rows stand below each other in it. `transposed`: the stack is
+    ``[E, in, out]``."""
+
+    names: Sequence[Sequence[str]]
+    transposed: bool = False
+
+
 class Spot(NamedTuple):
-    """Where a tensor of the checkpoint goes: a tensor of the model; of a stack, which matrix, from which of
-    its rows ``[out, in]`` on."""
+    """Where a tensor of the checkpoint goes: the name of a tensor of the model, and the part of a stack."""
 
     name: str
-    matrix: int | None = None
-    row: int = 0
+    part: Part | None = None
 
 
 class WeightScales(NamedTuple):
@@ -59,6 +67,11 @@ class Contents:
     spots: dict[str, Spot] = field(default_factory=dict)
     scales: dict[str, WeightScales] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """Those of a stack of the model, in its order."""
+        found = (x.part for x in self.spots.values() if x.name == name)
+        return tuple(sorted((x for x in found if x is not None), key=lambda x: (x.matrix, x.row)))
 
     def held(self) -> dict[str, Block]:
         """The tensors of the model that are held in FP8, and the elements that share a scale."""
@@ -91,7 +104,7 @@ def contents_of(
     for name, scale in scale_of.items():
         if name not in contents.unread:
             contents.scales[name] = _scales(name, found[name], scale, found[scale], values[scale])
-            if contents.spots[name].matrix is not None or len(found[name].shape) == 3:
+            if contents.spots[name].part is not None or len(found[name].shape) == 3:
                 _check_blocks(name, found[name], contents.scales[name])
     return contents
 
@@ -139,7 +152,8 @@ def _check_stacks(path: Any, contents: Contents) -> None:
                     raise LoadError(f"{entry.file}: {what}, whose matrices are {[rows, columns]}")
                 if entry.dtype != contents.entries[stack.names[0][0]].dtype:
                     raise LoadError(f"{entry.file}: {part} is {entry.dtype}, unlike other parts of {name}")
-                contents.spots[part] = Spot(name, matrix, row)
+                made = Part(part, matrix, row, entry.shape[0], stack.transposed)
+                contents.spots[part] = Spot(name, made)
                 row += entry.shape[0]
             if row != rows:
                 raise LoadError(
@@ -161,7 +175,7 @@ def _check_place(name: str, entry: Entry, spot: Spot, contents: Contents) -> Non
         raise LoadError(f"{entry.file}: the model has no {name}")
     places = contents.places[spot.name]
     tensor = at(places[0])
-    if spot.matrix is None and tuple(tensor.shape) != entry.shape:
+    if spot.part is None and tuple(tensor.shape) != entry.shape:
         raise LoadError(f"{entry.file}: {name} is {list(entry.shape)}, and {list(tensor.shape)} in the model")
     if entry.dtype != FP8:
         return

@@ -24,9 +24,9 @@ from ...config.recipe import ROW, WHOLE
 from ...ir import ops
 from ...ir.frozen import FrozenWeight
 from ...logs import get_logger
-from ...runtime.held import Stack, hold, release
+from ...runtime.held import Part, hold, release
 from ...runtime.named_weights import unwrapped
-from .contents import Contents, Place, at, contents_of
+from .contents import Contents, Place, Stack, WeightScales, at, contents_of
 from .files import tensors
 
 logger = get_logger(__name__)
@@ -100,18 +100,17 @@ def fp8_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 @torch.no_grad()
 def _read(contents: Contents, device: torch.device) -> None:
-    stacks = {name: _Parts(contents, name, device) for name in contents.stacks}
+    stacks = {name: _Stacking(contents, name, device) for name in contents.stacks}
     for name, tensor in tensors({name: contents.entries[name] for name in contents.spots}):
         spot, scales = contents.spots[name], contents.scales.get(name)
         places = contents.places[spot.name]
         was = at(places[0])
         where = device if was.is_meta else was.device
-        if spot.matrix is not None:
-            stacks[spot.name].add(name, tensor)
+        if spot.part is not None:
+            stacks[spot.name].add(spot.part, tensor, scales)
         elif scales is not None:
-            made = FrozenWeight(
-                tensor.to(where), scales.inverse.to(where), was.dtype, scales.block, stored=scales.stored
-            )
+            inverse = scales.inverse.to(where)
+            made = FrozenWeight(tensor.to(where), inverse, was.dtype, scales.block, stored=scales.stored)
             for module, last in places:
                 hold(module, last, made)
         elif was.is_meta or isinstance(was, FrozenWeight):
@@ -120,30 +119,29 @@ def _read(contents: Contents, device: torch.device) -> None:
             was.copy_(tensor)
 
 
-class _Parts:
-    """A stack of matrices, whose parts come one after another."""
+class _Stacking:
+    """A stack of matrices, whose parts come one after another, in any order."""
 
     def __init__(self, contents: Contents, name: str, device: torch.device):
-        self.contents, self.stack, self.places = contents, contents.stacks[name], contents.places[name]
-        self.left = sum(map(len, self.stack.names))
+        self.places, self.parts = contents.places[name], contents.parts(name)
+        self.left = len(self.parts)
         was = at(self.places[0])
         self.device = device if was.is_meta else was.device
         self.data: Tensor | None = None
         self.inverse: Tensor | None = None
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, part: Part, tensor: Tensor, scales: WeightScales | None) -> None:
         """Put a part into its place; with the last one, the stack into the model."""
-        _, matrix, row = self.contents.spots[name]
-        scales, was = self.contents.scales.get(name), at(self.places[0])
+        was = at(self.places[0])
         in_place = scales is None and not was.is_meta and not isinstance(was, FrozenWeight)
         if self.data is None:
             self.data = was if in_place else torch.empty(was.shape, dtype=tensor.dtype, device=self.device)
-        self._rows(self.data, matrix, row, tensor)
+        part.of(self.data).copy_(tensor)
         if scales is not None:
             if self.inverse is None:
                 blocks = [was.shape[0], *map(ops.blocks, was.shape[1:], SQUARE)]
                 self.inverse = torch.empty(blocks, dtype=torch.float32, device=self.device)
-            self._rows(self.inverse, matrix, row // SQUARE.rows, scales.inverse)
+            part.of(self.inverse, SQUARE.rows).copy_(scales.inverse)
         self.left -= 1
         if self.left or in_place:
             return
@@ -152,11 +150,7 @@ class _Parts:
             return
         made = FrozenWeight(self.data, self.inverse, was.dtype, SQUARE, stored=scales.stored)
         for module, last in self.places:
-            hold(module, last, made, stack=self.stack)
-
-    def _rows(self, whole: Tensor, matrix: int | None, row: int, part: Tensor) -> None:
-        whole = whole.transpose(1, 2) if self.stack.transposed else whole
-        whole[matrix, row : row + part.shape[0]].copy_(part)
+            hold(module, last, made, parts=self.parts)
 
 
 def _put(places: Iterable[Place], tensor: Tensor) -> None:

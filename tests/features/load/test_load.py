@@ -101,7 +101,8 @@ def values(tensors: dict[str, Tensor], name: str) -> Tensor:
     data, scale = tensors[f"{name}.weight"].float(), scale_of(tensors, name).float()
     scale = scale.reshape(-1, scale.shape[-1])
     size = [-(-whole // count) for whole, count in zip(data.shape, scale.shape, strict=True)]
-    size = [128 if scale.shape[1] > 1 else each for each in size]
+    if [-(-whole // 128) for whole in data.shape] == [*scale.shape]:
+        size = [128, 128]
     scale = scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
     return (data * scale[: data.shape[0], : data.shape[1]]).to(BF16)
 

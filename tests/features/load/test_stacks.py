@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -84,6 +84,40 @@ def test_a_stack_holds_the_bytes_of_its_experts(turned: bool, where: str, tmp_pa
     state = made.state_dict()
     for name in PARTS:
         assert same(state[f"experts.{name}"], whole(tensors, name, turned))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, BF16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_go_out_as_they_came(turned: bool, stored: torch.dtype, tmp_path: Path) -> None:
+    """A tensor for each part of each expert, and the names that were loaded; served, too."""
+    tensors = released(tmp_path, stored=stored)
+    made = model(turned)
+    fp8compile.load_fp8(made, tmp_path, stacks=stacks(turned))
+    said = fp8compile.export(made, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(same(x, tensors[name]) for name, x in found.items())
+    assert said.format == "fp8" and {*said.layers.values()} == {"blockwise"} and len(said.layers) == 9
+    assert said.ignored == ("a", "b")
+    served = dict(fp8compile.served_weights(made))
+    assert served.keys() == tensors.keys() and all(same(x, tensors[name]) for name, x in served.items())
+    again = model(turned)
+    fp8compile.load_fp8(again, tmp_path / "out", stacks=stacks(turned))
+    assert same(again.experts.down_proj.data_, made.experts.down_proj.data_)
+
+
+def test_a_stack_under_its_own_name(tmp_path: Path) -> None:
+    """One tensor `[E, out, in]`, with scales `[E, out / 128, in / 128]`."""
+    tensors = released(tmp_path)
+    for name, parts in PARTS.items():
+        for last in ("weight", "weight_scale_inv"):
+            each = [torch.cat([tensors.pop(f"{e}.{x}.{last}") for x in parts]) for e in range(COUNT)]
+            tensors[f"experts.{name}{last.removeprefix('weight')}"] = torch.stack(each)
+    save_file(tensors, tmp_path / "model.safetensors")
+    made = model()
+    fp8compile.load_fp8(made, tmp_path, stacks=stacks())  # which the file does not need
+    fp8compile.export(made, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(same(x, tensors[name]) for name, x in found.items())
 
 
 @pytest.mark.parametrize(("recipe", "turned"), [(recipe, i % 2 == 1) for i, recipe in enumerate(RECIPES)])
