@@ -202,6 +202,27 @@ def products(graph: torch.fx.Graph) -> list[str]:
     return found
 
 
+def test_the_forward_is_exact_where_fp8_is(tmp_path: Path) -> None:
+    """Small integers times powers of two: no rounding anywhere, so the oracle is integer arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    made, x = (torch.randint(-8, 9, sizes, generator=generator).float() for sizes in ((320, 256), (48, 256)))
+    x[:, ::128] = 8.0  # the amax of each 1 x 128 elements
+    scales = torch.randint(-3, 4, (3, 2), generator=generator).float().exp2()
+    tensors = {"weight": made.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
+    save_file(tensors, tmp_path / "one.safetensors")
+    layer = nn.Linear(256, 320, bias=False, dtype=torch.float32)
+    fp8compile.load_fp8(layer, tmp_path / "one.safetensors")
+    x.requires_grad_()
+    y = torch.compile(layer, backend="fp8", options={"policy": POLICY})(x)
+    assert [m.decision for m in fp8compile.report(layer).matmuls] == ["fp8"] * 2
+    spread = scales.repeat_interleave(128, 0)[:320].repeat_interleave(128, 1)
+    assert torch.equal(y, x @ (made * spread).t())
+    dy = torch.randint(-8, 9, (48, 320), generator=generator).float()
+    dy[:, ::128] = 8.0
+    y.backward(dy)
+    assert torch.equal(x.grad, dy @ (made * spread))
+
+
 def one_layer(path: Path, block: Block, dtype: torch.dtype = BF16) -> tuple[nn.Linear, Tensor]:
     """A layer that holds a weight, and the values of the weight in float32."""
     made = in_fp8(model(1).up.base.weight.detach() * torch.logspace(-2, 2, 320)[:, None].to(BF16), block)
