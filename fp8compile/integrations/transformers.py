@@ -83,9 +83,10 @@ def load_fp8(
     """The vanilla model of a released FP8 checkpoint, with its FP8 weights held as they are: see
     `fp8compile.load_fp8`. transformers itself refuses to train such a checkpoint.
 
-    `path`: a folder, with `config.json`. `device`: of the model (None: the CPU). `dtype`: of the other
-    parameters, and of what everything but FP8 matmuls sees of the weights. `config`: changes of the model's
-    configuration, such as `use_cache=False`. The model is in evaluation mode, as from `from_pretrained`.
+    `path`: a folder, with `config.json`. `device`: of the model (None: the CPU). `dtype`: what everything but
+    FP8 matmuls sees of the weights, and the least of other parameters: wider ones stay as in the files.
+    `config`: changes of the model's configuration, such as `use_cache=False`. The model is in evaluation
+    mode, as from `from_pretrained`.
 
     Experts come from a tensor for each, as transformers' own map of names says.
 
@@ -117,6 +118,10 @@ def load_fp8(
     where = torch.device(device or "cpu")
     unread = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     load.load_fp8(model, folder, where, _stacks(model), unread)
+    for parameter in model.parameters():
+        narrow = parameter.dtype != dtype and parameter.dtype.itemsize <= dtype.itemsize
+        if narrow and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     for module in model.modules():
         module._buffers.update({key: x.to(where) for key, x in module._buffers.items() if x is not None})
     if (folder / "generation_config.json").is_file():

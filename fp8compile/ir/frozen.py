@@ -26,6 +26,7 @@ from .gathered_weight import GatheredWeight
 
 aten = torch.ops.aten
 FIX = "call fp8compile.restore_frozen_weights(model) first, which gives it back in its own dtype"
+HELD = "kept in FP8 only (frozen='fp8', or load_fp8)"
 # FP8 would round small updates away
 FIX_WRITES = f"{FIX}; one that is written in each step, as by an EMA, needs a rule frozen = 'high_precision'"
 
@@ -119,14 +120,14 @@ class FrozenWeight(GatheredWeight):
         given = {x.name: value for x, value in zip(arguments, args, strict=False)} | (kwargs or {})
         written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
         if any(isinstance(x, FrozenWeight) for x in pytree.tree_leaves(written)):
-            what = f"{func} would write to a weight that is kept in FP8 only (frozen='fp8')"
+            what = f"{func} would write to a weight that is {HELD}"
             raise Fp8CompileError(f"{what}: {FIX_WRITES}")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _set_requires_grad(weight: FrozenWeight, requires_grad: bool) -> None:
     if requires_grad:
-        raise Fp8CompileError(f"a weight that is kept in FP8 only (frozen='fp8') cannot train: {FIX}")
+        raise Fp8CompileError(f"a weight that is {HELD} cannot train: {FIX}")
     _REQUIRES_GRAD.__set__(weight, requires_grad)
 
 
@@ -135,7 +136,7 @@ def _set_data(weight: FrozenWeight, values: Tensor) -> None:
     let through: `Module.to` writes back what it has read."""
     alike = (values.shape, values.dtype, values.device) == (weight.shape, weight.dtype, weight.device)
     if not alike or isinstance(values, FrozenWeight) or not torch.equal(values, weight.dequantized()):
-        what = "other values, dtype or device for a weight that is kept in FP8 only (frozen='fp8')"
+        what = f"other values, dtype or device for a weight that is {HELD}"
         raise Fp8CompileError(f"{what}: {FIX_WRITES}")
 
 

@@ -76,6 +76,13 @@ def test_the_vanilla_model_with_the_bytes_of_the_file(kind: str, tmp_path: Path)
     assert torch.equal(*made)
 
 
+def test_wider_than_the_files(tmp_path: Path) -> None:
+    released(tmp_path)
+    model = loaded(tmp_path, dtype=torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model(input_ids=IDS).logits.isfinite().all()
+
+
 def test_peft_by_its_ordinary_call(tmp_path: Path) -> None:
     released(tmp_path)
     model = loaded(tmp_path, use_cache=False)

@@ -110,11 +110,12 @@ def _read(contents: Contents, device: torch.device) -> None:
             stacks[spot.name].add(spot.part, tensor, scales)
         elif scales is not None:
             inverse = scales.inverse.to(where)
-            made = FrozenWeight(tensor.to(where), inverse, was.dtype, scales.block, stored=scales.stored)
+            held = tensor.to(where, copy=True)  # on a CPU it would be the file, which somebody may overwrite
+            made = FrozenWeight(held, inverse, was.dtype, scales.block, stored=scales.stored)
             for module, last in places:
                 hold(module, last, made)
         elif was.is_meta or isinstance(was, FrozenWeight):
-            _put(places, tensor.to(where))
+            _put(places, tensor.to(where, copy=True))
         else:
             was.copy_(tensor)
 

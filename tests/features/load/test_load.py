@@ -445,6 +445,16 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         refused(tmp_path, message)
 
 
+def test_a_file_that_is_overwritten_changes_nothing(tmp_path: Path) -> None:
+    tensors = released(tmp_path)
+    made = model()
+    fp8compile.load_fp8(made, tmp_path)
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as opened:  # in place
+        opened.write(b"\0" * file.stat().st_size)
+    assert same(made.up.base.weight.data_, tensors["up.base.weight"])
+
+
 def test_what_is_held_does_not_train_and_is_not_written(tmp_path: Path) -> None:
     released(tmp_path)
     made = model()
