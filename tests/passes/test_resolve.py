@@ -16,6 +16,7 @@ from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.passes.resolve import OVERRIDES, Facts, settle
 from tests.support import hooks
 from tests.support.models import SwiGlu, make
+from tests.support.operands import B200, MI300X
 from tests.support.reference_settings import RECIPES
 
 PLAIN = Facts(None, ("input", "weight"))
@@ -41,6 +42,8 @@ def test_each_override_decides_something() -> None:
         for flag in FLAGS:
             for block in HELD:
                 seen.update(settle(Recipe(name), replace(PLAIN, **{"arrived": block, flag: True}))[1])
+    for gpu in (B200, MI300X):
+        seen.update(settle(Recipe("blockwise", serve="vllm"), replace(PLAIN, gpu=gpu))[1])
     assert {line.split(": ", 1)[1] for line in seen} == {override.why for override in OVERRIDES}
 
 
