@@ -12,7 +12,7 @@ from ..ir.frozen import FrozenWeight
 from .parameters import adopt
 
 
-class Part(NamedTuple):
+class StackPart(NamedTuple):
     """A tensor of a checkpoint that is a part of a stack of matrices: `rows` rows of one ``[out, in]``, from
     `row` on. `transposed`: the stack is ``[E, in, out]``."""
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 # modules whose `state_dict()` has our hook -> the names of their parameters that are, or were, kept so, each
 # with its parts in the checkpoint if it has not one name there
-_held: WeakKeyDictionary[nn.Module, dict[str, tuple[Part, ...]]] = WeakKeyDictionary()
+_held: WeakKeyDictionary[nn.Module, dict[str, tuple[StackPart, ...]]] = WeakKeyDictionary()
 _OWN = frozenset({"data_", "inv_", "read", "block", "margin", "power_of_2", "stored", "_is_param"})
 
 
@@ -43,7 +43,11 @@ def replace(module: nn.Module, name: str, made: nn.Parameter) -> None:
 
 
 def hold(
-    module: nn.Module, name: str, weight: FrozenWeight, for_a_try: bool = False, parts: tuple[Part, ...] = ()
+    module: nn.Module,
+    name: str,
+    weight: FrozenWeight,
+    for_a_try: bool = False,
+    parts: tuple[StackPart, ...] = (),
 ) -> None:
     """Keep a parameter in FP8 only, from now on. `for_a_try`: nothing of it is remembered. `parts`: what it
     is made of in the checkpoint that it comes from."""
@@ -61,7 +65,7 @@ def all_held() -> Iterator[tuple[nn.Module, str]]:
         yield from ((module, name) for name in sorted(names))
 
 
-def parts_of(module: nn.Module, name: str) -> tuple[Part, ...]:
+def parts_of(module: nn.Module, name: str) -> tuple[StackPart, ...]:
     """What a parameter that is kept so is made of in its checkpoint; () if it has one name there."""
     return _held.get(module, {}).get(name, ())
 

@@ -25,7 +25,7 @@ from ...frontend.inputs import plain
 from ...ir import ops
 from ...ir.frozen import FrozenWeight, Stored
 from ...ir.scale import inverse_of, scale_of
-from ...runtime.held import Part, parts_of
+from ...runtime.held import StackPart, parts_of
 from ...runtime.named_weights import named_weights
 from ...runtime.parameters import find
 from . import forwards
@@ -168,7 +168,7 @@ def _as_held(weight: FrozenWeight) -> KnownForward:
     return KnownForward(Forward(recipe_holding(weight.block), weight=of_weight, data=data, fnuz=fnuz), {})
 
 
-def _matrices(parameter: str, stack: FrozenWeight, parts: Sequence[Part]) -> Iterator[ExportedLayer]:
+def _matrices(parameter: str, stack: FrozenWeight, parts: Sequence[StackPart]) -> Iterator[ExportedLayer]:
     """What a stack of experts that is held is in its checkpoint: one tensor, or one for each part."""
     how = _as_held(stack).forward
     assert how.weight is not None and how.data is not None
@@ -178,7 +178,7 @@ def _matrices(parameter: str, stack: FrozenWeight, parts: Sequence[Part]) -> Ite
         yield ExportedLayer(layer, parameter, name, weight, *of)
 
 
-def _part(stack: FrozenWeight, part: Part) -> FrozenWeight:
+def _part(stack: FrozenWeight, part: StackPart) -> FrozenWeight:
     """A view of a part of a stack, with the scales of its blocks."""
     inverse = part.of(stack.inv_, stack.block.rows)
     stored = None if stack.stored is None else stack.stored._replace(shape=tuple(inverse.shape))

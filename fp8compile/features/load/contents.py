@@ -21,7 +21,7 @@ from ...errors import LoadError, at_most
 from ...frontend.inputs import plain
 from ...ir import ops
 from ...ir.frozen import Stored
-from ...runtime.held import Part
+from ...runtime.held import StackPart
 from .files import Entry, entries, tensors
 
 FP8, WEIGHT = "F8_E4M3", "weight"
@@ -45,7 +45,7 @@ class Spot(NamedTuple):
     """Where a tensor of the checkpoint goes: the name of a tensor of the model, and the part of a stack."""
 
     name: str
-    part: Part | None = None
+    part: StackPart | None = None
 
 
 class WeightScales(NamedTuple):
@@ -68,7 +68,7 @@ class Contents:
     scales: dict[str, WeightScales] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 
-    def parts(self, name: str) -> tuple[Part, ...]:
+    def parts(self, name: str) -> tuple[StackPart, ...]:
         """Those of a stack of the model, in its order."""
         found = (x.part for x in self.spots.values() if x.name == name)
         return tuple(sorted((x for x in found if x is not None), key=lambda x: (x.matrix, x.row)))
@@ -152,7 +152,7 @@ def _check_stacks(path: Any, contents: Contents) -> None:
                     raise LoadError(f"{entry.file}: {what}, whose matrices are {[rows, columns]}")
                 if entry.dtype != contents.entries[stack.names[0][0]].dtype:
                     raise LoadError(f"{entry.file}: {part} is {entry.dtype}, unlike other parts of {name}")
-                made = Part(part, matrix, row, entry.shape[0], stack.transposed)
+                made = StackPart(part, matrix, row, entry.shape[0], stack.transposed)
                 contents.spots[part] = Spot(name, made)
                 row += entry.shape[0]
             if row != rows:

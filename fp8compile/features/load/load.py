@@ -24,7 +24,7 @@ from ...config.recipe import ROW, WHOLE
 from ...ir import ops
 from ...ir.frozen import FrozenWeight
 from ...logs import get_logger
-from ...runtime.held import Part, hold, release
+from ...runtime.held import StackPart, hold, release
 from ...runtime.named_weights import unwrapped
 from .contents import Contents, Place, Stack, WeightScales, at, contents_of
 from .files import tensors
@@ -131,7 +131,7 @@ class _Stacking:
         self.data: Tensor | None = None
         self.inverse: Tensor | None = None
 
-    def add(self, part: Part, tensor: Tensor, scales: WeightScales | None) -> None:
+    def add(self, part: StackPart, tensor: Tensor, scales: WeightScales | None) -> None:
         """Put a part into its place; with the last one, the stack into the model."""
         was = at(self.places[0])
         in_place = scales is None and not was.is_meta and not isinstance(was, FrozenWeight)
