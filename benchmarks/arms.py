@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from fp8compile.codegen.scaled_mm_kind import SQUARE
 from fp8compile.config.policy import Policy, Rule, load
+from fp8compile.config.recipe import ROW, WHOLE, Block
 from fp8compile.dryrun.measure import by_torchao
+from fp8compile.ir import frozen
+from fp8compile.runtime import held
+
+from .models import LoRA
 
 # FP8 wherever the default policy allows it, without the cost model, which is compared with this
 ALL = Policy(
@@ -69,6 +77,49 @@ def torchao_experts(model: nn.Module) -> None:
     quantize_(model, config=Float8TrainingOpConfig(pad_token_groups_for_grouped_mm=False), filter_fn=stacks)
 
 
+class Dequantized(nn.Module):
+    """A frozen Linear with its weight in FP8, a scale for 128 x 128, as plain PyTorch multiplies by it:
+    dequantized, in forward and once more in backward. 128 has to divide both sides."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        weight = cast(linear.weight.detach(), SQUARE)
+        self.data, self.inv = (nn.Parameter(x, requires_grad=False) for x in (weight.data_, weight.inv_))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # without a checkpoint, Inductor keeps all weights in bf16 from forward to backward
+        return F.linear(x, checkpoint(self.dequantized, x.dtype, use_reentrant=False))
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        blocks = self.data.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).float()
+        return (blocks * self.inv[:, None, :, None]).to(dtype).view_as(self.data)
+
+
+def cast(weight: Tensor, block: Block) -> frozen.FrozenWeight:
+    data, inv = frozen.cast(weight, torch.float8_e4m3fn, block, margin=0, power_of_2=False)
+    stored = frozen.Stored(inv.dtype, "weight_scale", tuple(inv.shape))
+    return frozen.FrozenWeight(data, inv, weight.dtype, block, stored=stored)
+
+
+def dequantized(model: nn.Module) -> None:
+    for layer in adapted_layers(model):
+        layer.base = Dequantized(layer.base)  # type: ignore[assignment]
+
+
+def as_from_a_checkpoint(block: Block) -> Callable[[nn.Module], None]:
+    """Hold the base of LoRA as `load_fp8` holds weights of an FP8 checkpoint, with scales of blocks."""
+
+    def prepare(model: nn.Module) -> None:
+        for layer in adapted_layers(model):
+            held.hold(layer.base, "weight", cast(layer.base.weight.detach(), block))
+
+    return prepare
+
+
+def adapted_layers(model: nn.Module) -> list[LoRA]:
+    return [module for module in model.modules() if isinstance(module, LoRA)]
+
+
 def fp8(recipe: str, **options: Any) -> dict[str, Any]:
     return {"backend": "fp8", "options": {"recipe": recipe, **options}}
 
@@ -103,6 +154,11 @@ ARMS = {
         Arm("fp8-rowwise-gw-hp", "fp8", fp8("rowwise_with_gw_hp")),
         Arm("fp8-blockwise", "fp8", fp8("blockwise")),
         Arm("fp8-mxfp8", "fp8", fp8("mxfp8")),
+        # for LoRA on a base that came in FP8, which decides its recipe
+        Arm("dequantized", "dequantized", prepare=dequantized),
+        Arm("fp8-held-blocks", "fp8", fp8("delayed"), as_from_a_checkpoint(SQUARE)),
+        Arm("fp8-held-rows", "fp8", fp8("delayed"), as_from_a_checkpoint(ROW)),
+        Arm("fp8-held-tensor", "fp8", fp8("delayed"), as_from_a_checkpoint(WHOLE)),
     )
 }
 DEFAULT = "bf16,bf16-max-autotune,eager-bf16,torchao-tensorwise,torchao-rowwise,fp8-delayed,fp8-tensorwise"

@@ -66,6 +66,13 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "short": (
         Step(85, f"{LAYERS},seq=2048 --arms bf16,torchao-tensorwise,fp8-delayed,fp8-delayed-kept", FEW),
     ),
+    "held": (
+        Step(
+            60,
+            f"{TRAIN} qwen3-8b-lora --arms bf16,fp8-held-blocks,fp8-held-rows",
+            "--arms fp8-held-blocks,fp8-held-rows --rounds 2 --steps 1 --warmup 1",
+        ),
+    ),
     "moe": tuple(
         Step(55, f"{TRAIN} {case} --arms bf16,torchao-experts,fp8-delayed,fp8-delayed-fast-accum", FEW)
         for case in ("moe", "moe:experts=mixtral")

@@ -30,9 +30,11 @@ PEERS = "torchao-tensorwise,torchao-rowwise"
 ARMS = f"bf16,{PEERS},fp8-delayed,fp8-tensorwise,fp8-rowwise,fp8-blockwise"
 CACHED = f"bf16,{PEERS},fp8-delayed,fp8-delayed-cached,fp8-tensorwise-cached,fp8-rowwise-cached"
 EXPERTS = "bf16,torchao-experts,fp8-delayed,fp8-delayed-fast-accum,fp8-delayed-all,fp8-rowwise-all"
+HELD = "bf16,dequantized,fp8-held-blocks,fp8-held-rows,fp8-held-tensor"
 CASES = "gpt2-124m llama-8b-layers llama-8b-layers:seq=2048 ffn-half dit "
 CASES += "llama-8b-layers:ckpt=1 ffn-full llama-1b llama-3b"
-PAGES = "docs/benchmarks.md docs/experts.md docs/index.md README.md notes/benchmarks.md"
+PAGES = "docs/benchmarks.md docs/experts.md docs/how-to/fp8-checkpoint.md docs/index.md README.md "
+PAGES += "notes/benchmarks.md"
 
 
 class Command(NamedTuple):
@@ -54,6 +56,7 @@ COMMANDS = (
     train("steps", 25, ARMS, CASES),
     train("accumulation", 4, CACHED, "llama-8b-layers:seq=2048,accum=8"),
     train("experts", 6, EXPERTS, "moe moe:tokens=32768 moe:experts=mixtral", old=True),
+    train("held", 4, HELD, "qwen3-8b-lora"),
     Command("kernels", 5, "kernels --static"),
     Command("tables", 0.2, f"tables --update {PAGES}"),
     Command("pages", 0.5, "support"),

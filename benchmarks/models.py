@@ -1,4 +1,5 @@
-"""The models that are measured, in vanilla modules: Llama, a DiT block stack, stacked feed-forward blocks.
+"""The models that are measured, in vanilla modules: Llama and Qwen3, a DiT block stack, stacked feed-forward
+blocks.
 
 None of them knows of FP8. A GPT-2 is in examples/train_gpt.py. Every model has `regions()`: the modules to
 compile when a model is compiled block by block instead of whole. In practice, large models are compiled block
@@ -68,7 +69,8 @@ class Checkpointed(nn.Module):
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama 3 model, as published."""
+    """Sizes of a Llama 3 or Qwen3 model, as published. `qk_norm`: norms of each head's queries and keys;
+    `tied`: the output head has the weight of the embedding."""
 
     layers: int
     width: int
@@ -77,6 +79,8 @@ class LlamaShape:
     hidden: int
     vocabulary: int = 128256
     theta: float = 500000.0
+    qk_norm: bool = False
+    tied: bool = True
 
     @property
     def head_dim(self) -> int:
@@ -87,6 +91,7 @@ LLAMA_8B = LlamaShape(layers=32, width=4096, heads=32, kv_heads=8, hidden=14336)
 LLAMA_1B = LlamaShape(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192)  # Llama-3.2-1B
 LLAMA_3B = LlamaShape(layers=28, width=3072, heads=24, kv_heads=8, hidden=8192)  # Llama-3.2-3B
 LLAMA_TINY = LlamaShape(layers=2, width=128, heads=2, kv_heads=1, hidden=256, vocabulary=256)
+QWEN3_8B = LlamaShape(36, 4096, 32, 8, 12288, vocabulary=151936, theta=1e6, qk_norm=True, tied=False)
 
 
 class Rotary(nn.Module):
@@ -130,6 +135,9 @@ class LlamaBlock(nn.Module):
         self.k = nn.Linear(shape.width, kv, bias=False)
         self.v = nn.Linear(shape.width, kv, bias=False)
         self.o = nn.Linear(shape.width, shape.width, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=1e-6) if shape.qk_norm else nn.Identity() for _ in range(2)
+        )
         self.rotary = Rotary(length, shape.head_dim, shape.theta)
         self.mlp_norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
@@ -139,7 +147,8 @@ class LlamaBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.attn_norm(x)
         q, k, v = (p(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True, enable_gqa=True)
+        q, k = self.rotary(self.q_norm(q)), self.rotary(self.k_norm(k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         h = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -159,14 +168,15 @@ class Head(nn.Module):
 
 
 class Llama(nn.Module):
-    """A model with tied embeddings, as Llama-3.2-1B and -3B: tokens, targets [B, T] -> mean loss in nats."""
+    """A whole model: tokens, targets [B, T] -> mean loss in nats."""
 
     def __init__(self, shape: LlamaShape, length: int, checkpointing: bool = False):
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.layers = blocks(lambda: LlamaBlock(shape, length), shape.layers, checkpointing)
         self.head = Head(shape)
-        self.head.lm_head.weight = self.tokens.weight
+        if shape.tied:
+            self.head.lm_head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens)
@@ -176,6 +186,29 @@ class Llama(nn.Module):
 
     def regions(self) -> list[nn.Module]:
         return [*self.layers, self.head]
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer without a bias, and a trained update of low rank."""
+
+    def __init__(self, base: nn.Linear, rank: int):
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def adapted(model: nn.Module, rank: int = 16) -> nn.Module:
+    """`model`, frozen, with LoRA on all linears of its decoder layers."""
+    model.requires_grad_(False)
+    for block in [module for module in model.modules() if isinstance(module, LlamaBlock)]:
+        for name, layer in list(block.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(block, name, LoRA(layer, rank))
+    return model
 
 
 # -- stacks of blocks --

@@ -110,7 +110,8 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
         raise RuntimeError("nothing was compiled")
     updated = optimizer_bytes(model) if point.optimizer else 0.0
     weights = {tuple(x.shape) for x in model.parameters() if x.dim() > 1}
-    return figures(found, updated, point.accumulate, weights)
+    frozen = sum(x.nbytes for x in model.parameters() if not x.requires_grad)
+    return {**figures(found, updated, point.accumulate, weights), "frozen_gb": frozen / 1e9}
 
 
 def extrapolated(one: Mapping[str, float], two: Mapping[str, float], layers: int) -> dict[str, float]:

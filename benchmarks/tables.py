@@ -2,7 +2,7 @@
 
 `--update PAGE ..` (`benchmarks.estimates` has the pages) replaces the text between the lines
 `<!-- table: NAME -->` and `<!-- end -->`, in the page that has them; NAME is `static`, `ceilings`, `experts`,
-`measured` or `kernels`. In pages with the rows of `GAINS` it writes these anew.
+`held`, `measured` or `kernels`. In pages with the rows of `GAINS` it writes these anew.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ KERNELS: list[Column] = [
 STATIC: list[Column] = [
     ("kernels", lambda r: number(get(r, "static", "kernels"), ".0f")),
     ("GB outside matmuls", lambda r: number(get(r, "static", "gb_outside_matmuls"))),
+    ("GB of frozen weights", lambda r: number(get(r, "static", "frozen_gb") or None)),
     ("kept for backward, MB", lambda r: number(get(r, "static", "kept_mb"), ",.0f")),
     ("x kept", lambda r: number(get(r, "ratio", "memory"))),
     ("TFLOP in FP8", lambda r: number(get(r, "static", "tflop.fp8") or 0.0)),
@@ -116,6 +117,21 @@ EXPERT_ARMS = {
     "`delayed`, as the cost model decides": "fp8-delayed",
     "the same, fast accumulation": "fp8-delayed-fast-accum",
 }
+HELD = {
+    "bf16": "bf16",
+    "FP8, dequantized in forward and in backward": "dequantized",
+    "FP8, multiplied: scales of 128 x 128": "fp8-held-blocks",
+    "FP8, multiplied: scales of rows": "fp8-held-rows",
+    "FP8, multiplied: one scale": "fp8-held-tensor",
+}
+HELD_COLUMNS: list[Column] = [
+    ("held, GB", lambda r: number(get(r, "static", "frozen_gb"), ".1f")),
+    ("moved outside matmuls, GB", lambda r: number(get(r, "static", "gb_outside_matmuls"), ".0f")),
+    ("moved in all, GB", lambda r: number(get(r, "static", "gb"), ".0f")),
+    ("kernels", lambda r: number(get(r, "static", "kernels"), ",.0f")),
+    ("ms a step", lambda r: number(get(r, "static", "roofline_ms"), ".0f")),
+    ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
+]
 
 
 # The table has a line per family and shape. It maps each plan's name to its row, and "" to common values.
@@ -162,6 +178,17 @@ def experts(found: list[dict[str, Any]]) -> str:
         over = [_ratio(rows.get(case, {}), arm) for arm in EXPERT_ARMS.values()]
         made.append([title, *("" if x is None else f"{x:.2f}x" for x in over)])
     return table(made, ["layer", *EXPERT_ARMS], True) + "\n"
+
+
+def held(found: list[dict[str, Any]]) -> str:
+    """A line for each way to hold the frozen weights of the case `qwen3-8b-lora`."""
+    rows = by_name(found).get("qwen3-8b-lora", {})
+    made = [
+        [title, *(value(rows[arm]) for _, value in HELD_COLUMNS)]
+        for title, arm in HELD.items()
+        if arm in rows
+    ]
+    return table(made, ["weights", *(name for name, _ in HELD_COLUMNS)], True) + "\n"
 
 
 def gains(pages: Sequence[Path], found: list[dict[str, Any]]) -> None:
@@ -337,6 +364,7 @@ def main(argv: list[str] | None = None) -> int:
                 update(args.update, name, markdown(chosen))
             update(args.update, "ceilings", ceilings(kinds["static"]))
             update(args.update, "experts", experts(kinds["static"]))
+            update(args.update, "held", held(kinds["static"]))
             gains(args.update, kinds["static"])
             return 0
     except (ValueError, OSError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import dit, ffn, gpt2, llama_layers, llama_models, loss, moe
+from . import dit, ffn, gpt2, llama_layers, llama_models, loss, moe, qwen3
 from .base import Case
 
 CASES: dict[str, Case] = {
@@ -14,6 +14,7 @@ CASES: dict[str, Case] = {
         llama_layers.LAYERS,
         llama_models.LLAMA_1B,
         llama_models.LLAMA_3B,
+        qwen3.QWEN3_LORA,
         dit.DIT,
         loss.LOSS,
         moe.MOE,

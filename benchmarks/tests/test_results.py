@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import arms, estimates, machine, matmuls, results, static, tables
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, qwen3
 from benchmarks.cases.base import parse_case
 
 
@@ -45,7 +46,7 @@ def test_results_are_read_and_shown(tmp_path):
     assert "goal 1.4" in text and "1.40" in text and "torchao-rowwise: OutOfMemoryError: too much" in text
     assert "the spread is over 0.5%: fp8-delayed 0.6%" in text
     page = tmp_path / "page.md"
-    names = ("static", "ceilings", "measured", "experts", "kernels")
+    names = ("static", "ceilings", "measured", "experts", "held", "kernels")
     page.write_text("".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names))
     assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
     assert "| fp8-delayed |" in page.read_text() and "old" not in page.read_text()
@@ -68,6 +69,31 @@ def test_an_estimate():
     assert bf16["optimizer_ms"] == fp8["optimizer_ms"] > 0
     with pytest.raises(ValueError, match="eager kernels are not compiled"):
         static.estimate(case.static(variant), arms.ARMS["eager-bf16"])
+
+
+@pytest.mark.slow
+def test_an_estimate_of_weights_that_are_held():
+    """A tiny layer: what is held, and what dequantizing moves, by hand."""
+    if static.fake_gpu.unavailable():
+        pytest.skip(static.fake_gpu.unavailable())
+    _, variant, _ = parse_case("qwen3-8b-lora:seq=64,batch=1", CASES)
+    point, how = qwen3.layers(1, variant, qwen3.TINY), arms.fp8("delayed", policy=arms.ALL)
+    elements, norms = 4 * 128 * 128 + 3 * 128 * 256, 2 * (2 * 128 + 2 * 64)
+    found = {}
+    for name in tables.HELD.values():
+        arm = arms.ARMS[name]
+        found[name] = static.compile_point(point, replace(arm, how=how) if arm.kind == "fp8" else arm)
+    held = {name: round(1e9 * figures["frozen_gb"]) - norms for name, figures in found.items()}
+    scales = {"blocks": elements // 128**2, "rows": 5 * 128 + 2 * 256, "tensor": 7}
+    assert held.pop("bf16") == 2 * elements and held.pop("dequantized") == elements + 4 * scales["blocks"]
+    assert held == {f"fp8-held-{name}": elements + 4 * count for name, count in scales.items()}
+    plain, dequantized = found["bf16"], found["dequantized"]
+    more = 1e9 * (dequantized["gb_outside_matmuls"] - plain["gb_outside_matmuls"])
+    # a byte is read and two are written, in forward and in backward, with the scales
+    assert more == pytest.approx(6 * elements, rel=0.01)
+    assert dequantized["kept_mb"] == plain["kept_mb"] and "tflop.fp8" not in dequantized
+    for name in held:  # fprop and dgrad of the base, and nothing else
+        assert found[name]["tflop.fp8"] == pytest.approx(2 * 2 * point.tokens * elements / 1e12)
 
 
 def test_the_matmuls_that_the_cost_model_knows(tmp_path, capsys):

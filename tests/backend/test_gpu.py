@@ -8,16 +8,20 @@ the floor of bf16 models here.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
+import fp8compile
 from fp8compile import compat
 from fp8compile.passes.pipeline import run_post_grad
 from tests.backend.test_agreement import BUILDS
 from tests.equivalence.features import MODELS
 from tests.support import hooks
 from tests.support.groups import CASES, Cast, Made, Source, trace
-from tests.support.harness import ALL_FP8, MOVING, Pair, assert_close, like, noise
+from tests.support.harness import ALL_FP8, MOVING, Pair, assert_close, assert_fp8, like, noise
 from tests.support.kernel_checks import check
 from tests.support.models import Mlp, make
 
@@ -112,6 +116,29 @@ def test_weights_that_are_kept_in_fp8_only(cuda_graphs: bool, device: str) -> No
         assert any(map(hooks.frozen, model.parameters())) == (frozen == "fp8")
         found.append({str(i): x for i, x in enumerate((*outputs, *(p.detach().clone() for p in trained)))})
     assert_close(*found, 40.0, "training")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (1, 4096)], ids=["blocks", "rows"])
+@pytest.mark.parametrize("out", [1024, 12288])
+def test_weights_of_a_checkpoint(rows: int, columns: int, out: int, device: str, tmp_path: Path) -> None:
+    """Forward and dgrad of linears of Qwen3-8B multiply the bytes of the file."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    scales = noise(out // rows, 4096 // columns, seed=2, device=device).exp() / 100
+    data = noise(out, 4096, seed=3, device=device).to(torch.float8_e4m3fn)
+    name = "weight_scale_inv" if rows == 128 else "weight_scale"
+    safetensors.save_file({"weight": data, name: scales}, tmp_path / "model.safetensors")
+    layer = nn.Linear(4096, out, bias=False, device=device, dtype=torch.bfloat16)
+    fp8compile.load_fp8(layer, tmp_path)
+    x = noise(512, 4096, seed=0, dtype=torch.bfloat16, device=device).requires_grad_()
+    y = torch.compile(layer, backend="fp8", options={"policy": ALL_FP8})(x)
+    dy = like(y, 1)
+    y.backward(dy)
+    assert_fp8(layer)
+    assert_fp8(layer, gemm="dgrad")
+    weight = data.double() * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    wanted = {"y": x.detach().double() @ weight.t(), "dx": dy.double() @ weight}
+    assert x.grad is not None
+    assert_close(wanted, {"y": y.detach().double(), "dx": x.grad.double()}, 28.0, "a product")
 
 
 @pytest.mark.parametrize("name", CASES)
