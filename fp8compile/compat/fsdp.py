@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .autograd import in_backward
 
 MADE = re.compile(r"^(?:FSDP|Replicate|DDP)(?=.)")  # what torch puts before the name of the class
+FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 EVALUATES = "fp8compile_evaluates"  # of a group: it was gathered for a forward without gradients
 
 
@@ -26,9 +27,11 @@ def class_name(kind: type | str) -> str:
     return MADE.sub("", name) if package.startswith("torch.distributed.") else name
 
 
-def resharded(inputs: Sequence[Any]) -> frozenset[int]:
-    """Which of a graph's inputs FSDP2 frees after forward and gathers again in backward, by position."""
+def resharded(inputs: Sequence[Any], to_fewer: bool = False) -> frozenset[int]:
+    """Which of a graph's inputs FSDP2 frees after forward and gathers again in backward, by position;
+    `to_fewer`: of those, which it shards over fewer ranks in between."""
     groups = [group for group in _groups() if group.post_forward_mesh_info is not None]
+    groups = [group for group in groups if not to_fewer or group._use_post_forward_mesh]
     freed = {id(_unsharded(p)) for group in groups for p in group.fsdp_params}
     return frozenset(i for i, value in enumerate(inputs) if value is not None and id(value) in freed)
 
@@ -44,7 +47,12 @@ def sharded_pairs() -> Iterator[tuple[Any, Any]]:
 def gathered_as() -> dict[int, tuple[Tensor, torch.dtype]]:
     """Each parameter that FSDP2 has sharded, and the dtype in which graphs read it; by its id."""
     found = [p for group in _groups() for p in group.fsdp_params]
-    return {id(p.sharded_param): (p.sharded_param, p.param_dtype or p.orig_dtype) for p in found}
+    return {id(p.sharded_param): (p.sharded_param, _read_dtype(p)) for p in found}
+
+
+def _read_dtype(parameter: Any) -> torch.dtype:
+    policy = parameter.mp_policy.param_dtype  # before the first forward
+    return getattr(parameter, "param_dtype", policy) or parameter.sharded_param.dtype
 
 
 def local_shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
@@ -57,6 +65,34 @@ def local_shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
         if shape != tensor.shape:
             found[name] = list(shape)
     return found
+
+
+def sharding() -> str | None:
+    """Of which parameter does FSDP2 make a shard, or pad one, right now ("Linear.weight")? None: of none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != FSDP_PARAM:
+        frame = frame.f_back  # type: ignore[assignment]
+    while frame is not None and "self" not in frame.f_locals:  # the frame of a helper
+        frame = frame.f_back  # type: ignore[assignment]
+    info = getattr(frame.f_locals["self"], "_module_info", None) if frame is not None else None
+    return f"{class_name(type(info.module))}.{info.param_name}" if info is not None else None
+
+
+def local(tensor: Tensor) -> Any:
+    """What a rank has of a DTensor, itself, not a view of it; any other tensor is whole."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def with_local(tensor: Any, part: Tensor) -> Tensor:
+    """A DTensor as this one, with other values on this rank."""
+    sizes = {"shape": tensor.shape, "stride": tensor.stride()}
+    return type(tensor).from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **sizes)
+
+
+def shard_group(tensor: Any) -> Any:
+    """The ranks that have the shards of a DTensor of FSDP2 together; None: each has all of it."""
+    dimension = next((i for i, placement in enumerate(tensor.placements) if placement.is_shard()), None)
+    return tensor.device_mesh.get_group(dimension) if dimension is not None else None
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

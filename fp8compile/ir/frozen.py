@@ -70,9 +70,10 @@ class FrozenWeight(GatheredWeight):
         """The bytes in memory: FP8 values and scales."""
         return self.data_.nbytes + self.inv_.nbytes
 
-    def dequantized(self) -> Tensor:
-        """The values that FP8 has left: a plain tensor of the weight's own dtype and shape."""
-        return ops.dequantize(self.data_, self.inv_, self.dtype, [*self.block])
+    @property
+    def scales(self) -> Tensor:
+        """What multiplies the FP8 values, without padding."""
+        return self.inv_
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         return ["data_", "inv_"], {"dtype": self.dtype, "how": (*self.how, self.stored)}
@@ -109,9 +110,17 @@ class FrozenWeight(GatheredWeight):
         self.stored = None
         return self
 
+    def of_fsdp(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator by which FSDP2 makes shards; set by `frozen_shard`."""
+        return NotImplemented
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0] if args else None
+        if isinstance(first, FrozenWeight):
+            made = first.of_fsdp(func, args, kwargs or {})
+            if made is not NotImplemented:
+                return made
         if isinstance(first, FrozenWeight) and func is aten.clone.default:
             return first.like(first.data_.clone(), first.inv_.clone())
         if isinstance(first, FrozenWeight) and func is aten.copy_.default:

@@ -64,6 +64,11 @@ class GatheredWeight(Tensor):
 
     __torch_function__ = compat.autograd.no_torch_function  # type: ignore[assignment]
 
+    def dequantized(self) -> Tensor:
+        """The values that FP8 has left: a plain tensor of the weight's own dtype and shape."""
+        blocks = [[*self.block]] if self.block != WHOLE else []
+        return ops.dequantize(self.data_, self.inv_, self.dtype, *blocks)
+
     def like(self, data: Tensor, inv: Tensor) -> Any:
         """Such a weight with these FP8 values and inverses of scales."""
         return GatheredWeight(data, inv, self.dtype, self.read, self.block)
@@ -78,8 +83,7 @@ class GatheredWeight(Tensor):
         def values(x: GatheredWeight) -> Tensor:
             if x.read is not None:
                 x.read(str(func).removesuffix(".default"))
-            blocks = [[*x.block]] if x.block != WHOLE else []
-            return ops.dequantize(x.data_, x.inv_, x.dtype, *blocks)
+            return x.dequantized()
 
         args, kwargs = pytree.tree_map_only(GatheredWeight, values, (args, kwargs))
         return func(*args, **kwargs)

@@ -23,6 +23,7 @@ from torch import nn
 from ..config.recipe import ROLES
 from ..extension import features, stored_scales
 from ..ir.frozen import FrozenWeight
+from ..runtime.held import held_in
 from ..runtime.named_weights import named_weights, unwrapped
 from ..runtime.parameters import find
 from ..runtime.probe import COLUMNS, CastKind, Measurement
@@ -138,7 +139,7 @@ def table(model: nn.Module, measurement: Measurement | None = None) -> list[dict
         casts = known.casts or {(role, use, ""): CastKind("delayed", "") for role, use in own}
         found = known.measured if measurement is None else measurement.records.get(known, {})
         outside = next(filter(None, (feature.cast_outside(weight) for feature in features())), None)
-        stored = weight if isinstance(weight, FrozenWeight) else None
+        stored = held_in(weight)
         gathered, numbers = outside or (None, dict)
         whole = gathered if stored is None else CastKind.of("frozen", stored.data_.dtype)
         if whole is not None:  # no graph casts the weight
@@ -179,8 +180,8 @@ def tensor_of(row: dict[str, Any]) -> str:
 
 def _stored(weight: FrozenWeight) -> dict[str, Any]:
     """The scales that a weight is kept with. What its cast lost is unknown: its values before are gone."""
-    least, most = (x.item() for x in weight.inv_.detach().aminmax())
-    one = (1 / least, least) if weight.inv_.numel() == 1 else (None, None)
+    least, most = (x.item() for x in weight.scales.detach().aminmax())
+    one = (1 / least, least) if weight.scales.numel() == 1 else (None, None)
     return dict(zip(STATE, (None, *one, least, most), strict=True))
 
 

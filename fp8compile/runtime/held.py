@@ -1,4 +1,5 @@
-"""Parameters of modules that are kept in FP8 only (`ir.frozen`): plain tensors in `state_dict()`."""
+"""Parameters of modules that are kept in FP8 only (`ir.frozen`): plain tensors, or DTensors
+of such, in `state_dict()`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from .. import compat
+from ..ir import frozen_shard
 from ..ir.frozen import FrozenWeight
 from .parameters import adopt
 
@@ -32,6 +35,17 @@ class StackPart(NamedTuple):
 # with its parts in the checkpoint if it has not one name there
 _held: WeakKeyDictionary[nn.Module, dict[str, tuple[StackPart, ...]]] = WeakKeyDictionary()
 _OWN = frozenset({"data_", "inv_", "read", "block", "margin", "power_of_2", "stored", "_is_param"})
+
+
+def held_in(parameter: Any) -> FrozenWeight | None:
+    """What this rank has of a parameter that is kept in FP8 only: the weight, or a shard of it; else None."""
+    part = compat.fsdp.local(parameter)
+    return part if isinstance(part, FrozenWeight) else None
+
+
+def whole(parameter: Any) -> FrozenWeight:
+    """A parameter that is kept in FP8 only; if it is sharded, of all ranks: a collective."""
+    return parameter if isinstance(parameter, FrozenWeight) else frozen_shard.gathered(parameter)
 
 
 def replace(module: nn.Module, name: str, made: nn.Parameter) -> None:
@@ -80,5 +94,7 @@ def _plain_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
     """A hook of `state_dict()`: plain tensors, unless `keep_vars` asks for the parameters themselves."""
     for name, parameter in module._parameters.items():
         entry = state.get(f"{prefix}{name}")
-        if isinstance(entry, FrozenWeight) and entry is not parameter:
-            state[f"{prefix}{name}"] = entry.dequantized()
+        held = held_in(entry)
+        if held is not None and entry is not parameter:
+            plain = held.dequantized()
+            state[f"{prefix}{name}"] = plain if held is entry else compat.fsdp.with_local(entry, plain)

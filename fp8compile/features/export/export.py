@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ...errors import ExportError, at_most, need
 from ...frontend.inputs import plain
-from ...ir.frozen import FrozenWeight
 from ...logs import get_logger
+from ...runtime import held
 from ...runtime.named_weights import unwrapped
 from . import adapters, checkpoint_files
 from .checkpoint_formats import FORMATS, pick
@@ -169,13 +169,12 @@ def _tensors(model: nn.Module, chosen: Chosen, format: str) -> Iterator[tuple[st
     given = {plain(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     for name, tensor in checkpoint_files.untied(given).items():
         if name not in weights:
-            yield (
-                name,
-                tensor.dequantized() if isinstance(tensor, FrozenWeight) else whole(tensor).contiguous(),
-            )
+            frozen = held.held_in(tensor) is not None
+            yield name, held.whole(tensor).dequantized() if frozen else whole(tensor).contiguous()
             continue
+        stack = held.whole(tensor) if weights[name][0].part is not None else None  # once for all its parts
         for layer in weights[name]:
-            for last, made in FORMATS[format].tensors(layer, cast(layer)).items():
+            for last, made in FORMATS[format].tensors(layer, cast(layer, stack)).items():
                 yield layer.called(last), made.contiguous()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from ...frontend.inputs import plain
 from ...ir import ops
 from ...ir.frozen import FrozenWeight, Stored
 from ...ir.scale import inverse_of, scale_of
-from ...runtime.held import StackPart, parts_of
+from ...runtime.held import StackPart, held_in, parts_of
+from ...runtime.held import whole as whole_held
 from ...runtime.named_weights import named_weights
 from ...runtime.parameters import find
 from . import forwards
@@ -44,7 +45,8 @@ class ExportedLayer:
     `dtype`: in which graphs read it. `scaling`: of the weight. `input_block`: the elements of an input that
     share a scale. `partners`: weights that share the scale of this one, itself among them.
     `input_scale_inv`: float32 ``[1]``, what brings FP8 inputs back; None: inputs are scaled by their own
-    amax, each in its tensor, token, or group of 128 or 32 elements of a token."""
+    amax, each in its tensor, token, or group of 128 or 32 elements of a token. `part`: the part of `weight`
+    that it is, if this is a stack."""
 
     name: str
     parameter: str
@@ -56,6 +58,7 @@ class ExportedLayer:
     input_block: Block
     partners: tuple[Tensor, ...]
     input_scale_inv: Tensor | None
+    part: StackPart | None = None
 
     @property
     def static(self) -> bool:
@@ -69,7 +72,8 @@ class ExportedLayer:
     @property
     def stored(self) -> Stored | None:
         """The scales of the weight in the FP8 checkpoint that it comes from."""
-        return self.weight.stored if isinstance(self.weight, FrozenWeight) else None
+        held = held_in(self.weight)
+        return held.stored if held is not None else None
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def choose(model: nn.Module) -> Chosen:
     for name, module in model.named_modules():
         name = plain(name)
         own = [(last, p) for last, p in module.named_parameters(recurse=False) if p.dim() > 1]
-        stacks = [(last, p) for last, p in own if isinstance(p, FrozenWeight) and p.dim() == 3]
+        stacks = [(last, p) for last, p in own if held_in(p) is not None and p.dim() == 3]
         for last, stack in stacks:
             matrices_of = _matrices(f"{name}.{last}".lstrip("."), stack, parts_of(module, last))
             layers.update({layer.name: layer for layer in matrices_of})
@@ -104,8 +108,9 @@ def choose(model: nn.Module) -> Chosen:
         why = ""
         for matrix in matrices if not stacks else ():
             known = forwards.of(matrix)
-            if isinstance(matrix, FrozenWeight) and not _in_fp8(module, matrix, known):
-                known = (_as_held(matrix),)
+            held = held_in(matrix)
+            if held is not None and not _in_fp8(module, matrix, known):
+                known = (_as_held(held),)
             elif not known or any(one.forward.reason for one in known):
                 continue
             why = obstacle(module, matrix, known, owners[id(matrix)])
@@ -147,12 +152,13 @@ def obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...],
     return ""
 
 
-def _held(weight: Tensor, block: Block) -> TypeGuard[FrozenWeight]:
+def _held(weight: Tensor, block: Block) -> bool:
     """Is this weight kept in FP8 with such blocks? Then it is written as it is."""
-    return isinstance(weight, FrozenWeight) and weight.block == block
+    held = held_in(weight)
+    return held is not None and held.block == block
 
 
-def _in_fp8(module: nn.Module, weight: FrozenWeight, known: tuple[KnownForward, ...]) -> bool:
+def _in_fp8(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...]) -> bool:
     """Do graphs multiply by the FP8 values of this weight, and in one way?"""
     if not known or any(one.forward.reason for one in known) or obstacle(module, weight, known, []):
         return False
@@ -168,14 +174,17 @@ def _as_held(weight: FrozenWeight) -> KnownForward:
     return KnownForward(Forward(recipe_holding(weight.block), weight=of_weight, data=data, fnuz=fnuz), {})
 
 
-def _matrices(parameter: str, stack: FrozenWeight, parts: Sequence[StackPart]) -> Iterator[ExportedLayer]:
+def _matrices(parameter: str, stack: Tensor, parts: Sequence[StackPart]) -> Iterator[ExportedLayer]:
     """What a stack of experts that is held is in its checkpoint: one tensor, or one for each part."""
-    how = _as_held(stack).forward
+    held = held_in(stack)
+    assert held is not None
+    how = _as_held(held).forward
     assert how.weight is not None and how.data is not None
-    for name, weight in [(x.name, _part(stack, x)) for x in parts] or [(parameter, stack)]:
-        layer = name.removesuffix(".weight")
-        of = stack.dtype, how.recipe, how.weight, how.data.block, (), None
-        yield ExportedLayer(layer, parameter, name, weight, *of)
+    of = held.dtype, how.recipe, how.weight, how.data.block, (), None
+    if not parts:
+        yield ExportedLayer(parameter, parameter, parameter, stack, *of)
+    for part in parts:
+        yield ExportedLayer(part.name.removesuffix(".weight"), parameter, part.name, stack, *of, part)
 
 
 def _part(stack: FrozenWeight, part: StackPart) -> FrozenWeight:
@@ -219,7 +228,8 @@ def _layer(
         )
     weight, dtype = _read(weight, sharded)
     partners = [_read(x, sharded)[0] for one in known for x in one.partners()]
-    came = isinstance(weight, FrozenWeight) and weight.stored is not None  # and goes out as it came
+    held = held_in(weight)
+    came = held is not None and held.stored is not None  # and goes out as it came
     tensor = f"{name}.weight".lstrip(".")
     return ExportedLayer(
         name,
@@ -263,14 +273,17 @@ class WeightCast(NamedTuple):
     scale_inv: Tensor
 
 
-def cast(layer: ExportedLayer) -> WeightCast:
+def cast(layer: ExportedLayer, held: FrozenWeight | None = None) -> WeightCast:
     """The weight of a layer, as the next forward of training would cast it.
 
     With a history, the scale is that of the history. If there is none, it is that of the current amax, as in
-    a cold call. Weights of merged matmuls share their smallest scale. Shards are gathered: a collective."""
+    a cold call. Weights of merged matmuls share their smallest scale. Shards are gathered: a collective.
+    `held`: what was gathered of a weight that is held in FP8."""
     with torch.no_grad():
         if _held(layer.weight, layer.scaling.block):
-            held, inverse = layer.weight, layer.weight.inv_
+            held = whole_held(layer.weight) if held is None else held
+            held = held if layer.part is None else _part(held, layer.part)
+            inverse = held.inv_
             if held.stored is not None:
                 inverse = inverse.to(held.stored.dtype).reshape(held.stored.shape)
             return WeightCast(held.data_, inverse)

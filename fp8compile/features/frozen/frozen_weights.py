@@ -21,7 +21,7 @@ import logging
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ... import compat, process
 from ...config.recipe import WHOLE, Block
 from ...devices.formats import pick
-from ...errors import Retrace
+from ...errors import Fp8CompileError, Retrace
 from ...extension import GraphFeature
 from ...frontend.inputs import plain
 from ...ir.frozen import FrozenWeight, cast
@@ -106,7 +106,8 @@ class Home(NamedTuple):
 @dataclass(frozen=True)
 class FrozenRecord(TableRecord):
     """A matrix that does not train. The bytes are those in memory, `before` without the option. `reason`: why
-    it is kept in high precision, "" if it is kept in FP8 only."""
+    it is kept in high precision, "" if it is kept in FP8 only. `sharded`: FSDP2 gathers these bytes, of which
+    each rank keeps its rows."""
 
     key, titles, sides = "frozen", ("frozen weight", "bytes", "kept", "why"), "<>><"
 
@@ -114,30 +115,34 @@ class FrozenRecord(TableRecord):
     before: int
     bytes: int
     reason: str = ""
+    sharded: bool = field(default=False, repr=False)
 
     @property
     def like(self) -> Hashable:
-        return self.bytes, self.reason
+        return self.bytes, self.reason, self.sharded
 
     @classmethod
     def cells(cls, alike: Sequence[FrozenRecord]) -> tuple[str, ...]:
-        return (*sizes(alike), alike[0].reason or "fp8 only")
+        kept = "fp8 only, in shards" if alike[0].sharded else "fp8 only"
+        return (*sizes(alike), alike[0].reason or kept)
 
     @classmethod
     def brief(cls, records: Sequence[FrozenRecord]) -> str:
         """ "frozen weights in FP8 only: 224 of 225, 6,980 MB instead of 13,960"."""
         stored = [record for record in records if not record.reason]
-        return f"frozen weights in FP8 only: {len(stored)} of {len(records)}, {megabytes(stored)}"
+        shards = ", in shards, gathered in FP8" if any(record.sharded for record in stored) else ""
+        return f"frozen weights in FP8 only: {len(stored)} of {len(records)}, {megabytes(stored)}{shards}"
 
 
 class FrozenMatrix(NamedTuple):
     """A frozen matrix. `block`: its scales', if it is kept in FP8 only. `before`: its bytes without that.
-    `rounded`: it was cast here, and is not that of an FP8 checkpoint."""
+    `rounded`: it was cast here, and is not that of an FP8 checkpoint. `sharded`: by FSDP2."""
 
     before: int
     bytes: int
     block: Block | None
     rounded: bool = False
+    sharded: bool = False
 
 
 class FrozenInGraph(GraphFeature):
@@ -179,7 +184,8 @@ class FrozenInGraph(GraphFeature):
             verdict = done.gatherable.get(i)
             reason = self.refused.get(i) or (verdict.reason if verdict is not None else "")
             if matrix.block is not None:
-                found.append(FrozenRecord(job.inputs.names[i], matrix.before, matrix.bytes))
+                record = FrozenRecord(job.inputs.names[i], matrix.before, matrix.bytes, "", matrix.sharded)
+                found.append(record)
             elif self.asked and reason:
                 found.append(FrozenRecord(job.inputs.names[i], matrix.before, matrix.bytes, reason))
         stored = sum(not record.reason for record in found)
@@ -197,7 +203,8 @@ def frozen_in(job: Job) -> FrozenInGraph:
         i for i in sorted(inputs.parameters) if given[i].dim() == 2 or isinstance(given[i], FrozenWeight)
     ]
     frozen = [i for i in matrices if not held[i].requires_grad]
-    found = FrozenInGraph({i: _matrix(given[i]) for i in frozen}, asked)
+    sharded = {id(read): own for own, read in compat.fsdp.sharded_pairs()}
+    found = FrozenInGraph({i: _matrix(given[i], sharded.get(id(given[i]))) for i in frozen}, asked)
     if not asked:
         return found
     roots = compat.dynamo.root_modules(gm, inputs.packed)
@@ -208,7 +215,6 @@ def frozen_in(job: Job) -> FrozenInGraph:
             for name, parameter in module._parameters.items():
                 home = Home(module, name, root, whole), plain(f"{path}.{name}".lstrip("."))
                 homes[root, id(parameter)].append(home)
-    sharded = {id(read) for _, read in compat.fsdp.sharded_pairs()}
     cut = compat.split.uncut(gm) is not None
     for i in (i for i, matrix in found.matrices.items() if matrix.block is None):
         parameter = given[i]
@@ -247,9 +253,11 @@ def freeze(joint: Joint) -> int:
     return 0
 
 
-def _matrix(x: Tensor) -> FrozenMatrix:
+def _matrix(x: Tensor, own: Tensor | None) -> FrozenMatrix:
+    """`own`: what this rank has of it, if FSDP2 manages it."""
     block, rounded = (x.block, x.stored is None) if isinstance(x, FrozenWeight) else (None, False)
-    return FrozenMatrix(x.numel() * x.dtype.itemsize, x.nbytes, block, rounded)
+    sharded = own is not None and compat.fsdp.shard_group(own) is not None
+    return FrozenMatrix(x.numel() * x.dtype.itemsize, x.nbytes, block, rounded, sharded)
 
 
 def _freeze(
@@ -362,8 +370,12 @@ def restore_frozen_weights(model: nn.Module) -> None:
     them: a merge of adapters, `requires_grad_()`, `model.to()` another dtype or device.
 
     A further training call of a model that was compiled with `frozen="fp8"` keeps what is still frozen in FP8
-    only again. TypeError if `model` is no module."""
+    only again. Fp8CompileError if `fully_shard` has sharded some; TypeError if `model` is no module."""
     made: dict[int, nn.Parameter] = {}
+    for name, weight in unwrapped(model).named_parameters():
+        if held.held_in(weight) is not None and not isinstance(weight, FrozenWeight):
+            fix = "call restore_frozen_weights before fully_shard"
+            raise Fp8CompileError(f"{plain(name)} is a shard of a weight that is kept in FP8 only: {fix}")
     for module in unwrapped(model).modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, FrozenWeight):

@@ -50,6 +50,7 @@ from ...ir.records import Gatherable
 from ...logs import get_logger, say_once
 from ...passes.joint import Rewritten
 from ...runtime import probe
+from ...runtime.held import held_in
 from ...runtime.ledger import Ledger
 from ...runtime.optimizer_steps import listen
 from ...runtime.parameters import find, record_of, share_records
@@ -149,7 +150,8 @@ def gather_in_fp8(model: nn.Module) -> None:
     """See `fp8compile.distributed.fp8_all_gather`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp8_all_gather() takes a torch.nn.Module, not {type(model).__name__}")
-    parameters = compat.fsdp.sharded_parameters(model)
+    # what is held in FP8 is gathered so in any case
+    parameters = [x for x in compat.fsdp.sharded_parameters(model) if held_in(x.sharded) is None]
     if not parameters:
         fix = "call fully_shard(model) first"
         raise ShardingError(f"fp8_all_gather: nothing of this {type(model).__name__} is sharded: {fix}")

@@ -21,7 +21,7 @@ class LoadedWeights(Feature):
     passes = {"gather": (Pass("fold", fold),)}  # all decisions are made, and nothing is planned
 
     def describe(self, job: Job) -> Inputs:
-        """ShardingError where `fully_shard` has made shards of weights that were held in FP8."""
+        """ShardingError where shards of weights that were held in FP8 are so no more, or cannot be."""
         now = [(module, name, module._parameters.get(name)) for module, name in all_held()]
         lost = [one for one in now if not isinstance(one[2], FrozenWeight)]
         given = {id(x) for x in job.given}
@@ -29,7 +29,11 @@ class LoadedWeights(Feature):
         for module, name, parameter in lost:
             if given.isdisjoint(map(id, sharded.get(id(parameter), ()))):
                 continue
-            what = f"{type(module).__name__}.{name} was held in FP8, and fully_shard has made shards of it"
-            fix = "ignored_params=fp8compile.fp8_parameters(model) leaves it whole on each rank"
-            raise ShardingError(f"{what}, in high precision: {fix}")
+            what = f"{type(module).__name__}.{name} was held in FP8, and its shards are in high precision now"
+            fix = "call model.to() before load_fp8, and load_fp8 before fully_shard"
+            raise ShardingError(f"{what}: {fix}")
+        for i in compat.fsdp.resharded(job.given, to_fewer=True):
+            if isinstance(job.given[i], FrozenWeight):
+                what = f"{job.inputs.names[i]} is held in FP8, and resharded to fewer ranks after forward"
+                raise ShardingError(f"{what}: use reshard_after_forward=True or False")
         return job.inputs

@@ -175,6 +175,8 @@ def _check_place(name: str, entry: Entry, spot: Spot, contents: Contents) -> Non
         raise LoadError(f"{entry.file}: the model has no {name}")
     places = contents.places[spot.name]
     tensor = at(places[0])
+    if hasattr(tensor, "placements"):
+        raise LoadError(f"{entry.file}: {spot.name} is a DTensor: call load_fp8 before fully_shard")
     if spot.part is None and tuple(tensor.shape) != entry.shape:
         raise LoadError(f"{entry.file}: {name} is {list(entry.shape)}, and {list(tensor.shape)} in the model")
     if entry.dtype != FP8:

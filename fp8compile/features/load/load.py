@@ -24,7 +24,7 @@ from ...config.recipe import ROW, WHOLE
 from ...ir import ops
 from ...ir.frozen import FrozenWeight
 from ...logs import get_logger
-from ...runtime.held import StackPart, hold, release
+from ...runtime.held import StackPart, held_in, hold, release
 from ...runtime.named_weights import unwrapped
 from .contents import Contents, Place, Stack, WeightScales, at, contents_of
 from .files import tensors
@@ -76,7 +76,8 @@ def load_fp8(
     elements, which have to divide the sides of each tensor. `unread`: patterns (`re.search`) of names in the
     checkpoint that the model has no use for.
 
-    Before `fully_shard`: `ignored_params=fp8_parameters(model)` leaves these weights whole on each rank.
+    Before `fully_shard`, which leaves each rank its rows of these bytes, and gathers bytes and scales;
+    `ignored_params=fp8_parameters(model)` leaves these weights whole on each rank.
 
     Returns a `Loaded`. Raises LoadError (a ValueError) for a checkpoint that cannot be read or does not fit,
     before anything is changed; ImportError without safetensors; TypeError for no module."""
@@ -93,9 +94,9 @@ def load_fp8(
 
 
 def fp8_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of a model that are held in FP8 only. For `fully_shard(.., ignored_params=..)`: shards
-    of them would be in high precision."""
-    return {x for x in unwrapped(model).parameters() if isinstance(x, FrozenWeight)}
+    """The parameters of a model that are held in FP8 only, or shards of such. For `fully_shard(..,
+    ignored_params=..)`, which leaves them whole on each rank."""
+    return {x for x in unwrapped(model).parameters() if held_in(x) is not None}
 
 
 @torch.no_grad()

@@ -192,7 +192,7 @@ def export_casts() -> Patched:
     """The weights that exports cast inside."""
     from fp8compile.features.export import export
 
-    return noting(export, "cast", lambda made, layer: layer.name)
+    return noting(export, "cast", lambda made, layer, held: layer.name)
 
 
 @contextlib.contextmanager
