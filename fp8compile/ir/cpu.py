@@ -186,7 +186,12 @@ def _values(
 
 
 def dequantize(data: Tensor, inv: Tensor, dtype: torch.dtype, block: Sequence[int] = ALL) -> Tensor:
-    return _values(data, inv, block).to(dtype)
+    if data.dim() == 2:
+        return _values(data, inv, block).to(dtype)
+    if inv.dim() > 1 and block[0] and data.shape[1] % block[0]:  # blocks begin anew with each matrix
+        return ops.values(data, inv, dtype, block)
+    one = data.reshape(-1, data.shape[-1]), inv.reshape(-1, inv.shape[-1]) if inv.dim() > 1 else inv
+    return _values(*one, block).to(dtype).view(data.shape)
 
 
 def scaled_mm(*given: Any) -> Tensor:

@@ -87,3 +87,16 @@ def test_products(m: int, n: int, k: int) -> None:
         inverses = scales(m, k, block), scales(n, k, other)
         same(ops.block_mm, a, b, *inverses, bias[i // 2], made, False, block, other)
         same(ops.dequantize, a, inverses[0], BF16, block)
+
+
+@pytest.mark.parametrize("block", [(0, 0), (1, 0), (128, 128)])
+@pytest.mark.parametrize("rows", [256, 160])
+def test_stacks(rows: int, block: tuple[int, int]) -> None:
+    """Blocks begin anew with each matrix."""
+    data = torch.randn(3, rows, 144).to(FORMATS[0][0])
+    shape = [3, *(-(-size // side) if side else 1 for size, side in zip(data.shape[1:], block, strict=True))]
+    inverse = torch.rand(shape if any(block) else 1)
+    same(ops.dequantize, data, inverse, BF16, block)
+    if any(block):
+        each = [ops.dequantize(*pair, BF16, block) for pair in zip(data, inverse, strict=True)]
+        assert torch.equal(ops.dequantize(data, inverse, BF16, block), torch.stack(each))
