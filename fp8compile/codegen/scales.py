@@ -143,29 +143,30 @@ def computed_scale(node: Node, operand: str, name: str) -> list[str]:
     """Lines that set `name` to the scales of `operand`, if these are amaxes, or to the inverses of scales."""
     if node.target is ops.inverse:
         return [f"{name} = tl.div_rn(1.0, {operand})"]
-    if node.target is ops.served_inverse:
-        return _served_inverse(node, operand, name)
+    served = node.target is ops.served_inverse
+    lines = (_served_inverse if served else _current_scale)(node, operand, name)
+    if len(node.args) > 3 and node.args[3]:
+        bits = f"{name}.to(tl.int32, bitcast=True)"
+        power = f"({bits} + {MANTISSA}) & {EXPONENT}" if served else f"{bits} & {EXPONENT}"  # up, or down
+        lines.append(f"{name} = ({power}).to(tl.float32, bitcast=True)")
+    return lines
+
+
+def _current_scale(node: Node, operand: str, name: str) -> list[str]:
+    """`ir.scale.scale_of`, before it is rounded to a power of two."""
     reach, largest, smallest = arg(node, 1) / 2.0 ** arg(node, 2), number_text(LARGEST), number_text(SMALLEST)
     raised = f"tl.where({name} < {smallest}, {smallest}, {name})"
-    lines = [
+    return [
         f"{name} = tl.div_rn({number_text(reach)}, {operand})",
         f"{name} = tl.where({name} > {largest}, {largest}, {raised})",
         f'{name} = tl.where(({operand} > 0) & ({operand} < float("inf")), {name}, 1.0)',
     ]
-    if len(node.args) > 3 and node.args[3]:
-        power = f"{name}.to(tl.int32, bitcast=True) & {EXPONENT}"
-        lines.append(f"{name} = ({power}).to(tl.float32, bitcast=True)")
-    return lines
 
 
 def _served_inverse(node: Node, operand: str, name: str) -> list[str]:
-    """`ir.scale.served_inverse_of`, by comparisons, which let NaN pass."""
+    """`ir.scale.served_inverse_of`, before that, by comparisons, which let NaN pass."""
     fp8_max, least = number_text(float(arg(node, 1))), number_text(float(arg(node, 2)))
-    lines = [
+    return [
         f"{name} = tl.div_rn(tl.where({operand} < {least}, {least}, {operand}), {fp8_max})",
         f'{name} = tl.where({operand} < float("inf"), {name}, 1.0)',
     ]
-    if len(node.args) > 3 and node.args[3]:
-        power = f"({name}.to(tl.int32, bitcast=True) + {MANTISSA}) & {EXPONENT}"
-        lines.append(f"{name} = ({power}).to(tl.float32, bitcast=True)")
-    return lines

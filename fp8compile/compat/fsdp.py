@@ -61,7 +61,7 @@ def local_shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     gathered = {id(p.sharded_param): p._orig_size for group in _groups() for p in group.fsdp_params}
     found = {}
     for name, tensor in tensors.items():
-        shape = gathered.get(id(tensor), getattr(tensor, "_local_tensor", tensor).shape)
+        shape = gathered.get(id(tensor), local(tensor).shape)
         if shape != tensor.shape:
             found[name] = list(shape)
     return found

@@ -106,7 +106,7 @@ class FrozenShard(FrozenWeight):
         for i, own in enumerate(inv.split(len(self.inv_))):
             start, end = i * self.place.rows, min((i + 1) * self.place.rows, rows)
             first = start // side
-            parts.append(own[-(-start // side) - first : max(-(-end // side) - first, 0)])
+            parts.append(own[ops.blocks(start, side) - first : max(ops.blocks(end, side) - first, 0)])
         return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
     @property
@@ -186,7 +186,7 @@ def _split(weight: FrozenWeight, name: str, rows: int, dim: int = 0) -> list[Fro
     made, side = [], side_of(weight)
     for start in range(0, len(weight.data_), rows):
         data = weight.data_[start : start + rows]
-        inv = weight.inv_[start // side : -(-(start + len(data)) // side)] if side else weight.inv_
+        inv = weight.inv_[start // side : ops.blocks(start + len(data), side)] if side else weight.inv_
         place = Cut(weight.shape, rows, start)
         made.append(FrozenShard(data, inv, weight.dtype, place, *weight.how, weight.stored))
     return made
@@ -195,7 +195,7 @@ def _split(weight: FrozenWeight, name: str, rows: int, dim: int = 0) -> list[Fro
 def _zeros(weight: FrozenWeight, size: Sequence[int]) -> FrozenShard:
     """Memory for a shard of this size."""
     side = side_of(weight)
-    count = -(-(size[0] + side - math.gcd(size[0], side)) // side) if side else 1
+    count = ops.blocks(size[0] + side - math.gcd(size[0], side), side)
     shape = weight.place.shape if isinstance(weight, FrozenShard) else weight.shape
     data, inv = weight.data_.new_zeros(size), weight.inv_.new_zeros(count, *weight.inv_.shape[1:])
     return FrozenShard(data, inv, weight.dtype, Cut(shape, size[0]), *weight.how, weight.stored)

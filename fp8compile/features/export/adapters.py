@@ -88,7 +88,7 @@ def vanilla(model: nn.Module, merge: str | None) -> Vanilla:
         if layer.merged_adapters:
             fix = "call model.unmerge_adapter(), or model.merge_and_unload() and export what it returns"
             raise ExportError(f"{name} has an adapter that is merged, and still there: {fix}")
-        why = merge and _obstacle(layer, owners)
+        why = merge and _obstacle(layer, owners, known)
         if why:
             fix = "leave merge out, and the adapter is written beside the base"
             raise ExportError(f"merge={merge!r}: {name} {why}: {fix}")
@@ -96,7 +96,7 @@ def vanilla(model: nn.Module, merge: str | None) -> Vanilla:
         what = f"{len(wholes)} PeftModels hold its adapters" if wholes else "no PeftModel holds its adapters"
         fix = f"make one by peft.get_peft_model, or pass merge={HIGH!r}"
         raise ExportError(f"{what}, and save_pretrained of one is to write them: {fix}")
-    made = _Copies(merge)
+    made = _Copies(merge, known)
     bare = made.of(model)
     names = {id(module): plain(name) for name, module in bare.named_modules()}
     for name, module in bare.named_modules():
@@ -112,11 +112,11 @@ def _active(layer: Any) -> list[str]:
     return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in own]
 
 
-def _obstacle(layer: Any, owners: Mapping[int, int]) -> str:
+def _obstacle(layer: Any, owners: Mapping[int, int], known: _Peft) -> str:
     """Why the forward of a layer is not that of W + d, with the d of `get_delta_weight`; "" if it is."""
-    if isinstance(layer, _peft().saved):
+    if isinstance(layer, known.saved):
         return ""
-    if type(layer) not in _peft().lora:
+    if type(layer) not in known.lora:
         kind = f"{type(layer).__module__.removeprefix('peft.tuners.')}.{type(layer).__name__}"
         return f"is a {kind}, and only LoRA of Linears and Embeddings can be merged"
     variants = [layer.lora_variant[name] for name in _active(layer) if name in layer.lora_variant]
@@ -133,9 +133,8 @@ def _obstacle(layer: Any, owners: Mapping[int, int]) -> str:
 class _Copies:
     """Copies of the modules around layers of PEFT; in the place of these stand the modules that they wrap."""
 
-    def __init__(self, merge: str | None) -> None:
-        self.merge = merge
-        self.peft = _peft()
+    def __init__(self, merge: str | None, peft: _Peft) -> None:
+        self.merge, self.peft = merge, peft
         self.known: dict[int, nn.Module] = {}
         self.merged: dict[int, Any] = {}  # the layer of PEFT, by the id of what stands in its place
 

@@ -164,11 +164,9 @@ def _compared(
             kl += _kl(theirs, ours)
         taken = tokens.to(device)[rows, columns] if tokens is not None else theirs.argmax(-1)
         own = theirs.gather(1, taken.long().unsqueeze(1)).squeeze(1) if exact else theirs
-        if not bool((own.isfinite() & (own <= ABOVE)).all()):
-            worst = own[~(own.isfinite() & (own <= ABOVE))][0].item()
-            raise MismatchError(
-                f"logprobs have {worst:.3g} for a sampled token: no logarithm of a probability"
-            )
+        if bool((wrong := ~(own.isfinite() & (own <= ABOVE))).any()):
+            what = f"logprobs have {own[wrong][0].item():.3g} for a sampled token"
+            raise MismatchError(f"{what}: no logarithm of a probability")
         differences = ours.gather(1, taken.long().unsqueeze(1)).squeeze(1) - own
         k3 += (differences.expm1() - differences).sum()
         found.append(differences.abs())
@@ -189,8 +187,8 @@ def _compared(
 
 def _check_distributions(logprobs: Tensor) -> None:
     total = logprobs.logsumexp(-1)
-    if not bool((total.abs() < NORMALIZED).all()):
-        worst = total[~(total.abs() < NORMALIZED)][0].exp().item()
+    if bool((wrong := ~(total.abs() < NORMALIZED)).any()):
+        worst = total[wrong][0].exp().item()
         raise MismatchError(f"logprobs of a position add up to a probability of {worst:.3g}, and not to 1")
 
 

@@ -34,6 +34,7 @@ from ...devices.formats import pick
 from ...errors import Fp8CompileError, Retrace
 from ...extension import GraphFeature
 from ...frontend.inputs import plain
+from ...ir import ops
 from ...ir.frozen import FrozenWeight, cast
 from ...ir.records import Gatherable, GraphReport, TableRecord
 from ...logs import get_logger, say_once
@@ -358,8 +359,7 @@ def _unwritten(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _ones(parameter: Tensor, block: Block) -> Tensor:
-    sizes = zip(parameter.shape, block, strict=True)
-    shape = [1] if block == WHOLE else [-(-size // side) for size, side in sizes]
+    shape = [1] if block == WHOLE else [*map(ops.blocks, parameter.shape, block)]
     return torch.ones(shape, dtype=torch.float32, device=parameter.device)
 
 

@@ -32,8 +32,8 @@ class LoadedWeights(Feature):
             what = f"{type(module).__name__}.{name} was held in FP8, and its shards are in high precision now"
             fix = "call model.to() before load_fp8, and load_fp8 before fully_shard"
             raise ShardingError(f"{what}: {fix}")
-        for i in compat.fsdp.resharded(job.given, to_fewer=True):
-            if isinstance(job.given[i], FrozenWeight):
-                what = f"{job.inputs.names[i]} is held in FP8, and resharded to fewer ranks after forward"
-                raise ShardingError(f"{what}: use reshard_after_forward=True or False")
+        held = frozenset(i for i, x in enumerate(job.given) if isinstance(x, FrozenWeight))
+        for i in held and held & compat.fsdp.resharded(job.given, to_fewer=True):
+            what = f"{job.inputs.names[i]} is held in FP8, and resharded to fewer ranks after forward"
+            raise ShardingError(f"{what}: use reshard_after_forward=True or False")
         return job.inputs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,20 +58,15 @@ class WeightScales(NamedTuple):
 
 @dataclass
 class Contents:
-    """What is to be done. By name in the model: places in modules, and stacks. By name in the checkpoint:
-    entries, their spots, and the scales of weights in FP8."""
+    """What is to be done. By name in the model: places in modules, and the parts of stacks. By name in the
+    checkpoint: entries, their spots, and the scales of weights in FP8."""
 
     places: dict[str, list[Place]]
     entries: dict[str, Entry]
-    stacks: Mapping[str, Stack]
+    parts: dict[str, tuple[StackPart, ...]] = field(default_factory=dict)
     spots: dict[str, Spot] = field(default_factory=dict)
     scales: dict[str, WeightScales] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
-
-    def parts(self, name: str) -> tuple[StackPart, ...]:
-        """Those of a stack of the model, in its order."""
-        found = (x.part for x in self.spots.values() if x.name == name)
-        return tuple(sorted((x for x in found if x is not None), key=lambda x: (x.matrix, x.row)))
 
     def held(self) -> dict[str, Block]:
         """The tensors of the model that are held in FP8, and the elements that share a scale."""
@@ -84,10 +79,13 @@ def contents_of(
     """`stacks`: by name in the model; those that the checkpoint has under this name are left out. `unread`:
     patterns of names in the checkpoint that the model has no use for. LoadError for what does not fit."""
     found = entries(path)
-    contents = Contents(_places(model), found, {name: x for name, x in stacks.items() if name not in found})
+    contents = Contents(_places(model), found)
     if not any(entry.dtype == FP8 for entry in found.values()):
         raise LoadError(f"{path}: no tensor is in FP8 ({FP8}): load it with model.load_state_dict")
-    _check_stacks(path, contents)
+    for name, stack in stacks.items():
+        if name not in found:
+            made = contents.parts[name] = tuple(_parts(path, name, stack, contents))
+            contents.spots.update({part.name: Spot(name, part) for part in made})
     scale_of = {name: _scale_of(name, found) for name, x in found.items() if x.dtype == FP8}
     used, ignored = {*scale_of.values()}, re.compile("|".join((UNREAD, *unread)))
     contents.unread = tuple(name for name in found if name not in contents.spots and ignored.search(name))
@@ -130,35 +128,32 @@ def at(place: Place) -> Any:
     return module._parameters[name] if name in module._parameters else module._buffers[name]
 
 
-def _check_stacks(path: Any, contents: Contents) -> None:
-    """Give the parts of stacks their spots."""
-    for name, stack in contents.stacks.items():
-        if name not in contents.places:
-            raise LoadError(f"{path}: stacks names {name}, which the model has not")
-        shape = tuple(at(contents.places[name][0]).shape)
-        if len(shape) != 3 or len(stack.names) != shape[0]:
-            raise LoadError(
-                f"{path}: stacks has {len(stack.names)} matrices for {name}, which is {list(shape)}"
-            )
-        rows, columns = shape[:0:-1] if stack.transposed else shape[1:]
-        for matrix, parts in enumerate(stack.names):
-            row = 0
-            for part in parts:
-                if part not in contents.entries:
-                    raise LoadError(f"{path}: it does not have {part}, which is a part of {name}")
-                entry = contents.entries[part]
-                if len(entry.shape) != 2 or entry.shape[1] != columns:
-                    what = f"{part} is {list(entry.shape)}, and a part of {name}"
-                    raise LoadError(f"{entry.file}: {what}, whose matrices are {[rows, columns]}")
-                if entry.dtype != contents.entries[stack.names[0][0]].dtype:
-                    raise LoadError(f"{entry.file}: {part} is {entry.dtype}, unlike other parts of {name}")
-                made = StackPart(part, matrix, row, entry.shape[0], stack.transposed)
-                contents.spots[part] = Spot(name, made)
-                row += entry.shape[0]
-            if row != rows:
-                raise LoadError(
-                    f"{path}: the parts of {name} have {row} rows for matrix {matrix}, not {rows}"
-                )
+def _parts(path: Any, name: str, stack: Stack, contents: Contents) -> Iterator[StackPart]:
+    """The parts of a stack of the model, matrix by matrix."""
+    if name not in contents.places:
+        raise LoadError(f"{path}: stacks names {name}, which the model has not")
+    shape = tuple(at(contents.places[name][0]).shape)
+    if len(shape) != 3 or len(stack.names) != shape[0]:
+        what = f"stacks has {len(stack.names)} matrices for {name}, which is {list(shape)}"
+        raise LoadError(f"{path}: {what}")
+    rows, columns = shape[:0:-1] if stack.transposed else shape[1:]
+    first: Entry | None = None
+    for matrix, parts in enumerate(stack.names):
+        row = 0
+        for part in parts:
+            if part not in contents.entries:
+                raise LoadError(f"{path}: it does not have {part}, which is a part of {name}")
+            entry = contents.entries[part]
+            first = first or entry
+            if len(entry.shape) != 2 or entry.shape[1] != columns:
+                what = f"{part} is {list(entry.shape)}, and a part of {name}"
+                raise LoadError(f"{entry.file}: {what}, whose matrices are {[rows, columns]}")
+            if entry.dtype != first.dtype:
+                raise LoadError(f"{entry.file}: {part} is {entry.dtype}, unlike other parts of {name}")
+            yield StackPart(part, matrix, row, entry.shape[0], stack.transposed)
+            row += entry.shape[0]
+        if row != rows:
+            raise LoadError(f"{path}: the parts of {name} have {row} rows for matrix {matrix}, not {rows}")
 
 
 def _scale_of(name: str, found: Mapping[str, Entry]) -> str:

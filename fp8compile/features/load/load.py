@@ -101,7 +101,7 @@ def fp8_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 @torch.no_grad()
 def _read(contents: Contents, device: torch.device) -> None:
-    stacks = {name: _Stacking(contents, name, device) for name in contents.stacks}
+    stacks = {name: _Stacking(contents, name, device) for name in contents.parts}
     for name, tensor in tensors({name: contents.entries[name] for name in contents.spots}):
         spot, scales = contents.spots[name], contents.scales.get(name)
         places = contents.places[spot.name]
@@ -125,7 +125,7 @@ class _Stacking:
     """A stack of matrices, whose parts come one after another, in any order."""
 
     def __init__(self, contents: Contents, name: str, device: torch.device):
-        self.places, self.parts = contents.places[name], contents.parts(name)
+        self.places, self.parts = contents.places[name], contents.parts[name]
         self.left = len(self.parts)
         was = at(self.places[0])
         self.device = device if was.is_meta else was.device
