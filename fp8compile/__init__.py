@@ -47,8 +47,9 @@ if TYPE_CHECKING:
     from .features.load.load import Loaded as Loaded
     from .features.load.load import fp8_parameters as fp8_parameters
     from .features.load.load import load_fp8 as load_fp8
-    from .features.schedule.phases import on_step as on_step
-    from .features.schedule.phases import set_precision as set_precision
+    from .features.schedule.by_hand import on_step as on_step
+    from .features.schedule.by_hand import set_precision as set_precision
+    from .features.schedule.by_hand import set_rule as set_rule
     from .features.weight_cache.weight_cache import refresh_weight_cache as refresh_weight_cache
     from .reporting.monitor import Monitor as Monitor
     from .reporting.report import Report as Report
@@ -95,7 +96,7 @@ _MODULES = {
     "features.frozen.frozen_weights": ("restore_frozen_weights",),
     "features.load.contents": ("Stack",),
     "features.load.load": ("Loaded", "fp8_parameters", "load_fp8"),
-    "features.schedule.phases": ("on_step", "set_precision"),
+    "features.schedule.by_hand": ("on_step", "set_precision", "set_rule"),
     "features.weight_cache.weight_cache": ("refresh_weight_cache",),
 }
 _SUBMODULES = ("distributed", "optim")

@@ -27,14 +27,14 @@ from . import compat, extension, process
 from . import features as _features  # noqa: F401  # to register them
 from .compilation import Compilation, Job, lowering
 from .config.options import Options, parse
-from .config.policy import Policy, Site
+from .config.policy import Policy, Rule, Site
 from .config.policy.match import treatment
 from .config.recipe import SETTINGS, USUAL, Recipe
 from .devices import catalog, formats, support
 from .errors import OptionError, Retrace, ShardingError, StrictError, Unusable
 from .frontend.inputs import Inputs, capture, unchosen
 from .frontend.owner import in_model, models_of, tell_apart
-from .ir.records import FP8, GraphReport
+from .ir.records import HIGH_PRECISION, GraphReport
 from .logs import get_logger
 from .passes.pipeline import skipped
 from .passes.whole_model import whole_kinds
@@ -59,15 +59,15 @@ def fp8(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     inner: Inner = INDUCTOR,
-    phase: str | None = None,
+    only: str | None = None,
     adapt: Callable[[Policy], Policy] | None = None,
 ) -> Callable:
     """The Dynamo backend. `mode` and `options` are those of `torch.compile`; `options.parse` validates them.
     `inner` compiles the graphs that our passes leave. `functools.partial(fp8,
     inner=runtime.inner.INTERPRETER)` is a backend without Inductor's code generation: it shows whether a
-    fault comes from there. `phase`: compile for "fp8" or for "high_precision" alone, whatever the schedule
-    says, and keep no copies of weights between calls. Such a high-precision graph has no state. `adapt` makes
-    the policy that decides, of the one that was given.
+    fault comes from there. `only`: compile for "fp8" or for "high_precision" alone, whatever the policy
+    says of steps, and keep no copies of weights between calls. Such a high-precision graph has no state.
+    `adapt` makes the policy that decides, of the one that was given.
 
     Raises OptionError (a ValueError) for bad options; with `strict`, StrictError if nothing can run in FP8.
     """
@@ -98,7 +98,7 @@ def fp8(
             compat.regions.inline_regions(gm)
         inputs = replace(inputs, kinds=whole_kinds(gm))
         tell_apart(gm, inputs, functools.partial(_treatment, chosen.policy))
-        return _compile(gm, example_inputs, inputs, chosen, inner, phase)
+        return _compile(gm, example_inputs, inputs, chosen, inner, only)
     except (OptionError, ShardingError, StrictError) as error:
         raise compat.dynamo.shown(error) from None
 
@@ -125,30 +125,36 @@ fp8.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls 
 def _compile(
     gm: GraphModule, given: Sequence[Any], inputs: Inputs, options: Options, inner: Inner, only: str | None
 ) -> Callable:
-    job = Job(gm, given, inputs, options, inner, only)
+    every = extension.policies(options.policy)
+    job = Job(gm, given, inputs, options, inner, only, every[:1], every[0])
+    if only == HIGH_PRECISION:
+        high = replace(every[0], rules=(Rule(fp8="off"),), labels=(), own=None, save="auto")
+        job = replace(job, policies=(high, every[0]), policy=high)
+    elif only is None and job.learns:
+        job = replace(job, policies=every)
     for feature in extension.features():
         job = replace(job, inputs=feature.describe(job))
     if only is None and inner is INDUCTOR:
         job = replace(job, facts=_facts(job))
     try:
-        graph = _compiled(job, only or FP8)
-        if only is None and graph.converts and job.learns:
-            later = functools.partial(_compiled, job, record=graph.record)
-            made = (feature.callable(job, graph, later) for feature in extension.features())
-            return next(filter(None, made), graph)
-        return graph
+        graph = _compiled(job)
+        if len(job.policies) == 1 or only is not None:
+            return graph
+        again = replace(job, record=graph.record)
+        made = (feature.callable(again, graph, _compiled) for feature in extension.features())
+        return next(filter(None, made), graph)
     except Retrace as again:
         after = again.then
     after()  # after the handler, because the error holds the weights
     raise compat.dynamo.restart("the model was changed")
 
 
-def _compiled(job: Job, phase: str, record: int | None = None) -> CompiledGraph:
+def _compiled(job: Job) -> CompiledGraph:
     try:
-        return Compilation(job, phase, record).run()
+        return Compilation(job).run()
     except Unusable as error:
         logger.debug("fp8: %s is compiled anew, for the cache cannot be read: %s", job.inputs.root, error)
-        return Compilation(replace(job, facts=None), phase, record).run()
+        return Compilation(replace(job, facts=None)).run()
 
 
 def _facts(job: Job) -> str | None:
@@ -156,7 +162,7 @@ def _facts(job: Job) -> str | None:
     policy, theirs = job.options.policy, job.options.inductor
     passes = [name for name in theirs if "pass" in name or "partitioner" in name]
     recorded = compat.inductor.cuda_graphs(theirs)
-    if policy.schedule is not None or passes or recorded or compat.triton.reorders():
+    if passes or recorded or compat.triton.reorders():
         return None
     if policy.device is not None:
         known: Any = catalog.find(policy.device)

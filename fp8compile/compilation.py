@@ -18,13 +18,14 @@ from torch.fx import Graph, GraphModule
 
 from . import compat
 from .config.options import Options
+from .config.policy import Policy
 from .devices import catalog, formats
 from .devices.catalog import Device
 from .extension import GraphFeature, features
 from .frontend.inputs import Inputs
 from .ir import cpu, ops
 from .ir.merged import both_sides, side_by_side
-from .ir.records import FP8, HIGH_PRECISION, GraphReport
+from .ir.records import HIGH_PRECISION, GraphReport
 from .logs import get_logger, say_once
 from .passes.joint import Joint, Partitioned, Rewritten
 from .passes.pipeline import run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
@@ -44,9 +45,11 @@ RECOMPUTABLE = (ops.quantize, ops.quantize_both, ops.amax_blocks, ops.transposed
 class Job:
     """A graph to compile, and what is known of it before it is traced.
 
-    `given`: the inputs of its first call, in Dynamo's own list. `only`: the phase that is asked for, whatever
-    the schedule says. `facts`: what a later process has to know for certain, see `runtime.warm_start`; None:
-    without the cache. `shared`: what features keep for both phases of one graph.
+    `given`: the inputs of its first call, in Dynamo's own list. `only`: the precision that is asked for,
+    whatever the policy says of steps. `facts`: what a later process has to know for certain, see
+    `runtime.warm_start`; None: without the cache. `policies`: those under which the graph is compiled, once
+    each; `policy`: that of this compilation. `record`: the graph's index in the ledger, once it is there.
+    `shared`: what features keep for all compilations of one graph.
     """
 
     gm: GraphModule
@@ -55,7 +58,10 @@ class Job:
     options: Options
     inner: Inner
     only: str | None
+    policies: tuple[Policy, ...]
+    policy: Policy
     facts: str | None = None
+    record: int | None = None
     shared: Extras = field(default_factory=Extras)
 
     @property
@@ -65,10 +71,11 @@ class Job:
 
 
 class Compilation:
-    """One graph, for one phase. `record`: the graph's index in the ledger, if it is there."""
+    """One graph, under one policy."""
 
-    def __init__(self, job: Job, phase: str, record: int | None = None):
-        self.job, self.phase, self.record, self.options = job, phase, record, job.options
+    def __init__(self, job: Job):
+        self.job, self.record, self.options = job, job.record, job.options
+        self.tells = job.record is None and job.only != HIGH_PRECISION
         inputs = job.inputs
         weights = tuple(sorted(inputs.weights, key=lambda i: (i not in inputs.parameters, i)))
         self.interface = Interface(
@@ -78,10 +85,9 @@ class Compilation:
             kind=inputs.root_class,
             prefix=inputs.prefix,
             names=tuple(inputs.names),
-            observes=phase == HIGH_PRECISION,
             trains=inputs.training and inputs.grad,
         )
-        made = (feature.of_graph(job, phase) for feature in features())
+        made = (feature.of_graph(job) for feature in features())
         self.parts: list[GraphFeature] = [part for part in made if part is not None]
         self.facts = job.facts if all(part.warm for part in self.parts) else None
         self.calls, self.owners = Calls(self.interface), Owners(self.interface)
@@ -91,8 +97,8 @@ class Compilation:
 
     def run(self) -> CompiledGraph:
         halves, (gm, examples) = self.halves, self._with_inputs()
-        # DDPOptimizer expects one lazy backward a graph, but with a schedule each graph is compiled twice
-        at_once = self.options.policy.schedule is not None
+        # DDPOptimizer expects one lazy backward a graph
+        at_once = len(self.job.policies) > 1
         restore = halves.restore if self.facts is not None else None
         slow = self.job.inner.slow
         if slow:
@@ -104,10 +110,12 @@ class Compilation:
         done = halves.rewritten
         if halves.restored:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
-            if done is not None and done.findings is not None:
+            if done is not None and done.findings is not None and self.tells:
                 self.record = tell(done.findings, self.options.warn)
         known = self.interface, self.calls, self.owners, self.record, halves.converts
         made = CompiledGraph(function, *known, self.parts, self.options, done.sites if done else ())
+        if done is not None:
+            made.alike, made.unfit = done.alike, done.unfit
         for part in self.parts:
             part.compiled(self.job, made)
         # what is compiled keeps this object, and is to keep no input
@@ -133,15 +141,16 @@ class Compilation:
         return self.job.given[weights[0]].device if weights else torch.device("cpu")
 
     def _rewrite(self, graph: Graph) -> Rewritten:
-        inputs, policy = self.job.inputs, self.options.policy
+        inputs, policy = self.job.inputs, self.job.policy
         device = described(self.options, graph)
         joint = Joint(
             graph=graph,
             inputs=inputs,
+            given=self.options.policy,
             policy=policy,
+            policies=self.job.policies,
             device=device,
             fnuz=formats.fnuz(),
-            high_precision=self.interface.observes,
         )
         for part in self.parts:
             part.before(self.job, joint)
@@ -152,8 +161,8 @@ class Compilation:
             decisions = [line.strip() for line in own]
             decisions += [line for part in self.parts for line in part.decisions(done)]
             self.calls.decisions = tuple(decisions)
-        if self.phase == FP8:
-            found = findings(done, inputs, policy.eval, device, self._report)
+        if self.tells:
+            found = findings(done, inputs, self.options.policy, device, self._report)
             done, self.record = dataclasses.replace(done, findings=found), tell(found, self.options.warn)
         return done
 
@@ -174,15 +183,15 @@ class Compilation:
 
     def _patches(self) -> dict[str, Any]:
         """Inductor's options: the user's, and our passes."""
-        policy, theirs, inputs = self.options.policy, self.options.inductor, self.job.inputs
+        job, theirs, inputs = self.job, self.options.inductor, self.job.inputs
         after = any(part.partitions for part in self.parts)
         if after and theirs.get("custom_partitioner_fn"):
             self.options.warn(
                 "save='fp8' has no effect beside a custom_partitioner_fn, which decides what is kept"
             )
         parts = [type(part).__name__ for part in self.parts]
-        of_graph = (parts, self.phase, inputs.inlined, sorted(inputs.gathered), skipped())
-        key = "-".join(map(str, (policy.key, *of_graph)))
+        of_graph = (parts, job.only, self.tells, inputs.inlined, sorted(inputs.gathered), skipped())
+        key = "-".join((*(policy.key for policy in (job.policy, *job.policies)), *map(str, of_graph)))
         names, run = [op.name() for op in RECOMPUTABLE], self._partitioned if after else None
         partitioner = compat.inductor.Partitioner(names, run, f"-{after}-{skipped()}", inputs.packed)
         return {

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from .compilation import Job
-    from .config.policy import Schedule
+    from .config.policy import Policy
     from .frontend.inputs import Inputs
     from .ir.records import GraphReport, TableRecord
     from .passes.joint import Joint, Partitioned, Rewritten
@@ -119,6 +119,9 @@ class GraphFeature:
         """As `arguments`, for a call with fake tensors."""
         return ()
 
+    def rest(self) -> None:
+        """Another graph has taken over the calls, perhaps for good."""
+
     def forget(self) -> None:
         """Forget every call: the next one is the first."""
 
@@ -135,20 +138,27 @@ class Feature:
         """What is known of a graph's inputs before it is traced, and more."""
         return job.inputs
 
-    def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
-        """Its part in a graph that is about to be traced for "fp8" or for "high_precision"."""
+    def policies(self, policy: Policy) -> Sequence[Policy]:
+        """Those under which a graph for training is compiled, once each, instead of this policy, which has
+        rules that decide at some steps only. The first one is that of reports. Empty: this policy alone."""
+        return ()
+
+    def of_graph(self, job: Job) -> GraphFeature | None:
+        """Its part in a graph that is about to be traced, under `job.policy`."""
         return None
 
     def callable(
-        self, job: Job, graph: CompiledGraph, compiled: Callable[[str], CompiledGraph]
+        self, job: Job, graph: CompiledGraph, compiled: Callable[[Job], CompiledGraph]
     ) -> Callable[..., Any] | None:
-        """What Dynamo gets instead of `graph`, which is for training and has FP8 matmuls. Only the first
-        feature that wants this has its way. `compiled` compiles the same for another phase."""
+        """What Dynamo gets instead of `graph`, where there are several policies. Only the first feature that
+        wants this has its way. `graph` was compiled under the first policy; `compiled` compiles it under that
+        of another job."""
         return None
 
-    def in_fp8(self, parameter: Tensor, schedule: Schedule) -> bool:
-        """Does the model with this parameter compute in FP8 in this step and the next, as far as is known?"""
-        return True
+    def active(self, parameter: Tensor, policy: Policy, ahead: int) -> Policy | None:
+        """Which of `policies` decides about the model with this parameter, so many optimizer steps from now,
+        as far as is known."""
+        return None
 
     def statistics(self, model: Module) -> Sequence[Mapping[str, Any]]:
         """Rows of statistics of a model, beside those of its tensors. A row has a "name", "role", "recipe"
@@ -203,9 +213,16 @@ def stored_scales(weights: Iterable[Tensor]) -> dict[tuple[int, str, int], Store
     return {key: x for feature in _features for key, x in feature.stored_scales(known).items()}
 
 
-def in_fp8(parameter: Tensor, schedule: Schedule) -> bool:
-    """See `Feature.in_fp8`."""
-    return all(feature.in_fp8(parameter, schedule) for feature in _features)
+def policies(policy: Policy) -> tuple[Policy, ...]:
+    """See `Feature.policies`."""
+    found = (feature.policies(policy) for feature in _features)
+    return tuple(next(filter(None, found), (policy,)))
+
+
+def active(parameter: Tensor, policy: Policy, ahead: int) -> Policy:
+    """See `Feature.active`."""
+    found = (feature.active(parameter, policy, ahead) for feature in _features)
+    return next((one for one in found if one is not None), policy)
 
 
 def with_passes(start: str, core: Sequence[Pass]) -> tuple[Pass, ...]:

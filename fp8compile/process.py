@@ -5,7 +5,7 @@ belongs to a model, a graph or a checkpoint is kept there, or weakly by it, and 
 
 Two things are kept elsewhere, because `set_aside` must not hide them: facts of the training, which are the
 steps that optimizers have taken, with the callbacks that wait for them (`runtime.optimizer_steps`), and the
-phase that the user has set (`features.schedule`); and which features there are (`extension`).
+rules that the user has switched (`features.schedule`); and which features there are (`extension`).
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def idle(policy: Policy, report: Report, target: str) -> str:
     """Which of the user's own rules match no matmul of `target`, and why, if no name fits; "" if all do."""
     from ..config.policy import nameless
 
-    deciding = {record.rule for record in report.matmuls}
+    deciding = {rule for x in report.matmuls for rule in (x.rule, *(other for other, _ in x.others))}
     modules, parameters = ({getattr(x, key): "" for x in report.matmuls} for key in ("fqn", "parameter"))
     own = list(zip(policy.labels, policy.rules, strict=True))[: policy.own]
     found = {label: rule for label, rule in own if rule.conditions and label not in deciding}

@@ -15,6 +15,7 @@ from .model_commands import explained, idle
 from .model_options import check_device
 
 if TYPE_CHECKING:
+    from ..config.policy import Policy
     from ..ir.records import MatmulRecord
 
 
@@ -32,6 +33,7 @@ def policy() -> None:
 @click.option("--device", metavar="NAME", help="The described device to decide for, as in explain.")
 def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | None) -> None:
     """Validate a policy; with --model, report what each rule matches. Exit status 1 if something is wrong.
+    Of rules with windows, the steps at which they begin and end are printed.
 
     FILE is a TOML file, or the name of a shipped policy. With --model, a matmul counts for the rule that
     decides about it, the first that matches; a rule without any is an error.
@@ -42,11 +44,14 @@ def check(file: str, target: str | None, inputs: tuple[str, ...], device: str | 
         raise usage(f"{file} does not exist, and is none of {', '.join(sorted(BUILTIN))}")
     try:
         found = load(file)
+        _ = found.timeline
     except Fp8CompileError as error:
         raise Failed(str(error)) from None
     own = len(found.rules) if found.own is None or file in BUILTIN else found.own
     extended = f" and {len(found.rules) - own} of what it extends" if len(found.rules) > own else ""
     click.echo(f"{file}: valid, {own} rule{'' if own == 1 else 's'}{extended}")
+    if found.varies:
+        click.echo(_timeline(found))
     if target is None:
         return
     check_device(device)
@@ -80,6 +85,22 @@ def schema() -> None:
     from ..config.policy import schema as json_schema
 
     click.echo(json.dumps(json_schema(), indent=2))
+
+
+def _timeline(policy: Policy) -> str:
+    """When rules with windows are active, and how often graphs are compiled for them."""
+    from ..reporting.columns import aligned
+
+    rows = []
+    for step, active in policy.timeline:
+        labels = policy.during(active).labels
+        texts = [(label, policy.window_text(i)) for i, label in zip(active, labels, strict=True)]
+        rows.append((step, ", ".join(f"{label} ({text})" for label, text in texts if text) or "none"))
+    by_hand = [f"{rule.name!r}" for rule in policy.timed if rule.during == ("by hand",)]
+    switched = [f"switched by hand: {', '.join(by_hand)}"] if by_hand else []
+    sets = len(policy.sets)
+    many = f"{sets} sets of rules: each graph of the model is compiled {sets} times"
+    return "\n".join([aligned(("from step", "active rules with windows"), rows), *switched, many])
 
 
 def _rules_table(labels: Sequence[str], matmuls: Sequence[MatmulRecord]) -> str:

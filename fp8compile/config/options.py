@@ -83,6 +83,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     given_policy = ours.pop("policy", None)
     choose = given_policy if callable(given_policy) else None
     policy = load(None if choose is not None else given_policy)
+    _ = policy.timeline  # raises where a share of all steps is meant, and nobody says how many there are
     labels = (*(str(rule.name) for rule in excluded), *policy.labels)
     own = None if policy.own is None else policy.own + len(excluded)
     policy = dataclasses.replace(policy, rules=(*excluded, *policy.rules), own=own, labels=labels)
@@ -92,10 +93,6 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     named = isinstance(recipe, str) and recipe in policy.recipes
     Recipe("tensorwise" if named else recipe, **{name: ours[name] for name in SETTINGS if name in ours})
     policy = dataclasses.replace(policy.with_defaults(**ours), **settings)
-    if policy.schedule is not None and any(recipe.frozen == "fp8" for recipe in policy.possible):
-        raise OptionError.of(
-            "frozen", "fp8", "'high_precision' with a [schedule], whose phases read weights in high precision"
-        )
     if policy.device is not None:
         catalog.find(policy.device)
     for text in (*_without_effect(policy, ours), *policy.without_effect()):

@@ -4,7 +4,7 @@
 
 The step (forward, loss, backward) runs eagerly, four times, with the same weights, batch and random numbers:
 
-    in high precision       the reference: the graph of a high-precision phase (`features.schedule.phases`)
+    in high precision       the reference: all matmuls as they are
     once more               is the model deterministic?
     with noise              what bf16 costs: matmuls round as another kernel might (`observe.dithered`)
     in FP8                  with the options and the scaling state that the next training call would have
@@ -32,7 +32,7 @@ from .. import compat
 from ..config.options import parse
 from ..config.policy import Policy
 from ..errors import Fp8CompileError, OptionError, one_line_where
-from ..extension import features
+from ..extension import active, features
 from ..ir.records import FP8, HIGH_PRECISION
 from ..logs import get_logger
 from ..reporting.report import Report, report
@@ -118,7 +118,7 @@ class Session:
         self.tap = Tap()
         self.graphs: list[Any] = []
         self.report: Report | None = None
-        self.steps: dict[str, Callable[..., Any]] = {}  # by phase, compiled
+        self.steps: dict[str, Callable[..., Any]] = {}  # by precision, compiled
         self.codes: list[Any] = []
         self.compiled_with: dict[str, Any] | None = None
         self._options({})  # raises errors in the options here, without Dynamo's text around them
@@ -145,8 +145,8 @@ class Session:
     def taking(
         self, args: Any, kwargs: Any, loss: Loss | None = None
     ) -> Callable[[str, Watched | None], ComparedStep]:
-        """A function that takes the step in one phase, with the options in `given`, as often as it is called.
-        Without a `Watched` only loss and gradients are found."""
+        """A function that takes the step in one precision, with the options in `given`, as often as it is
+        called. Without a `Watched` only loss and gradients are found."""
         modules = modules_of((self.model, args, kwargs))
         found = roots_of(modules)
         roots = {"" if len(found) == 1 else f"{i}.": root for i, root in enumerate(found)}  # by prefix
@@ -163,21 +163,21 @@ class Session:
         kept = [feature.keep(root) for root in roots.values() for feature in features()]
         bring_back = [again for again in kept if again is not None]
 
-        def step(phase: str, watched: Watched | None) -> ComparedStep:
+        def step(precision: str, watched: Watched | None) -> ComparedStep:
             seen, measurements = watched or Watched(), []
             with untouched(modules, self.codes), torch.enable_grad():
                 for graph in self.graphs:
                     if hasattr(graph, "forget"):
                         graph.forget()
-                for again in bring_back if phase == FP8 else ():
+                for again in bring_back if precision == FP8 else ():
                     again()
-                if phase == FP8 and watched is not None:
+                if precision == FP8 and watched is not None:
                     measurements = [
                         (prefix, root, Measurement(root).begin()) for prefix, root in roots.items()
                     ]
                 self.tap.watched = watched
                 try:
-                    result = self.steps[phase](*inputs(args), **inputs(kwargs))
+                    result = self.steps[precision](*inputs(args), **inputs(kwargs))
                     value = loss_of(result, loss, self.name, self.who)
                     gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
                 except Fp8CompileError:
@@ -187,7 +187,7 @@ class Session:
                     raise Fp8CompileError(why) from error
                 finally:
                     self.tap.watched = None
-                if phase == FP8 and self.report is None:
+                if precision == FP8 and self.report is None:
                     self.report = report()
                 named = [(prefix, row) for prefix, root, made in measurements for row in table(root, made)]
             pairs = zip(trained, gradients, strict=True)
@@ -217,7 +217,10 @@ class Session:
                     logger.warning(text, self.name)
                 options = {"policy": first.policy, **first.inductor}
         chosen = parse(options if self.device is None else {**options, "device": self.device})
-        return {"policy": _of_one_rank(chosen.policy), **chosen.inductor}
+        policy = chosen.policy
+        if weights:  # of rules that decide at some steps only, those of the model's step
+            policy = active(next(iter(weights.values())), policy, 0)
+        return {"policy": _of_one_rank(policy), **chosen.inductor}
 
     def _compile(self, options: dict[str, Any]) -> None:
         if self.compiled_with == options:
@@ -225,16 +228,16 @@ class Session:
         self.compiled_with, self.graphs, self.report, self.steps, self.codes = options, [], None, {}, []
         from ..backend import fp8
 
-        for phase in (HIGH_PRECISION, FP8):
+        for precision in (HIGH_PRECISION, FP8):
 
-            def backend(gm: Any, example_inputs: Any, phase: str = phase) -> Any:
-                made = fp8(gm, example_inputs, options=options, inner=self.tap.inner(), phase=phase)
+            def backend(gm: Any, example_inputs: Any, precision: str = precision) -> Any:
+                made = fp8(gm, example_inputs, options=options, inner=self.tap.inner(), only=precision)
                 self.graphs.append(made)
                 return made
 
             step = entry(self.model)
             self.codes.append(step.__code__)
-            self.steps[phase] = torch.compile(step, backend=backend)
+            self.steps[precision] = torch.compile(step, backend=backend)
 
 
 def _of_one_rank(policy: Policy) -> Policy:

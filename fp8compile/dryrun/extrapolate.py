@@ -155,6 +155,7 @@ class _Judged(Policy):
     """A policy whose choices go through a function."""
 
     judge: Judge = field(default=Policy.choose, compare=False)
+    __hash__ = Policy.__hash__
 
     def choose(self, site: Site) -> Choice:
         return self.judge(self, site)

@@ -17,7 +17,7 @@ from .fsdp_gather import GatheredWeights
 from .load import LoadedWeights
 from .merge import MergedMatmuls
 from .save import SavedTensors
-from .schedule import Phases
+from .schedule import RulesInTime
 from .weight_cache import CachedWeights
 
 FEATURES = (
@@ -33,7 +33,7 @@ FEATURES = (
     CachedWeights(),
     SavedTensors(),
     AsyncTensorParallel(),
-    Phases(),
+    RulesInTime(),
     CompressedGradients(),
 )
 register(FEATURES)

@@ -97,6 +97,11 @@ class Decision:
     either: bool = False  # the weight's copy is read along either dimension: fprop and dgrad share one
     overruled: str = ""  # the recipe that a rule of the user's names, where the weight is held otherwise
 
+    @property
+    def how(self) -> str:
+        """The recipe that runs, or "high precision"."""
+        return self.recipe.name if self.reason is None else "high precision"
+
 
 @dataclass(frozen=True)
 class Price:
@@ -147,6 +152,7 @@ class Matmul:
     flipped: bool = False  # it computes the transpose of its node's result
     merged: tuple[Matmul, ...] = ()  # those that become one with it, itself among them
     decision: Decision = Decision()
+    others: tuple[Decision, ...] = ()  # of other graphs that are made of this one, where they differ
     price: Price = Price()
 
     @property
@@ -198,10 +204,11 @@ class Matmul:
             a, b = ("weight" if x is weight else other for x in (self.a, self.b))
         return (self.a, a), (self.b, b)
 
-    def operand_key(self, matrix: Matrix, role: str) -> OperandKey:
-        """The key of the FP8 tensor that this gemm reads instead of `matrix`."""
+    def operand_key(self, matrix: Matrix, role: str, recipe: Recipe | None = None) -> OperandKey:
+        """The key of the FP8 tensor that this gemm reads instead of `matrix`, by its recipe or another."""
         offs = None if role == "weight" else self.offs
-        return OperandKey(matrix.base, role == "gradient", self.recipe.scaling(role, self.gemm), offs)
+        scaling = (recipe or self.recipe).scaling(role, self.gemm)
+        return OperandKey(matrix.base, role == "gradient", scaling, offs)
 
     def other(self, operand: Matrix) -> Matrix:
         return self.a if operand is self.b else self.b
@@ -241,14 +248,16 @@ class Matmul:
             emulated=self.fp8 and self.decision.emulated,
             merged=tuple(matmul.fqn for matmul in self.merged),
             overrides=self.decision.overrides if self.fp8 else (),
+            others=tuple((one.rule, one.how) for one in self.others),
             **asdict(self.price),
         )
 
 
-def note_products(matmuls: Sequence[Matmul]) -> None:
-    """Write into the metadata of each matmul what its result is."""
+def note_products(matmuls: Sequence[Matmul], fp8: Container[Matmul]) -> None:
+    """Write into the metadata of each matmul what its result is. `fp8`: those that some graph makes FP8."""
     seen: Counter[tuple[str, str]] = Counter()
     for x in matmuls:
         position = compat.dynamo.input_index(x.parameter) if x.parameter is not None else None
-        x.node.meta[RESULT] = Product(x.fqn, x.gemm, x.name, position, seen[x.fqn, x.gemm], x.groups, x.fp8)
+        nth = seen[x.fqn, x.gemm]
+        x.node.meta[RESULT] = Product(x.fqn, x.gemm, x.name, position, nth, x.groups, x in fp8)
         seen[x.fqn, x.gemm] += 1

@@ -31,7 +31,8 @@ class MatmulRecord:
     `break_even_m` the number of tokens from which its layer gains.
     `emulated`: the device has no tensor cores for the recipe; FP8 values are multiplied in bf16, which is
     exact and not faster. `merged`: the layers, itself among them, whose gemms of this kind are one matmul.
-    `overrides`: what makes the settings that run other than those of all layers, a line each.
+    `overrides`: what makes the settings that run other than those of all layers, a line each. `others`: what
+    rules decide at other steps: (rule, its recipe or "high precision").
     """
 
     fqn: str
@@ -55,6 +56,7 @@ class MatmulRecord:
     emulated: bool = False
     merged: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
     symbolic: str = ""
 
     @property

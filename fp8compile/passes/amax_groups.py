@@ -37,8 +37,7 @@ def amax_groups(joint: Joint) -> int:
     operands = joint.plan.operands.values()
     shared = {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}
     joint.amax_groups = AmaxGroups(named_groups("amax_group", shared, joint.inputs.groups))
-    if not joint.high_precision:
-        joint.groups |= dict.fromkeys(joint.amax_groups.shards.values())
+    joint.groups |= dict.fromkeys(joint.amax_groups.shards.values())
     return len(joint.groups)
 
 
@@ -85,8 +84,6 @@ def reduce_current(joint: Joint) -> int:
     """Let tensors that are scaled by their current amax wait for that of their group; returns how many do.
     What a collective carries has been reduced already."""
     written, groups = joint.form, joint.amax_groups
-    if written is None:
-        return 0
     scales = {}
     for operand in written.amaxes:
         if groups.of(operand) is not None and operand not in written.groups:

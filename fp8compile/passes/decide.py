@@ -1,5 +1,8 @@
 """decide: give every matmul its decision, FP8 or the reason why not. Changes the records, not the graph.
 
+Where several graphs are made of this one, as rules hold at other steps, each of them decides for all of their
+policies (`of_each_policy`), so that all plan the same slots.
+
 The facts of each matmul are gathered here. From them and the policy, `resolve` makes the decision. Where a
 device is described, `weigh` decides about the matmuls that the policy leaves open.
 """
@@ -7,18 +10,35 @@ device is described, `weigh` decides about the matmuls that the policy leaves op
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from .. import compat
 from ..config.policy import Site, unmatched
 from ..devices.gpu import Gpu, gpu_of
 from ..frontend.inputs import Inputs
 from ..ir.fx_utils import hint, value
-from ..ir.matmul import Matmul
+from ..ir.matmul import Decision, Matmul, Price
 from . import legality
 from .classify import kinds
 from .gathered import block_held, not_as_held
 from .joint import Joint
 from .resolve import Facts, resolve
+
+
+def of_each_policy(run: Callable[[Joint], int]) -> Callable[[Joint], int]:
+    """A pass over decisions, for each policy; last for the graph's own, whose count it returns."""
+
+    def runs(joint: Joint) -> int:
+        own, found = joint.policy, 0
+        for policy in (*(other for other in joint.policies if other != own), own):
+            joint.policy = policy
+            for matmul in joint.matmuls:
+                matmul.decision, matmul.price = joint.decided.get((policy, matmul), (Decision(), Price()))
+            found = run(joint)
+            joint.decided.update({(policy, x): (x.decision, x.price) for x in joint.matmuls})
+        return found
+
+    return runs
 
 
 def decide(joint: Joint) -> int:
@@ -49,13 +69,14 @@ def decide(joint: Joint) -> int:
             held = f"whose weight is held in FP8, and its bytes decide: {made.recipe.name!r}"
             complaints[f"{made.rule} wants recipe {made.overruled!r} for {matmul.fqn}, {held}"] = None
     if whole is None:
-        labelled = zip(policy.rules, policy.labels, strict=True)
+        given = joint.given
+        labelled = zip(given.rules, given.labels, strict=True)
         lost = [label for rule, label in labelled if rule.blocks is not None]
         if sites and lost and not inputs.containers:
             why = f"{inputs.root} is compiled alone, and has no first or last block"
             complaints[f"{', '.join(dict.fromkeys(lost))}: ignored, as {why}; name a module instead"] = None
         alone = inputs.whole and not inputs.prefix
-        unfit = unmatched(policy, sites, inputs.modules, inputs.parameter_names, alone)
+        unfit = unmatched(given, sites, inputs.modules, inputs.parameter_names, alone)
         joint.complaints, joint.sites = [*complaints, *unfit], () if alone else tuple(sites)
     return sum(matmul.fp8 for matmul in matmuls)
 

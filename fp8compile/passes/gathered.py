@@ -62,6 +62,7 @@ def gather(joint: Joint) -> int:
     """Note which parameters of a training graph may arrive in FP8; not those that only empty matmuls read."""
     if joint.inference or not joint.inputs.training:
         return 0
+    policy = joint.policies.index(joint.policy)
     known, seen = {matmul.node: matmul for matmul in joint.matmuls}, set[int | None]()
     for node in joint.graph.find_nodes(op="placeholder"):
         index = compat.dynamo.input_index(node)
@@ -70,8 +71,11 @@ def gather(joint: Joint) -> int:
         seen.add(index)
         weight = next((user for user in node.users if call_function(user, (ops.dequantize,))), node)
         made = _gatherable(weight, node, known, joint.fnuz)
+        joint.gatherable.pop(index, None)
         if made is not None:
-            joint.gatherable[index] = made
+            joint.gatherable[index] = joint.verdicts[policy, index] = made
+            if made.reason and weight is not node:
+                joint.unfit |= {policy}
     return sum(not found.reason for found in joint.gatherable.values())
 
 
@@ -79,8 +83,6 @@ def substitute(joint: Joint) -> int:
     """Let matmuls read the FP8 values that are there, instead of casting them again; returns how many weights
     that are. Forward makes and keeps the copy that dgrad reads, or backward makes it, as for any weight."""
     written = joint.form
-    if written is None:
-        return 0
     found: dict[Operand, Node] = {}
     for copy, cast in written.casts.items():
         source = behind(arg(cast, 0), VIEWS)  # a stack is cast as one matrix

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 from ..config.policy import Policy, Site
 from ..devices.catalog import Device
 from ..frontend.inputs import Inputs
-from ..ir.matmul import Matmul
+from ..ir.matmul import Decision, Matmul, Price
 from ..ir.records import Findings, Gatherable, OpaqueRecord
 from ..process import Extras
 from .amax_groups import AmaxGroups
@@ -38,6 +38,11 @@ class Rewritten:
     remarks: list[str] = field(default_factory=list)  # what the report says beside its table
     groups: dict[str, None] = field(default_factory=dict)  # process groups whose ranks have to do the same
     gatherable: dict[int, Gatherable] = field(default_factory=dict)  # which parameters may arrive in FP8
+    # of the policies, by position: the first that decides as each does; `gatherable` by policy and input;
+    # those that multiply what has arrived in FP8 in high precision
+    alike: tuple[int, ...] = ()
+    verdicts: dict[tuple[int, int], Gatherable] = field(default_factory=dict)
+    unfit: frozenset[int] = frozenset()
     results: Extras = field(default_factory=Extras)  # of features, as plain data
     findings: Findings | None = None  # what the backend has told of it
 
@@ -48,23 +53,26 @@ class Joint(Rewritten):
 
     graph: Graph
     inputs: Inputs
-    policy: Policy
+    given: Policy  # the user's
+    policy: Policy  # that of this graph: the rules of one of its sets
+    policies: tuple[Policy, ...] = ()  # those of all graphs that are made of this one, in one order
     device: Device | None  # decides what pays; None: everything pays
     fnuz: bool  # the device uses the fnuz FP8 encodings
-    high_precision: bool = False  # a phase in which the matmuls stay as they are
     saves: bool = False  # large tensors that forward keeps will be kept in FP8
     cached: frozenset[int] = frozenset()  # parameters whose copies may be kept between calls
     freezable: frozenset[int] = frozenset()  # parameters that may be kept in FP8 only
 
+    decided: dict[tuple[Policy, Matmul], tuple[Decision, Price]] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     amax_groups: AmaxGroups = field(default_factory=AmaxGroups)
     written: Written | None = None
     extras: Extras = field(default_factory=Extras)  # of features, for their own passes
 
     @property
-    def form(self) -> Written | None:
-        """The canonical form; None where the matmuls stay as they are."""
-        return self.written if not self.high_precision else None
+    def form(self) -> Written:
+        """The canonical form, which `quantize` writes."""
+        assert self.written is not None
+        return self.written
 
     @property
     def done(self) -> Rewritten:

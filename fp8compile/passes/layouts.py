@@ -45,8 +45,6 @@ _RESHAPES = (*VIEWS, *PERMUTES, aten.expand.default, operator.getitem)
 def layouts(joint: Joint) -> int:
     """Tag or join the casts; returns how many pairs were joined."""
     written, joined = joint.form, 0
-    if written is None:
-        return 0
     for plain, late in written.pairs():
         operand = plain.operand
         one, other = (copies_at(written.casts[copy])[0] for copy in (plain, late))

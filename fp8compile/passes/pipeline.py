@@ -27,6 +27,7 @@ from . import specification
 from .amax_groups import amax_groups, reduce_current
 from .collect import collect
 from .decide import decide
+from .decide import of_each_policy as each
 from .fuse import fuse
 from .gathered import gather, substitute, unite
 from .joint import Joint, Partitioned, Rewritten
@@ -43,10 +44,10 @@ logger = get_logger(__name__)
 JOINT = (  # each a function of a `Joint`
     Pass("unite", unite),  # a weight that arrives in FP8 is one tensor, however many operators read it
     Pass("collect", collect, optional=True),  # every matmul: its name, role and operands
-    Pass("decide", decide),  # FP8, or the reason why not: what is possible, then what the policy says
-    Pass("recast", recast, optional=True),  # which weights are cast again in backward, rather than kept
-    Pass("weigh", weigh, optional=True),  # what FP8 would not make faster stays in high precision
-    Pass("gather", gather),  # which weights may arrive in FP8
+    Pass("decide", each(decide)),  # FP8, or the reason why not: what is possible, then what the policy says
+    Pass("recast", each(recast), optional=True),  # which weights are cast again in backward, rather than kept
+    Pass("weigh", each(weigh), optional=True),  # what FP8 would not make faster stays in high precision
+    Pass("gather", each(gather)),  # which weights may arrive in FP8
     Pass("plan", plan),  # which tensors are quantized, each once for all its readers
     Pass("amax_groups", amax_groups),  # over which ranks current amaxes are reduced
     Pass("quantize", quantize),  # casts and FP8 matmuls: the canonical form, which the following rewrite
@@ -72,7 +73,7 @@ def passes(stage: str) -> tuple[Pass, ...]:
 
 
 def run_joint(joint: Joint) -> Rewritten:
-    """Rewrite a joint graph in place. With `high_precision` the matmuls stay as they are."""
+    """Rewrite a joint graph in place."""
     joint.inference = not compat.dynamo.tag_backward(joint.graph)
     _run("joint", joint, joint.graph)
     joint.graph.eliminate_dead_code()

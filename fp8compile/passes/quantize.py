@@ -14,6 +14,8 @@ With one scale a row or a block, the two layouts of a tensor have scales of thei
     amax_x = amax_blocks(x2d, False, block); scale_x = current_scale(amax_x); inv_x = inverse(scale_x)
     mm = block_mm(x8, w8, inv_x, inv_w, x_block, w_block)
 
+Of a tensor that another graph casts (`Operand.cast`) there is the amax alone.
+
 This is the canonical form. Everything else rewrites it: `substitute` (weights that arrive in FP8),
 `move_all_gathers` and `move_all_to_alls` (tensors that a collective carries in FP8), `layouts` (what is kept
 for backward), `write_merged` (one matmul for several), `reduce_current`, `store` (scales from the scaling
@@ -43,12 +45,13 @@ from .written import Copy, Written, whole
 
 def quantize(joint: Joint) -> int:
     """Rewrite the decided matmuls; returns how many tensors have a scale from one amax."""
-    if joint.high_precision:
-        return 0
     writer = Quantizer(joint.graph, joint.plan)
     for matmul in joint.matmuls:
         if matmul.fp8:
             writer.replace(matmul)
+    for operand in joint.plan.operands.values():
+        if not operand.cast:
+            writer.amax(operand)
     joint.written = writer.written
     return len(writer.written.amaxes)
 

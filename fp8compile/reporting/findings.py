@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from .. import process
+from ..config.policy import Policy
 from ..config.recipe import BUILT_IN
 from ..devices.catalog import Device
 from ..frontend.inputs import Inputs
@@ -33,30 +34,30 @@ INSIDE = (
 def findings(
     done: Rewritten,
     inputs: Inputs,
-    evaluates: str,
+    policy: Policy,
     device: Device | None,
     of_features: Callable[[GraphReport, Rewritten], GraphReport],
 ) -> Findings:
     """The report of a graph, and what is wrong with it: no matmul became FP8, or a rule of the policy decides
-    nothing. `evaluates`: the policy's `eval`. `of_features` adds what features report."""
+    nothing. `policy`: the user's. `of_features` adds what features report."""
     training = inputs.training and not done.inference
     name = f"{inputs.root}, {'training' if training else 'evaluation'}"
     why = "inference" if inputs.training else "the model is in eval mode"
     inside = inputs.differentiates and done.inference
     why = "its gradients are computed inside of the graph" if inside else why
-    how = "FP8, scaled by current amaxes" if evaluates == "fp8" else "high precision"
+    how = "FP8, scaled by current amaxes" if policy.eval == "fp8" else "high precision"
     note = "" if training else f"compiled in {how}: {why}"
     nested = [record for hidden in done.opaque for record in hidden.matmuls]
     opaque = tuple(hidden for hidden in done.opaque if not hidden.matmuls)
     records = (*(matmul.record() for matmul in done.matmuls), *nested)
     described = device.name if device else ""
-    notes = remarks(done.matmuls, done.remarks) if training else ()
+    notes = remarks(done.matmuls, done.remarks, policy) if training else ()
     report = GraphReport(0, name, records, opaque, note, done.edges, described, notes, prefix=inputs.prefix)
     report = of_features(report, done)
     if not training:
         learns = inside or (not inputs.training and any(matmul.gemm == "wgrad" for matmul in done.matmuls))
         text = (INSIDE if inside else LEARNS).format(inputs.root)
-        return Findings(report, training, (), (text,) if learns and evaluates != "fp8" else ())
+        return Findings(report, training, (), (text,) if learns and policy.eval != "fp8" else ())
     after = []
     where = described or "this device"
     emulated = [matmul for matmul in done.matmuls if matmul.fp8 and matmul.decision.emulated]

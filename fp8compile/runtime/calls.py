@@ -56,7 +56,6 @@ class Interface:
     kind: str  # the class of the module whose forward it is, "" if it is none, or of several
     prefix: str  # what the names of its weights begin with, where that is a part of a model
     names: tuple[str, ...]  # of its inputs
-    observes: bool  # the graph is for a phase of high precision
     trains: bool  # the graph is for training, not for evaluation
 
 

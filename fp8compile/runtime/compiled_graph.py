@@ -45,6 +45,8 @@ class CompiledGraph:
         self.interface, self.calls, self.owners = interface, calls, owners
         self.record, self.converts, self.parts = record, converts, parts
         self.options, self.sites = options, sites
+        self.alike: tuple[int, ...] = ()  # as those of `Rewritten`
+        self.unfit: frozenset[int] = frozenset()
         self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
         self.unread: torch.Tensor | None = None  # for inputs of features that the graph does not read
 
@@ -74,6 +76,11 @@ class CompiledGraph:
         if call.state is None and not looked_at:
             return self.function(*args, *given)
         return self.calls.run(self.function, (*args, *given), call)
+
+    def rest(self) -> None:
+        """Another graph has taken over the calls."""
+        for part in self.parts:
+            part.rest()
 
     def forget(self) -> None:
         """Forget every call and its state: the next call is the first one."""
@@ -123,8 +130,7 @@ class CompiledGraph:
     def _looks(self, args: Sequence[Any]) -> probe.Look | None:
         """The `Look` of a call that is measured, or runs beside one that is; None for any other call."""
         interface = self.interface
-        scaled = interface.trains and self.converts and not interface.observes
-        if not scaled or compat.autograd.compiled_autograd():
+        if not (interface.trains and self.converts) or compat.autograd.compiled_autograd():
             return None
         inside = compat.autograd.in_backward()
         return self.calls.looking.at(args, interface.weights, inside, not (inside or is_dry()))

@@ -64,7 +64,7 @@ class OptimizerSteps:
         """How many optimizer steps this parameter has seen: the largest count of the optimizers that have it,
         and of the last one that had it. Others count for what no optimizer has: frozen parameters, and those
         that train by copies or shards of themselves, so that gradients reach them. These count the most steps
-        of an optimizer without a parameter by which some graph finds its phase, or that only other graphs
+        of an optimizer without a parameter by which some graph finds its step, or that only other graphs
         read; if there is none, the most of all, or 0 if they require gradients."""
         own = find(parameter)
         had = own.steps
@@ -86,7 +86,7 @@ class OptimizerSteps:
         return waits
 
     def lead(self, parameter: Tensor) -> None:
-        """A graph finds its phase by this parameter."""
+        """A graph finds its step by this parameter."""
         record = record_of(parameter)
         if not record.leads and parameter.requires_grad:
             handle = parameter.register_hook(lambda _: reached())

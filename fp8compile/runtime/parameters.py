@@ -39,7 +39,7 @@ class ParameterRecord:
     options: Options | None = None  # of the last training graph that was called with it
     # where it is in its training: see `optimizer_steps`
     steps: list[Steps] = field(default_factory=list)  # of optimizers that had it, alive or not; latest last
-    leads: bool = False  # a graph finds its phase by it
+    leads: bool = False  # a graph finds its step by it
     reached: bool = False  # since it leads, a gradient has reached it
     follows: bool = False  # it trains, and by no optimizer that has it: see `OptimizerSteps.counted`
     offset: int | None = None  # added to the steps that were counted; None: the offset of the process

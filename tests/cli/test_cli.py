@@ -308,6 +308,33 @@ def test_a_policy_that_is_not_valid(model, run):
     assert "fp8.toml, line 5" in run("explain my_model.py:build --policy fp8.toml", 2)[1]
 
 
+WINDOWS = """
+[schedule]
+warmup_steps = 200
+total_steps = 10000
+[[rules]]
+name = "late forward"
+gemm = "fprop"
+during = "90%.."
+"""
+
+
+def test_policy_check_prints_the_timeline(model, run):
+    Path("fp8.toml").write_text(WINDOWS)
+    first, _, _, *rows, last = run("policy check fp8.toml")[0].splitlines()
+    assert first == "fp8.toml: valid, 1 rule and 4 of what it extends"
+    steps = [("0", "schedule (..200)"), ("200", "none"), ("9000", "late forward (90%..)")]
+    assert [tuple(re.split("  +", row)) for row in rows] == steps
+    assert last == "3 sets of rules: each graph of the model is compiled 3 times"
+    by_hand = '[[rules]]\nname = "calm"\nmodule = "blocks.0.*"\nduring = "by hand"\n'
+    Path("fp8.toml").write_text(WINDOWS + by_hand)
+    *_, names, last = run("policy check fp8.toml")[0].splitlines()
+    assert names == "switched by hand: 'calm'" and last.startswith("5 sets of rules")
+    Path("fp8.toml").write_text(WINDOWS.replace("total_steps", "# total_steps"))
+    out, err = run("policy check fp8.toml", 1)
+    assert out == "" and "'90%..' is a share of all steps: write total_steps under [schedule]" in err
+
+
 def test_policy_show_and_schema(model, run):
     """The shown text is a valid policy file."""
     Path("own.toml").write_text(run("policy show llama")[0])

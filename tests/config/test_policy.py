@@ -11,8 +11,8 @@ from importlib import resources
 import pytest
 
 from fp8compile.config.policy import BUILTIN, Choice, Policy, Rule, Schedule, load, schema
-from fp8compile.config.policy.policy_files import shipped
-from fp8compile.config.policy.policy_tables import SETTINGS, Defaults, NamedRecipe, PolicyFile
+from fp8compile.config.policy.policy_files import PolicyFile, shipped
+from fp8compile.config.policy.policy_tables import SETTINGS, Defaults, NamedRecipe
 from fp8compile.config.recipe import Recipe
 from fp8compile.errors import OptionError
 from tests.config.test_options import GIVEN

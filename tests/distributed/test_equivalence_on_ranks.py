@@ -304,13 +304,19 @@ ALL_GATHERS = {
         dtype=torch.float32,
     ),
     "schedule": gathered(
-        "fbs fbs fbs fbs fbs fbs fbs fbs fbs fbs", said_in((6, 7, 8), "a phase of high precision"),
+        "fbs fbs fbs fbs fbs fbs fbs fbs fbs fbs", said_in((6, 7, 8), "schedule"),
         options=scheduled({"warmup_steps": 5, "cooldown_at": 9}, **CURRENT_WEIGHTS),
     ),
     # where weights have arrived in FP8, a phase of high precision that is set by hand begins a step later
     "phases by hand": gathered(
         "fbs fbs fbs fbs Hfbs fbs Sfbs fbs", said_in((1, 2, 3, 4, 7)),
         options=scheduled({}) | recipe("tensorwise"), other="fbs fbs fbs fbs fbs Hfbs Sfbs fbs",
+    ),
+    # a rule with a window keeps half of the weights in high precision
+    "windows": gathered(
+        "fbs fbs fbs fbs fbs fbs fbs fbs fbs fbs", spares(0, 2, 2, 2, 1, 1, 1, 1, 1, 2),
+        options={"policy": {"rules": [dict(name="late", module="*.down", during="4..8", fp8="off")]},
+                 "strict": True, **recipe("tensorwise")},
     ),
     "overlapping": gathered("Nf fbz fbz fbz fbz bz fbz fbz fbz", overlapping),
 }  # fmt: skip

@@ -198,7 +198,7 @@ def test_no_amax_after_a_nan() -> None:
 
 @pytest.mark.feature("schedule")
 def test_an_amax_comes_back_in_a_phase_of_high_precision(caplog) -> None:
-    """Its calls look, too; and they name the tensor."""
+    """A tensor that is not cast is not told of."""
     model = make(Mlp)
     run = compiled(model, policy={"schedule": {"warmup_steps": 100}})
     with hooks.noticed_at_once():
@@ -207,7 +207,7 @@ def test_an_amax_comes_back_in_a_phase_of_high_precision(caplog) -> None:
             row = fp8compile.stats(model).rows()[0]
             assert (row["amax"] is not None) == known
     assert row["not_finite_calls"] == 1
-    assert "an infinity or a NaN came to up.weight (input)" in caplog.text
+    assert "an infinity or a NaN" not in caplog.text
 
 
 def test_equal_rows_share_a_line() -> None:

@@ -59,6 +59,18 @@ COLD, WARM = {"hit": 0, "miss": 2, "saved": 2, "bypass": 0}, {"hit": 2, "miss": 
 @by_thread
 @pytest.mark.compat
 @pytest.mark.compiled
+@pytest.mark.feature("schedule")
+def test_each_set_of_rules_starts_warm(tmp_path: Path) -> None:
+    with caches(tmp_path):
+        (cold, first), (found, second) = (again(warm.Timed) for _ in range(2))
+    assert (first["miss"], second["hit"], second["miss"]) == (3, 3, 0)  # two sets and an evaluation
+    assert found == cold and len(set(cold["losses"])) > 1
+
+
+@pytest.mark.slow
+@by_thread
+@pytest.mark.compat
+@pytest.mark.compiled
 def test_a_warm_start_is_the_cold_one_to_the_bit(tmp_path: Path) -> None:
     """Losses, gradients, scaling state, measured casts, statistics, the report and an export's questions."""
     with caches(tmp_path):
@@ -212,7 +224,7 @@ def test_the_key_has_all_that_our_passes_read(asked: list[str], monkeypatch: pyt
     assert len({usual, *others.values()}) == 1 + len(others), (usual, others)
 
 
-@pytest.mark.feature("save", "weight_cache", "schedule")
+@pytest.mark.feature("save", "weight_cache")
 @pytest.mark.compat
 def test_graphs_that_do_not_use_the_cache(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -225,7 +237,6 @@ def test_graphs_that_do_not_use_the_cache(
     assert uses(Mlp()) == compat.aot_cache.options_by_thread()
     assert not uses(Mlp(), save="fp8")
     assert not uses(Mlp(), cache_weights=True)
-    assert not uses(Mlp(), policy={"schedule": {"warmup_steps": 1}})
     for name, value in (
         ("enable_autograd_cache", False),
         ("bundled_autograd_cache", True),

@@ -41,6 +41,7 @@ use_fast_accum = [true, false, false]
 [schedule]
 warmup_steps = 100
 cooldown_at = 9000
+total_steps = 9900
 
 [[rules]]
 name = "second"
@@ -51,6 +52,7 @@ max(n, k) / min(n, k) >= 4
 and not m * n * k < 2**30 or m % 16 == 0
 \"\"\"
 fp8 = true
+during = ["..2%", "4000..45.5%"]
 
 [[rules]]
 parameter = "*.weight"
@@ -60,11 +62,14 @@ blocks = ["first 2", "last 1"]
 layers = "first 1"
 kind = "output head"
 recipe = "tensorwise"
+during = "by hand"
+name = "last"
 """
 
 SITES = [site(m=0), site(gemm="dgrad", kind="output head: by its name"), site(gemm="wgrad", m=17)]
 
 ODD = [
+    "by hand", "1..", "..1%", "7..7", "9..8", "50%..9900", "101%..", "..", ["..3", "90%.."], 10**13,
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**70), 10**5000, 0.5, float("nan"), float("inf"), "", " ",
     "x", "on", "3", "\ud800", "a" * 600, "a\0b", "re:(", "re:" + "(" * 300, "re:(?i)x", "re:[[a]", "a..b",
     "[", "[z-a]", "*", "first 0", "first 999999999", "last 2", "fprop", "none", "default", "nowhere",
@@ -133,6 +138,12 @@ def check(source: object) -> str:
         return " ".join(message.split(":")[-1].split()[:3])
     assert all(policy.choose(each).recipe in policy.possible for each in SITES)
     assert load(policy).key == policy.key and hash(load(policy)) == hash(policy)
+    try:
+        sets = policy.sets
+    except OptionError as error:  # a share of a number of steps that is not given
+        assert "total_steps" in str(error)
+        return "no total_steps"
+    assert all(policy.active(step) in sets for step in (0, 50, 250, 4200, 9500))
     names = {"layers": "ModuleList", "layers.0.mlp": "MLP"}
     for whole in (True, False):
         assert all(isinstance(message, str) for message in unmatched(policy, SITES, names, [], whole))

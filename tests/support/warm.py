@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +21,17 @@ from tests.support.harness import scaling_tensors
 class Small(nn.Linear):
     """One layer: compiling it for a CPU takes few kernels."""
 
+    options: Mapping[str, Any] = {}
+
     def __init__(self) -> None:
         super().__init__(128, 128, bias=False)
+
+
+class Timed(Small):
+    """With a rule that holds from the second step on."""
+
+    late = {"name": "late", "gemm": "fprop", "during": "1..", "fp8": "off"}
+    options = {"policy": {"extends": "none", "rules": [late, {"fp8": "on"}]}, "recipe": "delayed"}
 
 
 class Checkpointed(Small):
@@ -56,7 +66,7 @@ def scene(kind: type[nn.Module]) -> dict[str, Any]:
     """Train, evaluate and measure a new model."""
     torch.manual_seed(0)
     model = kind()
-    compiled = torch.compile(model, backend="fp8")
+    compiled = torch.compile(model, backend="fp8", options=dict(kind.options))  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: dict[str, Any] = {"losses": [], "gradients": [], "state": []}
 

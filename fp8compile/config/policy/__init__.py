@@ -3,6 +3,7 @@
     policy_errors, validation   PolicyError, and tables that check their values
     patterns, condition         globs, and the expression language over m, n, k
     match                       the facts that a rule can test, and whether it matches
+    windows                     rules in time: which are active at a step
     policy_tables               Rule, Policy and the other tables
     policy_files                reading policies
 

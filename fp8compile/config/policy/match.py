@@ -95,21 +95,26 @@ def unmatched(
     parameters: Collection[str],
     whole: bool,
 ) -> list[str]:
-    """A message for each of the user's own rules that decided about none of `sites`, the gemms of one graph.
+    """A message for each of the user's own rules that decides about none of `sites`, the gemms of one graph,
+    in any of the policy's sets.
 
     `modules`: the names of the model's modules, with their classes; `parameters`: the names of its
     parameters. With `whole` the graph has the whole model. Otherwise other graphs have the rest, and a rule
     gets a message only if one of its patterns fits no name of the model.
     """
     own = len(policy.rules) if policy.own is None else policy.own
-    numbered = list(enumerate(policy.rules))
-    deciding = [next((i for i, rule in numbered if rule.matches(site)), None) for site in sites]
+    before = len(policy.timed) - len(policy.rules)
+    decided = [
+        (site, next((i - before for i in active if policy.timed[i].matches(site)), len(policy.rules)))
+        for active in policy.sets
+        for site in sites
+    ]
+    deciding = {i for _, i in decided}
     messages = []
-    for i, rule in numbered[:own]:
+    for i, rule in enumerate(policy.rules[:own]):
         if i in deciding or not rule.conditions:  # one without conditions is for whatever is left
             continue
-        decided = zip(sites, deciding, strict=True)
-        taken = sorted({other for site, other in decided if other is not None and rule.matches(site)})
+        taken = sorted({other for site, other in decided if 0 <= other < i and rule.matches(site)})
         if taken:
             why = _taken(taken) if whole else None
         else:

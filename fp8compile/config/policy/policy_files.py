@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,35 @@ from ...devices.toml import tomllib
 from ...errors import near
 from ...logs import POLICY_VARIABLE as VARIABLE
 from .policy_errors import PolicyError
-from .policy_tables import Defaults, Policy, PolicyFile, given, label
-from .validation import made
+from .policy_tables import Defaults, Policy, Tables, given, label
+from .validation import FILE, key, line, made, table
 
 BUILTIN = ("default", "fast", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults", "vllm")
+
+
+@table(FILE)
+@dataclass(frozen=True)
+class PolicyFile(Tables):
+    """Which matmuls of a model become FP8, and how."""
+
+    extends: str | None = key(
+        'The policy whose rules come after these: a shipped one, a path, or "none". Default: "default".',
+        line("a name", 4096),
+    )
+
+    def __post_init__(self) -> None:
+        """Names of recipes are looked up later, because the policy that this file extends may define them."""
+        seen: dict[str, int] = {}  # conditions -> rule
+        nothing = "no conditions, so it decides about everything"
+        for i, rule in enumerate(self.rules):
+            conditions = repr(rule.conditions)
+            for known, has in ((repr({}), nothing), (conditions, "the same conditions")):
+                if known in seen:
+                    before = label(self.rules, seen[known])
+                    text = f"this rule is never reached: {before}, before it, has {has}."
+                    raise PolicyError(text).under("rules", i)
+            if not rule.during:
+                seen[conditions] = i
 
 
 def load(source: Any = None) -> Policy:

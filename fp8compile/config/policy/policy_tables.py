@@ -1,8 +1,8 @@
 """What a policy is: rules in order, named recipes, defaults. Frozen dataclasses that `validation` checks.
 
 The settings of a recipe are read off `Recipe`'s own fields: a field that is added there is also a key of
-rules, `[recipes.NAME]` and `[defaults]`. `PolicyFile` is one file as it is written. `Policy` decides: it has
-the file's rules, those of the policies that the file extends, and every recipe resolved.
+rules, `[recipes.NAME]` and `[defaults]`. `Policy` decides: it has the rules of a file, those of the policies
+that the file extends, and every recipe resolved.
 
 A setting is looked up in this order: the rule, the named recipe, the options given beside the policy,
 `[defaults]`, `Recipe`.
@@ -24,11 +24,10 @@ from .. import peers
 from ..operators import MATMULS
 from ..recipe import RECIPES, SETTINGS, Recipe
 from ..settings import integer
-from . import match, patterns
+from . import match, patterns, windows
 from .condition import checked
 from .policy_errors import PolicyError
 from .validation import (
-    FILE,
     LONGEST_NAME,
     choice,
     key,
@@ -147,8 +146,18 @@ class Rule(Settings):
         "auto",
     )
     recipe: str | None = key(_RECIPE_MEANING, _NAME_OF_RECIPE)
+    during: Several[str] = key(
+        'When the rule is active, in optimizer steps: "1000..", "..200", "1000..5000", or in percent of '
+        'total_steps, "90%.."; "by hand": off until set_rule. Default: always.',
+        windows.checked,
+    )
 
     __repr__ = _brief
+
+    def __post_init__(self) -> None:
+        if self.during == (windows.BY_HAND,) and self.name is None:
+            text = "'during': a rule that is switched by hand needs a name, for set_rule."
+            raise PolicyError(text, "during", windows.BY_HAND, ("during",))
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -164,7 +173,7 @@ class Rule(Settings):
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """`[schedule]`: steps are optimizer steps. High precision before `warmup_steps` and from `cooldown_at`
-    on."""
+    on; with an empty table, by `set_precision`. It is a first rule with the name "schedule"."""
 
     warmup_steps: int = key(
         "Train in high precision for so many steps first.", partial(integer, least=0), 0, minimum=0
@@ -172,15 +181,31 @@ class Schedule:
     cooldown_at: int | None = key(
         "The step from which training is in high precision again.", partial(integer, least=1), minimum=1
     )
+    total_steps: int | None = key(
+        "The steps of the training, of which windows of rules may give a share.",
+        partial(integer, least=1),
+        minimum=1,
+    )
 
     def __post_init__(self) -> None:
         if self.cooldown_at is not None and self.cooldown_at <= self.warmup_steps:
             allowed = f"greater than warmup_steps ({self.warmup_steps}): FP8 is used between the two"
             raise PolicyError.of("cooldown_at", self.cooldown_at, allowed).under("cooldown_at")
+        if self.cooldown_at is not None and self.cooldown_at >= (self.total_steps or self.cooldown_at + 1):
+            allowed = f"less than total_steps ({self.total_steps})"
+            raise PolicyError.of("cooldown_at", self.cooldown_at, allowed).under("cooldown_at")
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule for which it stands. `total_steps` alone makes none."""
+        during: tuple[str, ...] = (f"..{self.warmup_steps}",) if self.warmup_steps else ()
+        during += (f"{self.cooldown_at}..",) if self.cooldown_at is not None else ()
+        during = (windows.BY_HAND,) if self == Schedule() else during
+        return Rule(name=windows.SCHEDULE, fp8="off", during=during) if during else None
 
 
 @dataclass(frozen=True)
-class _Tables:
+class Tables:
     """What a policy has, in a file and in Python."""
 
     rules: tuple[Rule, ...] = key(
@@ -208,33 +233,9 @@ class _Tables:
     )
 
 
-@table(FILE)
-@dataclass(frozen=True)
-class PolicyFile(_Tables):
-    """Which matmuls of a model become FP8, and how."""
-
-    extends: str | None = key(
-        'The policy whose rules come after these: a shipped one, a path, or "none". Default: "default".',
-        line("a name", 4096),
-    )
-
-    def __post_init__(self) -> None:
-        """Names of recipes are looked up later, because the policy that this file extends may define them."""
-        seen: dict[str, int] = {}  # conditions -> rule
-        nothing = "no conditions, so it decides about everything"
-        for i, rule in enumerate(self.rules):
-            conditions = repr(rule.conditions)
-            for known, has in ((repr({}), nothing), (conditions, "the same conditions")):
-                if known in seen:
-                    before = label(self.rules, seen[known])
-                    text = f"this rule is never reached: {before}, before it, has {has}."
-                    raise PolicyError(text).under("rules", i)
-            seen[conditions] = i
-
-
 @table()
 @dataclass(frozen=True, repr=False)
-class Policy(_Tables):
+class Policy(Tables, windows.Timed):
     """Decides about every gemm. Made by `load`, or in Python: ``Policy(rules=(Rule(module="*.mlp.*",
     fp8="off"),))``.
 
@@ -258,6 +259,7 @@ class Policy(_Tables):
                 raise PolicyError(text, name).under("recipes", name)
             self._chain(name, ("recipes", name, "base"))
         _ = self._effective
+        self._check_windows()
 
     __repr__ = _brief
 
@@ -272,7 +274,8 @@ class Policy(_Tables):
         return importlib.import_module(".policy_files", __package__).load(source)  # which imports this module
 
     def choose(self, site: match.Site) -> match.Choice:
-        """The first rule whose conditions hold decides; without one, the default recipe where it pays."""
+        """The first rule whose conditions hold decides; without one, the default recipe where it pays.
+        Windows are for `during`: its policies have none."""
         for i, rule in enumerate(self.rules):
             if rule.matches(site):
                 return match.Choice(str(rule.fp8), self._effective[i], i, self.labels[i])
@@ -285,8 +288,9 @@ class Policy(_Tables):
 
     @cached_property
     def possible(self) -> tuple[Recipe, ...]:
-        """Every recipe that a choice may have."""
-        always = next((i for i, rule in enumerate(self.rules) if not rule.conditions), len(self.rules))
+        """Every recipe that a choice may have, in any set."""
+        last = (i for i, rule in enumerate(self.rules) if not rule.conditions and not rule.during)
+        always = next(last, len(self.rules))
         return tuple(dict.fromkeys(self._effective[: always + 1]))
 
     def owns(self, rule: int | None) -> bool:

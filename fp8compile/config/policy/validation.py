@@ -36,7 +36,8 @@ _MEANT = {
     "condition": "where", "size": "where", "sizes": "where", "precision": "fp8", "enabled": "fp8",
     "format": "fp8_format", "fast_accum": "use_fast_accum", "history": "amax_history_len",
     "warmup": "warmup_steps", "cooldown": "cooldown_at", "evaluation": "eval", "gpu": "device",
-    "include": "extends", "inherits": "extends",
+    "include": "extends", "inherits": "extends", "window": "during", "windows": "during", "steps": "during",
+    "max_steps": "total_steps", "total": "total_steps",
 }  # fmt: skip
 
 

@@ -39,5 +39,5 @@ class FP8Collectives(Feature):
         ),
     }
 
-    def of_graph(self, job: Job, phase: str) -> GraphFeature:
+    def of_graph(self, job: Job) -> GraphFeature:
         return _Sent()

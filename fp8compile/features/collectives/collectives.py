@@ -102,8 +102,6 @@ def choose(
 ) -> int:
     """Note the collectives of one kind that FP8 matmuls read, and which can carry FP8; returns how many can.
     `collective_of`: the one that brings a tensor. `reason_of`: why it stays in high precision, or ""."""
-    if joint.high_precision:
-        return 0
     readers: dict[Node, Matmul] = {matmul.node: matmul for matmul in joint.matmuls}
     found: dict[Node, dict[Operand, C]] = defaultdict(dict)
     names: dict[Node, str] = {}
@@ -166,7 +164,7 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
     operand that it brings, given the scale that the ranks agree on, and its inverse."""
     written, carried = joint.form, joint.extras.of(Carried)
     mine = {operand: sent for operand, sent in carried.by.items() if isinstance(sent, kind)}
-    if written is None or not mine:
+    if not mine:
         return 0
     for operand, sent in mine.items():
         before = written.amaxes[operand]

@@ -57,16 +57,16 @@ class DelayedScaling(Feature):
         "post_grad": (Pass("load_scales", load_scales),),
     }
 
-    def of_graph(self, job: Job, phase: str) -> DelayedGraph | None:
+    def of_graph(self, job: Job) -> DelayedGraph | None:
         if not job.learns:
             return None
         histories = [recipe.amax_history_len for recipe in job.options.policy.possible if recipe.delayed]
         if histories and job.inputs.inlined:
             say_once(logger, logging.WARNING, f"fp8: {INLINED}")
         if not histories or job.inputs.inlined or job.only == HIGH_PRECISION:
-            return DelayedGraph(job, phase, 0)
+            return DelayedGraph(job, 0)
         loads.listen(roots(job.gm, job.inputs.packed))
-        return DelayedGraph(job, phase, max(histories))
+        return DelayedGraph(job, max(histories))
 
     def stored_scales(self, weights: Iterable[Tensor]) -> Mapping[tuple[int, str, int], StoredScale]:
         pages: dict[Page, Tensor] = {}

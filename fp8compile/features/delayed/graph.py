@@ -5,10 +5,10 @@
 | training, warm | the code that Inductor made | the state | kept |
 | training, cold | eagerly | the current amax, where a slot has no scale yet | kept |
 | measured (`runtime.probe`) | eagerly | the state | kept |
-| observed: a phase of high precision | the code | none: nothing is cast, and it is never cold | kept |
 | dry: `freeze_scaling_state`, shape inference | as a training call | the state | lost |
 
-When a call is cold: see `life`. When the state moves: see `arena`.
+A tensor that other graphs cast (`Operand.cast`) has its amax kept, and makes no call cold. When a call is
+cold: see `life`. When the state moves: see `arena`.
 
 A forward inside of a running backward is a recomputation (eager checkpointing) if a forward of its weights
 waits for a backward. It runs as that one did, since the state has not moved, and raises no amax further. In a
@@ -28,7 +28,6 @@ from torch.fx import GraphModule
 from ... import compat, process
 from ...errors import Fp8CompileError
 from ...extension import GraphFeature
-from ...ir.records import HIGH_PRECISION
 from ...passes.joint import Joint, Rewritten
 from ...runtime.calls import Call, is_dry
 from ...runtime.ledger import Ledger
@@ -57,11 +56,10 @@ class DelayedGraph(GraphFeature):
     """Of a graph for training. `history`: how many amaxes its slots keep; 0: no scale is stored, but a state
     may have been loaded."""
 
-    def __init__(self, job: Job, phase: str, history: int):
+    def __init__(self, job: Job, history: int):
         self.inputs, self.history = 2 if history else 0, history
         fixed = compat.inductor.cuda_graphs(job.options.inductor)  # they are recorded for addresses
         self.stable, self.fixed = (fixed, True), fixed
-        self.observes = phase == HIGH_PRECISION
         # no rank may run a call eagerly alone: warm calls have other collectives
         self.together = compat.inductor.changes_collectives(job.options.inductor)
         self.first = 0
@@ -81,7 +79,7 @@ class DelayedGraph(GraphFeature):
         self.hears = bool(self.slots.keys)
         if self.hears:
             where = Where(torch.device("cpu"), self.history, self.slots.groups, self.fixed)
-            self.book = Book(self.slots.keys, where, not done.inference, self.observes, self.together)
+            self.book = Book(self.slots.keys, where, not done.inference, self.slots.cast, self.together)
 
     def half(self, graph: GraphModule) -> None:
         """Fp8CompileError if the state would learn nothing: the partitioner drops what fits no half."""

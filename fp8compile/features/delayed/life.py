@@ -21,8 +21,8 @@ a scale of 1, which would flush small gradients to zero. The state update does n
 Overflows and underflows make no call cold: the device answers them alone (`state_page.next_page`).
 
 Where Inductor fuses, merges or reorders collectives (`together`), a rank that runs eagerly would wait for
-collectives that the others do not call. There, only the first call is cold. A graph that `observes` casts
-nothing: its state moves, and its calls are never cold.
+collectives that the others do not call. There, only the first call is cold. Slots of tensors that this graph
+does not cast, and other graphs do, make none of its calls cold.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PageSet:
     page: Page
     owners: tuple[weakref.ref, ...]
     pending: Pending
-    observes: bool
+    cast: Sequence[int]  # the rows that the graph casts by
     together: bool
     has_backward: bool
     runs_cold: bool = False  # calls are cold, until the next move
@@ -63,7 +63,7 @@ class PageSet:
 
     def __post_init__(self) -> None:
         assert self.page.arena is not None
-        self.arena, self.cold = self.page.arena, self.page.cold()
+        self.arena, self.cold = self.page.arena, self.page.cold(self.cast)
         self.amaxes = self.page.amaxes
 
     # -- a call --
@@ -82,14 +82,13 @@ class PageSet:
         if self.cold and self.forwards and (self.runs_cold or self.together):
             self.page.patience = max(0, self.page.patience - 1)
             self.cold = self._has_cold_slots()
-        cold = self.cold and not self.observes
         if self.together:
-            return cold and not (self.called or self.page.begun())
+            return self.cold and not (self.called or self.page.begun())
         # recomputations of cold forwards have to be cold, too
         if self.runs_cold and self.pending.open and self.overdue < PATIENCE:
-            self.overdue += not cold
+            self.overdue += not self.cold
             return True
-        return cold
+        return self.cold
 
     def is_again(self, hooked: bool) -> bool:
         """Is a forward inside of a backward a recomputation? `hooked`: as for non-reentrant checkpoints. Then
@@ -109,6 +108,7 @@ class PageSet:
     def begin(self) -> None:
         """A forward begins that is no recomputation."""
         self.called = self.arena.raised = True
+        self.page.casting = self.cast
         self.forwards += 1
         if self.has_backward:
             self.pending.begin()
@@ -119,7 +119,7 @@ class PageSet:
 
     def will_run_cold(self) -> bool:
         """Will a forward that begins now be cold, as far as is known?"""
-        return self.cold and not self.observes and not self.together
+        return self.cold and not self.together
 
     def _aside(self) -> torch.Tensor:
         """Amaxes for a dry call; at one address, because a CUDA graph is recorded for addresses."""
@@ -147,23 +147,23 @@ class PageSet:
             self.cold, self.moves, self.forwards = self._has_cold_slots(), -1, 0
 
     def _has_cold_slots(self) -> bool:
-        return self.page.patience > 0 and self.page.cold()
+        return self.page.patience > 0 and self.page.cold(self.cast)
 
 
 class Book:
     """The pages of one compiled graph, found at each call by the identity of the call's parameters. `keys`:
-    its slots; `where`: where their pages are, on whatever device."""
+    its slots; `where`: where their pages are, on whatever device; `cast`: the rows that it casts by."""
 
     def __init__(
         self,
         keys: Sequence[SlotKey],
         where: Where,
         has_backward: bool = True,
-        observes: bool = False,
+        cast: Sequence[int] = (),
         together: bool = False,
     ):
         self.keys, self.where, self.has_backward = tuple(keys), where, has_backward
-        self.observes, self.together = observes, together
+        self.cast, self.together = cast, together
         self.inputs = tuple(dict.fromkeys(key.input for key in keys))
         self.sets: dict[tuple[int, ...], PageSet] = {}
         self.by_pointer: dict[int, PageSet] = {}  # by the amaxes of their pages
@@ -196,7 +196,7 @@ class Book:
                 alive.by_pointer.pop(gone.amaxes.data_ptr(), None)
 
         refs = tuple(weakref.ref(owner, forget) for owner in owners)
-        made = PageSet(page, refs, pending_of(owners), self.observes, self.together, self.has_backward)
+        made = PageSet(page, refs, pending_of(owners), self.cast, self.together, self.has_backward)
         self.sets[key] = self.by_pointer[made.amaxes.data_ptr()] = made
         return made
 

@@ -69,7 +69,8 @@ def _met() -> Iterator[Met]:
             before = state.said.get((role, use), (0.0, 0.0, 0.0))
             state.said[role, use] = (now[0], now[1], now[2])
             new = [max(0.0, x - y) for x, y in zip(now, before, strict=True)]
-            if any(new):
+            cast = page.casting is None or slot.row in page.casting  # else no scale had to fit
+            if any(new) and cast:
                 yield Met(record.name or page.name or "a tensor", role, *new)
 
 

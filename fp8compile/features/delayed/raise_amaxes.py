@@ -20,8 +20,8 @@ from .store import StateInputs
 
 def raise_amaxes(joint: Joint) -> int:
     """Raise the amaxes of both directions; returns how many there are."""
-    graph, written, inputs = joint.graph, joint.written, joint.extras.get(StateInputs)
-    if inputs is None or not inputs.rows or written is None:
+    graph, written, inputs = joint.graph, joint.form, joint.extras.get(StateInputs)
+    if inputs is None or not inputs.rows:
         return 0
     amaxes, end = inputs.nodes[1], graph.output_node()  # there, nothing waits for an all-reduce any more
     for backward in (False, True)[: 1 if joint.inference else 2]:

@@ -61,6 +61,7 @@ class Page:
     stale: bool = False  # another page has taken over some of the slots
     patience: int = PATIENCE  # cold calls left; then a slot that saw only zeros is used with scale 1
     loaded: bool = False  # values and patience were loaded, and no call has used them yet
+    casting: Sequence[int] | None = None  # the rows that the newest graph casts by
     restarted: bool = False  # weights were loaded since the last call, and some slots are cold: see `loads`
     name: str = ""  # of the only slot of a loaded page, while no graph has taken it over
     loading: Loading | None = None  # for the first graph that takes it over
@@ -79,9 +80,9 @@ class Page:
         """The page for reading, moved by all that calls have raised."""
         return self.tensor if self.arena is None else self.arena.now(self.first, self.tensor.shape[0])
 
-    def cold(self) -> bool:
-        """Is there a slot that has not seen a non-zero amax? Reads the device: for cold calls only."""
-        return bool(Rows(self.tensor[: len(self.homes)]).cold.any())
+    def cold(self, rows: Sequence[int]) -> bool:
+        """Has one of these slots not seen a non-zero amax? Reads the device: for cold calls only."""
+        return len(rows) > 0 and bool(Rows(self.tensor[: len(self.homes)]).cold[list(rows)].any())
 
     def begun(self) -> bool:
         """Is there a slot that has seen a non-zero amax? Reads the device."""

@@ -37,7 +37,6 @@ from ...ir.fx_utils import Emitter, aten, become, element, value
 from ...passes.amax_groups import named_groups
 from ...passes.joint import Joint
 from ...passes.plan import Operand
-from ...passes.quantize import Quantizer
 from ...passes.written import Written, whole
 from . import slot_ops, state_page
 from .state_page import SlotKey, SlotSettings, floor_of, limit_of, new_amaxes, new_scales, rows_for
@@ -59,10 +58,12 @@ class StateInputs:
 
 @dataclass(frozen=True)
 class Slots:
-    """The result of the passes: plain data. `keys`: by row of the page; `inputs`: the names of those for
-    scales and amaxes; `groups`: process groups over which amaxes are reduced before the state moves."""
+    """The result of the passes: plain data. `keys`: by row of the page; `cast`: the rows that the graph casts
+    by; `inputs`: the names of those for scales and amaxes; `groups`: process groups over which amaxes are
+    reduced before the state moves."""
 
     keys: tuple[SlotKey, ...] = ()
+    cast: tuple[int, ...] = ()
     inputs: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
 
@@ -89,7 +90,8 @@ def slots(joint: Joint) -> int:
     names = tuple(node.name for node in inputs.nodes)
     joint.added += names
     keys = tuple(_slot(operand) for operand in inputs.rows)
-    joint.results.put(Slots(keys, names, _groups(joint, inputs)))
+    cast = tuple(row for operand, row in inputs.rows.items() if operand.cast)
+    joint.results.put(Slots(keys, cast, names, _groups(joint, inputs)))
     return len(keys)
 
 
@@ -129,18 +131,11 @@ def _groups(joint: Joint, inputs: StateInputs) -> tuple[str, ...]:
 
 
 def store(joint: Joint) -> int:
-    """Take the scales of operands with a slot from the state; returns how many there are. In a phase of high
-    precision, write amaxes alone, so that histories exist when FP8 begins."""
+    """Take the scales of operands with a slot from the state; returns how many slots there are."""
     inputs = joint.extras.get(StateInputs)
     if inputs is None or not inputs.rows:
         return 0
-    if joint.high_precision:
-        writer = Quantizer(joint.graph, joint.plan)
-        for operand in inputs.rows:
-            writer.amax(operand)
-        joint.written = writer.written
-    elif joint.written is not None:
-        _Stored(joint.written, inputs).write()
+    _Stored(joint.form, inputs).write()
     return len(inputs.rows)
 
 
@@ -151,7 +146,7 @@ class _Stored:
 
     def write(self) -> None:
         sharing: dict[Node, list[Operand]] = defaultdict(list)
-        for operand in self.inputs.rows:
+        for operand in (x for x in self.inputs.rows if x.cast):
             sharing[self.written.scales[whole(operand)][0]].append(operand)
         for operands in sharing.values():
             made = self.own(operands[0]) if len(operands) == 1 else self.shared(operands)

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 
 class ForwardsOfGraph(GraphFeature):
-    """How the fprops of one graph cast. `learns`: the graph has something to differentiate."""
+    """How the fprops of one graph cast, under the first of its policies. `learns`: the graph has something to
+    differentiate."""
 
     found, learns = Forwards(), False
 
     def after(self, job: Job, done: Rewritten) -> None:
-        self.found = done.results.of(Forwards)
+        if job.policy == job.policies[0]:
+            self.found = done.results.of(Forwards)
         self.learns = job.inputs.training and job.inputs.grad and not done.inference
 
     def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
@@ -33,9 +35,8 @@ class Export(Feature):
     name = "export"
     passes = {"amax_groups": (Pass("forwards", forwards.forwards),)}  # how the fprop of each weight casts
 
-    def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
-        # the high-precision half of a schedule counts, too: it records the histories that FP8 begins with
-        return ForwardsOfGraph() if job.only != HIGH_PRECISION else None
+    def of_graph(self, job: Job) -> GraphFeature | None:
+        return job.shared.of(ForwardsOfGraph) if job.only != HIGH_PRECISION else None
 
     def reset(self) -> None:
         forwards.forget()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...extension import Feature, GraphFeature, Pass
 from ...frontend.inputs import Inputs
-from ...ir.records import FP8
+from ...ir.records import HIGH_PRECISION
 from . import frozen_weights
 from .frozen_weights import FrozenInGraph
 
@@ -24,5 +24,5 @@ class FrozenWeights(Feature):
         job.shared.put(found)
         return replace(job.inputs, frozen=found.stored | found.homes.keys())
 
-    def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
-        return job.shared.get(FrozenInGraph) if phase == FP8 else None
+    def of_graph(self, job: Job) -> GraphFeature | None:
+        return job.shared.get(FrozenInGraph) if job.only != HIGH_PRECISION else None

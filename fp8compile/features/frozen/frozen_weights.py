@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ... import compat, process
 from ...config.recipe import WHOLE, Block
 from ...devices.formats import pick
-from ...errors import Fp8CompileError, Retrace
+from ...errors import Fp8CompileError, OptionError, Retrace
 from ...extension import GraphFeature
 from ...frontend.inputs import plain
 from ...ir import ops
@@ -154,6 +154,7 @@ class FrozenInGraph(GraphFeature):
         self.matrices, self.asked, self.warm = matrices, asked, not asked
         self.refused: dict[int, str] = {}
         self.homes: dict[int, Home] = {}
+        self.freezable: frozenset[int] = frozenset()  # those that have had a home
         self.given: Sequence[Any] = ()
 
     @property
@@ -162,7 +163,8 @@ class FrozenInGraph(GraphFeature):
         return frozenset(i for i, matrix in self.matrices.items() if matrix.block is not None)
 
     def before(self, job: Job, joint: Joint) -> None:
-        self.given, joint.freezable = job.given, frozenset(self.homes)
+        self.freezable |= self.homes.keys()
+        self.given, joint.freezable = job.given, self.freezable
         joint.extras.put(self)
 
     def after(self, job: Job, done: Rewritten) -> None:
@@ -249,6 +251,11 @@ def freeze(joint: Joint) -> int:
         asked[index] = asked.get(index, True) and matmul.recipe.frozen == "fp8"
     may = {i: x for i, x in joint.gatherable.items() if i in known.homes and not x.reason}
     found = {i: x for i, x in may.items() if asked.get(i, False)}
+    for (_, i), verdict in joint.verdicts.items():
+        if i in found and verdict != found[i]:
+            why = verdict.reason or "cast in another way"
+            what = f"'high_precision' for {joint.inputs.names[i]}, multiplied otherwise at some steps"
+            raise OptionError.of("frozen", "fp8", f"{what}: {why}")
     if found:
         raise Retrace(partial(_freeze, found, known.homes, known.given, joint.inputs.root))
     return 0

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ...extension import Feature, GraphFeature
 from ...frontend.inputs import Inputs
-from ...ir.records import HIGH_PRECISION, TableRecord
+from ...ir.records import TableRecord
 from ...logs import get_logger, say_once
 from ...runtime.parameters import find
 from ...runtime.probe import CastKind
 from . import all_gather
-from .all_gather import Gathers
+from .all_gather import Gathers, Sharded
 from .gather_records import gather_records
 
 if TYPE_CHECKING:
@@ -34,13 +34,12 @@ class GatheredWeights(Feature):
         if sharded and any(recipe.name == "delayed" or recipe.built_in.tile for recipe in recipes):
             text = "gathered weights are scaled by their current amax (mxfp8, rowwise: with weight_tiles)"
             say_once(logger, logging.INFO, f"fp8: all-gather: {text}")
-        job.shared.put(Gathers(sharded, job.options.strict, job.options.policy.schedule))
+        job.shared.put(Sharded(sharded))
         return replace(job.inputs, gathered=frozenset(sharded))
 
-    def of_graph(self, job: Job, phase: str) -> GraphFeature:
-        known = job.shared.get(Gathers)
-        assert known is not None
-        return known if phase != HIGH_PRECISION else replace(known, observes=True)
+    def of_graph(self, job: Job) -> GraphFeature:
+        options = job.options
+        return Gathers(job.shared.of(Sharded).names, options.strict, job.policies, options.policy)
 
     def cast_outside(self, weight: Tensor) -> tuple[CastKind, Callable[[], Mapping[str, float]]] | None:
         entry = find(weight).extras.get(all_gather.Gathered)

@@ -20,9 +20,9 @@ A forward without gradients gathers in high precision: FSDP2 has two unsharded p
 then, of which one is in use. Backward gathers what a forward with gradients did: what is gathered only
 changes while no backward is due.
 
-With a `[schedule]`, weights are gathered in high precision in phases of high precision. Agreements hold from
-the next step on, so a rank is for FP8 if this step and the next are in FP8 phases. A phase set by hand is not
-foreseen: where weights have arrived in FP8, the call runs in FP8, and the phase begins a step later.
+With rules that decide at some steps only, graphs say it for each set of rules. Agreements hold from the next
+step on, so a rank is for FP8 if this step and the next cast the weight alike. A rule that is switched by hand
+is not foreseen: where weights have arrived in FP8, the call runs as before, and the switch is a step late.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from torch import nn
 
 from ... import compat, process
 from ...codegen.text import dtype_name
-from ...config.policy import Schedule
+from ...config.policy import Policy
 from ...config.recipe import WHOLE
 from ...errors import ShardingError, StrictError
-from ...extension import GraphFeature, in_fp8
+from ...extension import GraphFeature, active
 from ...frontend.inputs import plain
 from ...ir.gathered_weight import GatheredWeight
 from ...ir.records import Gatherable
@@ -70,14 +70,15 @@ _all: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
 
 @dataclass(eq=False)
 class Gathered:
-    """One weight. `objection`: why it is never gathered in FP8; `verdict`: what graphs that read it say."""
+    """One weight. `objection`: why it is never gathered in FP8; `verdict`: what graphs that read it say, by
+    their policy; `policy`: the one that was given for all of them."""
 
     parameter: compat.fsdp.ShardedParameter
     owner: GatheredParameter
     objection: str = ""
-    verdict: Gatherable | None = None
+    verdicts: dict[Policy, Gatherable] = field(default_factory=dict)
+    policy: Policy | None = None
     strict: bool = False
-    schedule: Schedule | None = None
     code: int = IN_HIGH_PRECISION  # how all ranks gather it in training
     scales: Scales | None = None  # those of its group, in which it has this position
     position: int = 0
@@ -85,37 +86,45 @@ class Gathered:
     @property
     def own_code(self) -> int:
         """As `code`, if this rank were asked."""
-        verdict = self.verdict
-        if self.objection or verdict is None or verdict.reason or self.waits:
+        now, following = (self.verdict_at(ahead) for ahead in (0, 1))
+        if self.objection or now is None or now.reason or now != following:
             return IN_HIGH_PRECISION
-        return code_of(verdict)
+        return code_of(now)
+
+    def verdict_at(self, ahead: int) -> Gatherable | None:
+        """What holds so many optimizer steps from now; None while no graph has said it."""
+        if self.policy is None:
+            return None
+        return self.verdicts.get(active(self.parameter.sharded, self.policy, ahead))
 
     @property
     def waits(self) -> bool:
-        """Is it for the schedule alone that it is gathered in high precision?"""
-        able = not self.objection and self.verdict is not None and not self.verdict.reason
-        return able and self.schedule is not None and not in_fp8(self.parameter.sharded, self.schedule)
+        """Is it for the time being that it is gathered in high precision?"""
+        able = not self.objection and any(not verdict.reason for verdict in self.verdicts.values())
+        return able and not self.own_code
 
     @property
     def reason(self) -> str:
         """Why it is not gathered in FP8."""
-        said = self.verdict.reason if self.verdict is not None else UNREAD
-        said = said or ("a phase of high precision" if self.waits else "")
+        now, following = (self.verdict_at(ahead) for ahead in (0, 1))
+        said = UNREAD if now is None else now.reason
+        said = said or ("its matmuls cast it otherwise from the next step on" if now != following else "")
         if self.owner.put_off:
             said = said or "since a forward, no optimizer has taken a step, and no backward has run"
         later = "other ranks keep it" if self.owner.agreed > 1 else "from the second step on"
         return self.objection or said or later
 
-    def learn(self, verdict: Gatherable, strict: bool, schedule: Schedule | None) -> None:
-        """What one graph says; the first that is against it counts."""
-        self.strict = self.strict or strict
-        self.schedule = schedule or self.schedule
-        if not verdict.reason and not self.objection and (reason := misfit(self, verdict)):
-            verdict = Gatherable(reason)
-        if self.verdict is None or (verdict.reason and not self.verdict.reason):
-            self.verdict = verdict
-        elif not verdict.reason and not self.verdict.reason and verdict != self.verdict:
-            self.verdict = Gatherable("graphs cast it in different ways")
+    def learn(self, verdicts: Mapping[Policy, Gatherable], strict: bool, given: Policy) -> None:
+        """What graphs say; for each policy, the first that is against it counts."""
+        self.strict, self.policy = self.strict or strict, given
+        for policy, verdict in verdicts.items():
+            known = self.verdicts.get(policy)
+            if not verdict.reason and not self.objection and (reason := misfit(self, verdict)):
+                verdict = Gatherable(reason)
+            if known is None or (verdict.reason and not known.reason):
+                self.verdicts[policy] = verdict
+            elif not verdict.reason and not known.reason and verdict != known:
+                self.verdicts[policy] = Gatherable("graphs cast it in different ways")
 
     def read(self, operator: str) -> None:
         """An operator outside of compiled graphs has read the values that FP8 left."""
@@ -125,7 +134,7 @@ class Gathered:
             raise StrictError(f"{message} (strict=True)")
         dtype = dtype_name(self.parameter.dtype)
         say_once(logger, logging.WARNING, f"{message}. It is gathered in {dtype} from the next step on")
-        self.verdict = Gatherable(reason)
+        self.verdicts = dict.fromkeys(self.verdicts, Gatherable(reason))
 
     @property
     def cast(self) -> probe.CastKind | None:
@@ -297,34 +306,42 @@ def asked(tensors: Sequence[Any]) -> dict[int, str]:
     return {i: plain(entry.parameter.name) for i, entry in entries}
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """Inputs of a graph that may be gathered in FP8, with their names."""
+
+    names: Mapping[int, str] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Gathers(GraphFeature):
-    """What one graph says of the weights that it reads, by input. `sharded`: names of those that may be
-    gathered in FP8. `observes`: it is a schedule's high-precision graph, and the FP8 graph has said which."""
+    """What graphs say of the weights that one of them reads, by input and policy. `sharded`: names of those
+    that may be gathered in FP8; `policies`: of all its graphs; `given`: the user's."""
 
     sharded: Mapping[int, str]
     strict: bool
-    schedule: Schedule | None
-    observes: bool = False
-    found: Mapping[int, Gatherable] = field(default_factory=dict)
+    policies: Sequence[Policy]
+    given: Policy
+    found: dict[int, dict[Policy, Gatherable]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.warm = not self.sharded
 
     def after(self, job: Job, done: Rewritten) -> None:
-        if self.observes:
-            return
-        self.found = {i: verdict for i, verdict in done.gatherable.items() if i in self.sharded}
-        for i, verdict in self.found.items():
-            if verdict.shared:
-                why = f"gathered in high precision: beside FP8 matmuls, it is {verdict.reason}"
-                job.options.warn(f"fp8_all_gather: {self.sharded[i]} is {why}")
+        self.found = {i: {} for i in done.gatherable if i in self.sharded}
+        for (policy, i), verdict in done.verdicts.items():
+            if i in self.found:
+                self.found[i][self.policies[policy]] = verdict
+        shared = {i: verdict for i, verdict in done.gatherable.items() if i in self.found and verdict.shared}
+        for i, verdict in shared.items() if job.record is None else ():
+            why = f"gathered in high precision: beside FP8 matmuls, it is {verdict.reason}"
+            job.options.warn(f"fp8_all_gather: {self.sharded[i]} is {why}")
 
     def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
-        for i, verdict in self.found.items():
+        for i, verdicts in self.found.items():
             entry = find(args[i]).extras.get(Gathered)
             if entry is not None:
-                entry.learn(verdict, self.strict, self.schedule)
+                entry.learn(verdicts, self.strict, self.given)
         gathered = [args[i] for i in self.found if isinstance(args[i], GatheredWeight)]
         if gathered and record is not None:
             process.of(Ledger).supersede(record, [x for x in args if isinstance(x, nn.Parameter)])
@@ -342,4 +359,4 @@ def forget() -> None:
     """Graphs are gone, and what they have said with them."""
     for gather in list(_all):
         for entry in gather.entries:
-            entry.verdict = None
+            entry.verdicts = {}

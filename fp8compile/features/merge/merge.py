@@ -65,8 +65,6 @@ class MergedGroups:
 def merge(joint: Joint) -> int:
     """Choose the groups, in the graph's order. Layers of several blocks are not merged: cross-attention reads
     one tensor in all of them, and the gradients of all would be kept until the last one is there."""
-    if joint.high_precision:
-        return 0
     matmuls, plan, groups = joint.matmuls, joint.plan, joint.extras.of(MergedGroups).merged
     ranks = Ranks(matmuls[0].node.graph) if matmuls else None
     backward = _backward(joint.graph) if joint.saves else None

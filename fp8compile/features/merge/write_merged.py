@@ -34,8 +34,6 @@ from .merge import SUMS, Merged, MergedGroups
 
 def write_merged(joint: Joint) -> int:
     """Returns how many matmuls became part of another one."""
-    if joint.form is None:
-        return 0
     operand_of = {node: copy.operand for copy, node in joint.form.casts.items()}
     groups = joint.extras.of(MergedGroups).merged
     for group in groups:

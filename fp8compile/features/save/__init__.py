@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ... import process
 from ...extension import Feature, GraphFeature, Pass
-from ...ir.records import FP8
+from ...ir.records import HIGH_PRECISION
 from ...logs import get_logger
 from ...passes.joint import Joint, Partitioned
 from ...passes.pipeline import skipped
@@ -41,6 +41,6 @@ class SavedTensors(Feature):
     name = "save"
     passes = {"partitioned": (Pass("save", run_save, optional=True),)}
 
-    def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
-        asked = job.options.policy.save == "fp8" and job.inputs.training and phase == FP8
+    def of_graph(self, job: Job) -> GraphFeature | None:
+        asked = job.policy.save == "fp8" and job.inputs.training and job.only != HIGH_PRECISION
         return _SavedOfGraph() if asked else None

@@ -1,3 +1,41 @@
-"""Phases of high precision and of FP8: `[schedule]` of a policy, `set_precision` and `on_step`."""
+"""Rules that decide at some steps only: `during` of a rule and `[schedule]` of a policy, `set_rule`,
+`set_precision` and `on_step`."""
 
-from .phases import Phases as Phases
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...extension import Feature
+from . import by_hand
+from .graph_of_sets import GraphOfSets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...compilation import Job
+    from ...config.policy import Policy
+    from ...runtime.compiled_graph import CompiledGraph
+
+
+class RulesInTime(Feature):
+    name = "schedule"
+
+    def policies(self, policy: Policy) -> Sequence[Policy]:
+        """Those of all sets of rules; first those in which the first rule does not keep all of the model in
+        high precision."""
+        found = [policy.during(active) for active in policy.sets] if policy.varies else []
+        return sorted(found, key=_in_high_precision)  # stable
+
+    def callable(
+        self, job: Job, graph: CompiledGraph, compiled: Callable[[Job], CompiledGraph]
+    ) -> Callable[..., Any] | None:
+        return GraphOfSets(job, graph, compiled) if len({*graph.alike}) > 1 else None
+
+    def active(self, parameter: Tensor, policy: Policy, ahead: int) -> Policy | None:
+        return policy.during(by_hand.active(parameter, policy, ahead)) if policy.varies else None
+
+
+def _in_high_precision(policy: Policy) -> bool:
+    """Does its first rule keep everything in high precision?"""
+    return bool(policy.rules) and not policy.rules[0].conditions and policy.rules[0].fp8 == "off"

@@ -48,6 +48,10 @@ class KeptCopies(GraphFeature):
             self.cache = WeightCache(self.hoisted, job.inner, lowering(job.options), any(self.stable))
             graph.owners.know(self.cache.casts)
 
+    def rest(self) -> None:
+        if self.cache is not None:
+            self.cache.rest()
+
     def stand_ins(self, device: torch.device) -> Sequence[torch.Tensor]:
         return self.cache.empty(device) if self.cache is not None else ()
 
@@ -63,7 +67,7 @@ class CachedWeights(Feature):
         "lower": (Pass("write_in_place", write_in_place, optional=True),),  # and write to given memory
     }
 
-    def of_graph(self, job: Job, phase: str) -> GraphFeature | None:
+    def of_graph(self, job: Job) -> GraphFeature | None:
         weights = _cacheable(job) if job.learns and job.only is None else frozenset()
         if not weights:
             return None

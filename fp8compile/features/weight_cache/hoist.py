@@ -100,7 +100,7 @@ def hoist(joint: Joint) -> int:
     reads stay (also that of a weight, where it is the input of another matmul)."""
     written = joint.form
     cache = joint.extras.of(Cache)
-    if joint.inference or written is None or not joint.cached:
+    if joint.inference or not joint.cached:
         return 0
     graph, matmuls, amaxes = joint.graph, joint.matmuls, written.amaxes.values()
     placeholders = {compat.dynamo.input_index(node): node for node in graph.find_nodes(op="placeholder")}

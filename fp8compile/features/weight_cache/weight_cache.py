@@ -246,6 +246,12 @@ class WeightCache:
                 kept.copies = self._cast(weights, kept, stamp, self._amaxes(weights, written))
                 kept.stamp, kept.used = stamp, False
 
+    def rest(self) -> None:
+        """Nothing reads the copies for now: give their memory back, unless they keep their addresses."""
+        for kept in list(self.kept.values()):
+            kept.old(self.static)
+            kept.used = False
+
     def _amaxes(
         self, weights: Sequence[Tensor], written: Mapping[int, tuple[Mark, Tensor]]
     ) -> Sequence[Tensor]:

@@ -435,8 +435,6 @@ def test_options_that_are_refused() -> None:
             fp8compile.Recipe(recipe, frozen="fp8")
     with pytest.raises(OptionError, match="Did you mean 'fp8'"):
         fp8compile.Recipe(frozen="fp9")
-    with pytest.raises(OptionError, match=r"'frozen'.*\[schedule\]"):
-        compiled(nn.Linear(8, 8), policy={"schedule": {"warmup_steps": 3}})(torch.ones(1, 8))
 
 
 # -- beside other parts --

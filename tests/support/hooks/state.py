@@ -186,6 +186,13 @@ def kept_copies() -> int:
     return sum(len(cache.kept) for cache in _STEPS.caches.values())
 
 
+def copies_in_memory() -> int:
+    """How many copies `cache_weights` keeps."""
+    from fp8compile.features.weight_cache.weight_cache import _STEPS
+
+    return sum(len(kept.copies) for cache in _STEPS.caches.values() for kept in cache.kept.values())
+
+
 def weights_written() -> int:
     """How many weights wait for an optimizer that casts them."""
     from fp8compile.features.weight_cache.weight_cache import _STEPS
@@ -249,27 +256,31 @@ def frozen(parameter: Any) -> bool:
 
 @contextlib.contextmanager
 def phases_afresh() -> Iterator[None]:
-    """Inside, no optimizer has stepped and no phase, step or callback was set. After it, all is as before."""
+    """Inside, no optimizer has stepped and no rule, step or callback was set. After it, all is as before."""
     from fp8compile import process
-    from fp8compile.features.schedule import phases
+    from fp8compile.features.schedule import by_hand, graph_of_sets
     from fp8compile.runtime import optimizer_steps
 
     steps = optimizer_steps.OptimizerSteps()
     optimizer_steps.count_steps()
     with contextlib.ExitStack() as stack:
-        for module in (optimizer_steps, phases):
+        for module in (optimizer_steps, by_hand, graph_of_sets):
             stack.enter_context(mock.patch.object(module, "STEPS", steps))
-        stack.enter_context(mock.patch.object(phases, "_phases", phases._Phases()))
-        afresh = vars(phases.Scheduled())
-        stack.enter_context(mock.patch.multiple(process.of(phases.Scheduled), **afresh))
+        stack.enter_context(mock.patch.object(by_hand, "BY_HAND", by_hand.ByHand()))
+        afresh = vars(by_hand.Scheduled())
+        stack.enter_context(mock.patch.multiple(process.of(by_hand.Scheduled), **afresh))
         yield
 
 
 def phases_of_calls() -> Patched:
-    """The phase of each call of a graph with a schedule."""
-    from fp8compile.features.schedule.phases import ScheduledGraph
+    """The rules with a window that are active in each call of a graph with several sets of rules."""
+    from fp8compile.features.schedule.graph_of_sets import GraphOfSets
 
-    return noting(ScheduledGraph, "phase", lambda phase, *_, **__: phase)
+    def active(found: Any, graph: Any, *_: Any) -> str:
+        timed = {rule.name for rule in graph.policy.timed if rule.during}
+        return "+".join(label for label in found.labels if label in timed)
+
+    return noting(GraphOfSets, "policy_of", active)
 
 
 def steps_of(model: nn.Module) -> int:
