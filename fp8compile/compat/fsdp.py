@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -87,6 +87,11 @@ def with_local(tensor: Any, part: Tensor) -> Tensor:
     """A DTensor as this one, with other values on this rank."""
     sizes = {"shape": tensor.shape, "stride": tensor.stride()}
     return type(tensor).from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **sizes)
+
+
+def meshes(tensors: Iterable[Any]) -> list[Any]:
+    """The meshes of those that are DTensors."""
+    return [tensor.device_mesh for tensor in tensors if hasattr(tensor, "placements")]
 
 
 def shard_group(tensor: Any) -> Any:

@@ -42,6 +42,14 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=group)
 
 
+def gather(mine: Any, group: Any = None) -> list[Any]:
+    """What each rank of a group (None: of all) has, in order; in a process without groups what it has."""
+    found = [mine] * (dist.get_world_size(group) if has_groups() else 1)
+    if len(found) > 1:
+        dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def has_groups() -> bool:
     """Has this process process groups?"""
     return dist.is_available() and dist.is_initialized()

@@ -101,7 +101,7 @@ class ScalingState:
             "values": torch.cat([torch.empty(0), *state.values()]),
             "shapes": compat.fsdp.local_shapes(self._weights()),
         }
-        known = self._gather(_bytes(own))
+        known = compat.process_groups.gather(_bytes(own), self.group)
         different = list(dict.fromkeys(known))
         ranks, states = [different.index(one) for one in known], [_read(one) for one in different]
         self._made = _bytes({"format": FORMAT, "version": VERSION, "ranks": ranks, "states": states})
@@ -123,7 +123,7 @@ class ScalingState:
             changes = self._changes(self._own(_opened(given)))
         except StateError as problem:
             error = str(problem)
-        said = self._gather(error)
+        said = compat.process_groups.gather(error, self.group)
         if error := next(filter(None, said), ""):
             ranks = [rank for rank, text in enumerate(said) if text == error]
             raise StateError(error if len(said) == 1 else f"on ranks {ranks}: {error}")
@@ -180,12 +180,6 @@ class ScalingState:
         if not compat.process_groups.has_groups():
             return 0, 1
         return dist.get_rank(self.group), dist.get_world_size(self.group)
-
-    def _gather(self, mine: Any) -> list[Any]:
-        found = [mine] * self._place[1]
-        if len(found) > 1:
-            dist.all_gather_object(found, mine, group=self.group)
-        return found
 
 
 def _bytes(x: Any) -> bytes:

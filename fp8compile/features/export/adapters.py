@@ -30,6 +30,8 @@ from ...ir.scale import inverse_of
 from . import forwards
 from .checkpoint_formats import SHAPES
 from .exported_layers import Chosen, cast
+from .exported_layers import whole as whole_tensor
+from .writers import Writers
 
 FP8, HIGH, BESIDE = "fp8", "high_precision", "adapter"
 LEAST = 0.5  # of an update, what has to be left of it after a cast to FP8
@@ -234,17 +236,32 @@ def left(whole: Vanilla, chosen: Chosen, merge: str | None) -> dict[str, float]:
     return found
 
 
-def write(peft_model: Any, directory: Path) -> dict[str, Path]:
+def write(peft_model: Any, directory: Path, writers: Writers) -> dict[str, Path]:
     """Write all adapters by PEFT's own `save_pretrained`; the folder of each, by its name. Not into
     `directory` itself: transformers takes a folder with `adapter_config.json` for that of an adapter."""
+    state = writers.attempt(lambda: _state(peft_model))
+    writers.attempt(lambda: _save(peft_model, directory, state) if writers.first else None)
+    folder = directory / BESIDE
+    return {name: folder if name == "default" else folder / name for name in peft_model.peft_config}
+
+
+def _state(peft_model: Any) -> dict[str, Tensor]:
+    """The state dict, in which the tensors that PEFT writes are whole."""
+    from peft import get_peft_model_state_dict
+
+    state = peft_model.state_dict(keep_vars=True)
+    of_each = (get_peft_model_state_dict(peft_model, state, name) for name in peft_model.peft_config)
+    written = {id(tensor) for tensors in of_each for tensor in tensors.values()}
+    return {name: whole_tensor(x) if id(x) in written else x for name, x in state.items()}
+
+
+def _save(peft_model: Any, directory: Path, state: dict[str, Tensor]) -> None:
     configs = peft_model.peft_config.values()
     before = [config.base_model_name_or_path for config in configs]
     try:
         for config in configs:
             config.base_model_name_or_path = str(directory)
-        peft_model.save_pretrained(str(directory / BESIDE))
+        peft_model.save_pretrained(str(directory / BESIDE), state_dict=state)
     finally:
         for config, name in zip(configs, before, strict=True):
             config.base_model_name_or_path = name
-    folder = directory / BESIDE
-    return {name: folder if name == "default" else folder / name for name in peft_model.peft_config}

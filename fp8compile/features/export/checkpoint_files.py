@@ -1,11 +1,13 @@
-"""The files of a checkpoint: safetensors, in several files if it is large, their index, and config.json."""
+"""The files of a checkpoint: safetensors, in several files if it is large or has several writers, their
+index, and config.json."""
 
 from __future__ import annotations
 
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import ExportError
+from .writers import Writers
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|config\.json")
@@ -78,37 +81,73 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def write(
-    directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], max_shard_size: int | str
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    max_shard_size: int | str,
+    writers: Writers,
 ) -> list[str]:
-    """Write the checkpoint; one that is there goes when all files are written. Returns their names."""
-    from safetensors.torch import save_file
-
-    shards, index = _split(dict(tensors), max_shard_size)
-    directory.mkdir(parents=True, exist_ok=True)
-    texts = {CONFIG: config, **({INDEX: index} if index else {})}
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".export-") as folder:
-        for name, held in shards.items():
-            save_file(held, Path(folder, name), metadata={"format": "pt"})
-        for name, content in texts.items():
-            Path(folder, name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        for path in directory.iterdir():
-            if OURS.fullmatch(path.name):
-                path.unlink()  # shards of an older checkpoint would be loaded, too
-        for name in (*shards, *texts):
-            Path(folder, name).replace(directory / name)
-    return [*shards, *texts]
+    """Write the checkpoint; one that is there goes when all files are written. `tensors`: those of this rank.
+    Returns the names of the files of all ranks."""
+    own = writers.attempt(lambda: _split(dict(tensors), max_shard_size))
+    sizes = writers.gather([{name: tensor.nbytes for name, tensor in file.items()} for file in own])
+    files = _named([file for of_rank in sizes for file in of_rank])
+    texts = {CONFIG: config, **({INDEX: _index(files)} if len(files) > 1 else {})}
+    before = sum(map(len, sizes[: writers.place]))
+    mine = dict(zip([*files][before:], own, strict=False))
+    made = writers.attempt(lambda: _temporary(directory) if writers.first else None)
+    with made or nullcontext():
+        folder = Path(writers.gather(made and made.name)[0])
+        writers.attempt(lambda: _save(folder, mine, texts if writers.first else {}))
+        writers.attempt(lambda: _move([*files, *texts], folder, directory) if writers.first else None)
+    return [*files, *texts]
 
 
-def _split(
-    tensors: dict[str, Tensor], max_shard_size: int | str
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors of each file, and the index; {} with one file. One file as well without huggingface_hub."""
+def _split(tensors: dict[str, Tensor], max_shard_size: int | str) -> list[dict[str, Tensor]]:
+    """The tensors of each file; one file without huggingface_hub."""
     try:
         from huggingface_hub import split_torch_state_dict_into_shards
     except ModuleNotFoundError:
-        return {WEIGHTS: tensors}, {}
-    pattern = WEIGHTS.replace(".", "{suffix}.")
-    cut = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
-    shards = {name: {key: tensors[key] for key in keys} for name, keys in cut.filename_to_tensors.items()}
-    index = {"metadata": cut.metadata, "weight_map": cut.tensor_to_filename}
-    return shards, index if cut.is_sharded else {}
+        return [tensors] if tensors else []
+    cut = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    return [{key: tensors[key] for key in keys} for keys in cut.filename_to_tensors.values() if keys]
+
+
+def _named(files: Sequence[Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
+    """Files by the names that loaders look for. Of each tensor in a file the bytes."""
+    if len(files) == 1:
+        return {WEIGHTS: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
+
+
+def _index(files: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    total = sum(sum(file.values()) for file in files.values())
+    names = {tensor: name for name, file in files.items() for tensor in file}
+    return {"metadata": {"total_size": total}, "weight_map": names}
+
+
+def _temporary(directory: Path) -> tempfile.TemporaryDirectory[str]:
+    directory.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=directory, prefix=".export-")
+
+
+def _save(folder: Path, files: Mapping[str, dict[str, Tensor]], texts: Mapping[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    if not folder.is_dir():
+        raise ExportError(
+            f"{folder.parent} of the first rank is not here: name a directory that all ranks see"
+        )
+    for name, tensors in files.items():
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    for name, content in texts.items():
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _move(names: Iterable[str], folder: Path, directory: Path) -> None:
+    """The index comes last: without it, nothing loads several files."""
+    for path in directory.iterdir():
+        if OURS.fullmatch(path.name):
+            path.unlink()  # shards of an older checkpoint would be loaded, too
+    for name in names:
+        (folder / name).replace(directory / name)

@@ -4,7 +4,7 @@ that trained it.
     model  ->  without adapters, or with them merged (`adapters`)
            ->  layers whose forward matmul is FP8 (`choose`), weights cast as training casts them (`cast`)
            ->  names of tensors and the configuration of a format (`checkpoint_formats`)
-           ->  model.safetensors, config.json (`checkpoint_files`)
+           ->  model.safetensors, config.json (`checkpoint_files`); of shards, a file a rank (`writers`)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,10 +22,11 @@ from ...errors import ExportError, at_most, need
 from ...frontend.inputs import plain
 from ...logs import get_logger
 from ...runtime import held
-from ...runtime.named_weights import unwrapped
+from ...runtime.named_weights import named_weights, unwrapped
 from . import adapters, checkpoint_files
 from .checkpoint_formats import FORMATS, pick
 from .exported_layers import Chosen, ExportedLayer, cast, choose, whole
+from .writers import Writers
 
 logger = get_logger(__name__)
 
@@ -94,7 +96,12 @@ def export(
     adapters, by PEFT's `save_pretrained`. "fp8": LoRA's updates are added, and the sums cast again as their
     layers are. "high_precision": sums are in the dtype of the layer, and other layers stay in FP8.
 
-    In a distributed job, call it on one rank. Parameters sharded by FSDP or tensor parallelism are refused.
+    In a distributed job, call it on one rank. But where FSDP2 or tensor parallelism shards parameters, all
+    ranks that have the shards call it, with a directory that all of them see; a rank alone would wait for the
+    others. Each writes a part of the tensors, and keeps that part alone in host memory: a file a rank, each
+    of up to `max_shard_size`, and one index. Tensors are those of the same model without shards; but for
+    static scales of inputs (`delayed`): each is that of the rank that writes it, without `reduce_amax`. An
+    error on one rank is one on all. FSDP1 is refused, and `merge` of adapters that are sharded.
 
     Returns an `Exported`. Raises ExportError (a ValueError) if the model has no FP8 layer or cannot be
     exported, if "fp8" leaves under half of an update, or for the directory or format; ImportError without
@@ -102,21 +109,30 @@ def export(
     model = unwrapped(model)
     path = Path(directory)
     need("safetensors", "fp8compile.export")
-    checkpoint_files.check_directory(path, overwrite)
-    _check_whole(model)
-    bare = adapters.vanilla(model, merge)
-    chosen, name = _chosen(bare, format)
-    merged = adapters.left(bare, chosen, merge)
-    tensors = checkpoint_files.own_memory(_tensors(bare.model, chosen, name))
-    config = checkpoint_files.config_of(bare.model)
-    if name:
-        config["quantization_config"] = FORMATS[name].config(chosen)
-    written = checkpoint_files.write(path, tensors, config, max_shard_size)
+    writers = Writers(model)
+
+    def prepare() -> tuple[adapters.Vanilla, Chosen, str, dict[str, float], dict[str, Any]]:
+        if writers.first:  # a look of others could make a network's file system hide what the first one makes
+            checkpoint_files.check_directory(path, overwrite)
+        _check_whole(model)
+        bare = adapters.vanilla(model, merge)
+        chosen, name = _chosen(bare, format)
+        config = checkpoint_files.config_of(bare.model)
+        if name:
+            config["quantization_config"] = FORMATS[name].config(chosen)
+        return bare, chosen, name, adapters.left(bare, chosen, merge), config
+
+    bare, chosen, name, merged, config = writers.attempt(prepare)
+    _check_alike(writers, bare.model, chosen, config)
+    taken = _tensors(bare.model, chosen, name)
+    tensors = writers.attempt(lambda: checkpoint_files.own_memory(writers.share(taken)))
+    written = checkpoint_files.write(path, tensors, config, max_shard_size, writers)
     recipes = {layer.name: layer.recipe for layer in chosen.layers.values()}
-    beside = adapters.write(bare.peft, path) if bare.peft is not None else {}
+    beside = adapters.write(bare.peft, path, writers) if bare.peft is not None else {}
     made = Exported(path, name, recipes, chosen.ignored, chosen.left, tuple(written), beside, merged)
-    logger.info("fp8: exported %s", made)
-    if chosen.left:
+    if writers.first:
+        logger.info("fp8: exported %s", made)
+    if chosen.left and writers.first:
         text = "fp8: export leaves layers in high precision that train in FP8: %s"
         logger.warning(text, _some(chosen.left))
     return made
@@ -143,7 +159,7 @@ def served_weights(
     Raises what `export` raises; for a NaN in a weight when the weight's turn comes, on all ranks. Also
     ExportError where tensor parallelism cuts what shares a scale, without `amax_group`."""
     model = unwrapped(model)
-    _check_whole(model, shards=True)
+    _check_whole(model)
     bare = adapters.vanilla(model, merge)
     chosen, name = _chosen(bare, format)
     if merge == adapters.FP8:
@@ -179,16 +195,24 @@ def _tensors(model: nn.Module, chosen: Chosen, format: str) -> Iterator[tuple[st
                 yield layer.called(last), made.contiguous()
 
 
-def _check_whole(model: nn.Module, shards: bool = False) -> None:
-    """ExportError for a model whose parameters are not the weights to serve. `shards`: those of DTensors can
-    be gathered."""
+def _check_alike(writers: Writers, model: nn.Module, chosen: Chosen, config: dict[str, Any]) -> None:
+    """ExportError where ranks would write parts of different checkpoints."""
+    shapes = [(name, tuple(weight.shape)) for name, weight in named_weights(model).items()]
+    if any(other != (shapes, config, chosen.left) for other in writers.gather((shapes, config, chosen.left))):
+        raise ExportError(
+            "ranks that share this model's shards would export other layers or other formats: run the same "
+            "layers on all of them, call export with the same arguments, and with 'delayed' set reduce_amax"
+        )
+
+
+def _check_whole(model: nn.Module) -> None:
+    """ExportError for a model whose parameters are not the weights to serve."""
     for name, module in model.named_modules():
-        sharded = not shards and any(hasattr(p, "placements") for p in module.parameters(recurse=False))
-        if sharded or type(module).__name__ == "FullyShardedDataParallel":
+        if type(module).__name__ == "FullyShardedDataParallel":
             raise ExportError(
-                f"{plain(name) or 'the model'} has sharded parameters: gather them (get_model_state_dict "
-                "with full_state_dict=True), load them into a model on one device, compile that, call it "
-                "once, and export it"
+                f"{plain(name) or 'the model'} is sharded by FSDP1: take fully_shard (FSDP2), or gather "
+                "parameters (get_model_state_dict with full_state_dict=True), load them into a model on one "
+                "device, compile that, call it once, and export it"
             )
         for last, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:

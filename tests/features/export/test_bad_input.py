@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fp8compile
 from fp8compile import ExportError
@@ -79,11 +78,9 @@ def test_formats_values_and_compiled_code_that_is_gone(tmp_path: Path) -> None:
     refused(model, tmp_path, "no layer")
 
 
-def test_sharded_parameters(tmp_path: Path, one_process: str) -> None:
-    model = Small()
-    whole = model.up.weight.detach()
-    model.up.weight = nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (1,))))
-    refused(model, tmp_path, "up has sharded parameters: gather them .*full_state_dict=True")
+def test_parameters_of_fsdp1(tmp_path: Path, one_process: str) -> None:
+    model = FullyShardedDataParallel(Small(), device_id=torch.device("cpu"))
+    refused(model, tmp_path, "the model is sharded by FSDP1: take fully_shard .*full_state_dict=True")
 
 
 def test_parameters_without_values(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.features.export.small import FP8, Small, bits, tokens, trained
 from tests.support import hooks
 from tests.support.harness import noise
 from tests.support.processes import on_ranks
-from tests.support.served import tensors_of
+from tests.support.served import config_of, tensors_of
 
 pytest.importorskip("safetensors")
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
@@ -210,8 +210,7 @@ def _sharded(rank: int, recipe: str, gather: bool, mixed: bool, folder: str) -> 
             optimizer.step()
             optimizer.zero_grad()
         made.append({name: tensor.clone() for name, tensor in served_weights(model)})
-        if not shards:
-            fp8compile.export(model, Path(folder, str(rank)))
+        fp8compile.export(model, Path(folder, "shards" if shards else str(rank)))
     model.blocks[0].unshard()  # as a forward without gradients may leave it
     assert all(torch.equal(bits(x), bits(made[1][name])) for name, x in served_weights(model))
     return [*made, multiplied(lambda: model(x)), gathered(model)]
@@ -235,8 +234,10 @@ def test_shards_are_served_as_a_replica_is_exported(
     layers = [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")]
     said = on_ranks(2, _sharded, recipe, gather, mixed, str(tmp_path), limit=LIMIT)
     for rank, (replica, served, found, arrived) in enumerate(said):
-        written = tensors_of(tmp_path / str(rank))
-        assert same({name: written[name] for name in replica}, replica)
+        for tensors, folder in ((replica, tmp_path / str(rank)), (served, tmp_path / "shards")):
+            written = tensors_of(folder)
+            assert len(written) == len(tensors) and same({name: written[name] for name in tensors}, tensors)
+        assert config_of(tmp_path / "shards") == config_of(tmp_path / str(rank))
         agree(served, layers, found)
         assert all(arrived[f"{name}.weight"] == ("e4m3", "") for name in layers if gather)
         if mixed:  # what is not cast has the dtype of the shards
@@ -245,7 +246,7 @@ def test_shards_are_served_as_a_replica_is_exported(
         assert same(replica, served)
 
 
-def _tensor_parallel(rank: int, recipe: str, group: bool) -> Any:
+def _tensor_parallel(rank: int, recipe: str, group: bool, folder: str = "") -> Any:
     """Up is divided by rows, down by columns."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     options: Any = {"recipe": recipe, **({"amax_group": "tp"} if group else {})}
@@ -261,17 +262,20 @@ def _tensor_parallel(rank: int, recipe: str, group: bool) -> Any:
             found.append({name: tensor.clone() for name, tensor in served_weights(one)})
         except ExportError as error:
             return str(error)
+    fp8compile.export(model, folder)
     return [*found, multiplied(lambda: compiled(noise(32, 256)))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "group"), [("tensorwise", True), ("blockwise", False)])
-def test_tensor_parallel_weights(recipe: str, group: bool) -> None:
-    """What is served is the whole, of which each rank multiplies a part."""
+def test_tensor_parallel_weights(recipe: str, group: bool, tmp_path: Path) -> None:
+    """What is served and exported is the whole, of which each rank multiplies a part."""
     for rank, (plain, served, ((up, _), (down, _))) in enumerate(
-        on_ranks(2, _tensor_parallel, recipe, group, limit=LIMIT)
+        on_ranks(2, _tensor_parallel, recipe, group, str(tmp_path / "out"), limit=LIMIT)
     ):
         assert same(plain, served)
+        written = tensors_of(tmp_path / "out")
+        assert len(written) == len(plain) and same({name: written[name] for name in plain}, plain)
         assert torch.equal(bits(served["up.weight"]).chunk(2)[rank], bits(up))
         assert torch.equal(bits(served["down.weight"]).chunk(2, 1)[rank], bits(down))
 

@@ -35,6 +35,7 @@ from tests.features.load.test_load import (
 from tests.support import hooks
 from tests.support.operands import ends
 from tests.support.processes import on_ranks
+from tests.support.served import tensors_of
 
 LIMIT = 120.0  # seconds, of each test
 LAYERS = ("up.base", "down.base")
@@ -147,6 +148,7 @@ def error_of(do: Callable[[], Any]) -> str:
 def _out(rank: int, folder: str) -> dict[str, Any]:
     made = build(folder)
     before = {name: x.clone() for name, x in fp8compile.served_weights(made)}
+    fp8compile.export(made, Path(folder, "out"))
     y = made(batch(rank))
     y.float().sum().backward()
     state = made.state_dict()
@@ -165,12 +167,15 @@ def _out(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_what_comes_out_is_whole(tmp_path: Path) -> None:
-    """`served_weights`: the bytes of the file on both ranks, before the first call, too. State dicts have
-    what they stand for."""
+    """`served_weights`, and `export` in two files: the bytes of the file on both ranks, before the first
+    call, too. State dicts have what they stand for."""
     tensors = released(tmp_path, stored=torch.bfloat16)
     file = load_file(tmp_path / "model.safetensors")
-    for found in on_ranks(2, _out, str(tmp_path), limit=LIMIT):
-        for served in found["served"]:
+    said = on_ranks(2, _out, str(tmp_path), limit=LIMIT)
+    written = tensors_of(tmp_path / "out")
+    assert len([*(tmp_path / "out").glob("model-0000?-of-00002.safetensors")]) == 2
+    for found in said:
+        for served in (*found["served"], written):
             assert served.keys() == file.keys()
             assert all(same(served[name], x) for name, x in file.items() if "base" in name)
         assert found["plain"] == {Tensor} and found["full"].keys() == model().state_dict().keys()
@@ -227,6 +232,7 @@ def _experts(rank: int, folder: str) -> list[bool]:
         y.backward(dy)
         found.append([y.detach(), *(p.grad.full_tensor() for p in made.parameters() if p.requires_grad)])
     assert isinstance(made.experts.down_proj, DTensor)
+    fp8compile.export(made, Path(folder, "out"))
     assert {m.recipe for m in fp8compile.report(made).matmuls if m.groups and m.decision == "fp8"} == {
         "blockwise"
     }
@@ -235,6 +241,9 @@ def _experts(rank: int, folder: str) -> list[bool]:
 
 @pytest.mark.slow
 def test_stacks_of_experts(tmp_path: Path) -> None:
-    """Three experts on two ranks."""
-    test_stacks.released(tmp_path)
+    """Three experts on two ranks; an export has a tensor for each again."""
+    tensors = test_stacks.released(tmp_path)
     assert on_ranks(2, _experts, str(tmp_path), limit=LIMIT) == [[True] * 3] * 2
+    written = tensors_of(tmp_path / "out")
+    experts = {name.removesuffix("_inv"): x for name, x in tensors.items() if name[0].isdigit()}
+    assert len(experts) == 18 and all(same(x, written[name]) for name, x in experts.items())
