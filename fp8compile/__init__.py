@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .dryrun.estimate import Estimate as Estimate
     from .dryrun.estimate import estimate as estimate
     from .dryrun.explain import explain as explain
+    from .dryrun.guard import Guard as Guard
+    from .dryrun.guard import guard as guard
     from .dryrun.tune import tune as tune
     from .dryrun.tuned import Tuned as Tuned
     from .dryrun.watch import monitor as monitor
@@ -70,6 +72,7 @@ _MODULES = {
     "dryrun.comparison": ("Comparison",),
     "dryrun.estimate": ("Estimate", "estimate"),
     "dryrun.explain": ("explain",),
+    "dryrun.guard": ("Guard", "guard"),
     "dryrun.tune": ("tune",),
     "dryrun.tuned": ("Tuned",),
     "dryrun.watch": ("monitor",),
@@ -106,6 +109,7 @@ _UNLISTED = {
     "Comparison",
     "Estimate",
     "Exported",
+    "Guard",
     "Loaded",
     "Mismatch",
     "Monitor",

@@ -138,7 +138,7 @@ def _compile(
         job = replace(job, facts=_facts(job))
     try:
         graph = _compiled(job)
-        if len(job.policies) == 1 or only is not None:
+        if only is not None or not job.learns:
             return graph
         again = replace(job, record=graph.record)
         made = (feature.callable(again, graph, _compiled) for feature in extension.features())

@@ -115,7 +115,7 @@ class Compilation:
         known = self.interface, self.calls, self.owners, self.record, halves.converts
         made = CompiledGraph(function, *known, self.parts, self.options, done.sites if done else ())
         if done is not None:
-            made.alike, made.unfit = done.alike, done.unfit
+            made.alike, made.unfit, made.gemms = done.alike, done.unfit, done.gemms
         for part in self.parts:
             part.compiled(self.job, made)
         # what is compiled keeps this object, and is to keep no input

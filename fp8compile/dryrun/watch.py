@@ -81,9 +81,10 @@ def monitor(
 
 
 class Comparing:
-    """Compares a model after every `every`-th step, as an addition to a `Monitor`."""
+    """Compares a model after every `every`-th step, as an addition to a `Monitor`; or after each step before
+    which it was `waiting` (`every` 0)."""
 
-    def __init__(self, model: nn.Module, every: int):
+    def __init__(self, model: nn.Module, every: int = 0):
         self.every = every
         self.model, self.session = weakref.ref(model), Session(model)
         self.ends = f"the monitor no longer compares {self.session.name}"
@@ -99,25 +100,34 @@ class Comparing:
 
     def rows(self, step: int) -> list[dict[str, Any]]:
         """The rows of a comparison, if one is due after this step. Its error is a warning, and ends all."""
-        seen, self.seen = self.seen, None
-        if step % self.every or self.closed:
+        if step % self.every:
+            self.seen = None
             return []
+        found = self.compared(step)
+        if found is None:
+            return []
+        _warn(step, found)
+        return rows_of(step, found)
+
+    def compared(self, step: int) -> Comparison | None:
+        """The comparison of the step that was waited for. Its error is a warning, and ends all."""
+        seen, self.seen = self.seen, None
+        if self.closed:
+            return None
         if seen is None or not seen.gradients:
             what = "no gradient came back to its outputs"
             if seen is None:
                 what = "no call of the model was seen in this step"
             say_once(logger, logging.WARNING, f"monitor: nothing to compare at step {step}: {what}")
-            return []
+            return None
         self.stop()  # the comparison calls the model, too
-        rows: list[dict[str, Any]] = []
+        found = None
         with ending(self.ends, self.close):
             with seen.autocast():
                 found = self.session.run(seen.args, seen.kwargs, seen.loss, repeat=False)
-            rows = rows_of(step, found)
-            _warn(step, found)
             if (model := self.model()) is not None:
                 self.stop = _listen(model, self._called)
-        return rows
+        return found
 
     def close(self) -> None:
         self.stop()

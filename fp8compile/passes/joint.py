@@ -41,6 +41,7 @@ class Rewritten:
     # of the policies, by position: the first that decides as each does; `gatherable` by policy and input;
     # those that multiply what has arrived in FP8 in high precision
     alike: tuple[int, ...] = ()
+    gemms: frozenset[tuple[int, str]] = frozenset()  # those in FP8: the input that is the weight, and which
     verdicts: dict[tuple[int, int], Gatherable] = field(default_factory=dict)
     unfit: frozenset[int] = frozenset()
     results: Extras = field(default_factory=Extras)  # of features, as plain data

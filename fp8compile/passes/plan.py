@@ -63,6 +63,8 @@ def plan(joint: Joint) -> int:
     decisions = {x: [joint.decided[policy, x][0] for policy in joint.policies] for x in joint.matmuls}
     fp8 = {matmul for matmul, several in decisions.items() if any(one.reason is None for one in several)}
     note_products(joint.matmuls, fp8)
+    own = [(compat.dynamo.input_index(x.parameter), x.gemm) for x in joint.matmuls if x.fp8 and x.parameter]
+    joint.gemms = frozenset((i, gemm) for i, gemm in own if i is not None)
     joint.plan = Plan(_operands(decisions, joint.fnuz))
     for matmul, several in decisions.items():
         distinct = {_made(one): one for one in reversed(several)}

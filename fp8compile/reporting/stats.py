@@ -32,7 +32,7 @@ from .layer_rows import alike, repeated
 
 STATE = ("amax", "scale", "scale_inv", "scale_inv_min", "scale_inv_max")
 COUNTS = ("overflow_calls", "underflow_calls", "not_finite_calls")
-COSTLY = ("overflows%", "underflows%", "mse", "sqnr")
+COSTLY = ("overflows%", "underflows%", "mse", "sqnr", "row_error", "column_error")
 
 _asked: WeakKeyDictionary[nn.Module, Measurement] = WeakKeyDictionary()  # what `stats` asked for last
 
@@ -58,9 +58,13 @@ class Stats:
           an amax that the scale did not cover, that was far too small for it, or that was no finite number.
         * overflows%: elements beyond the FP8 maximum when scaled. underflows%: nonzero ones that become zero.
         * mse: of the dequantized copy. sqnr: in dB.
+        * row_error: the relative error |x - copy| / |x| of a row, the median over the rows that are not zero.
+          column_error: that of a column. Rows are tokens, and those of a weight as it is stored (outputs); in
+          layout "transposed" what is a column there. sqnr is a norm over the tensor, which the largest rows
+          and columns decide.
 
-        overflows%, underflows%, mse and sqnr are measured on request. An unknown number is None. sqnr is also
-        None if the error or the signal is zero.
+        From overflows% on, numbers are measured on request. An unknown number is None. sqnr is also None if
+        the error or the signal is zero, row_error and column_error if the signal is.
         """
         return [dict(row) for row in self._rows]
 
@@ -105,7 +109,7 @@ def stats(model: nn.Module, measure: bool = False) -> Stats:
     """The statistics of every tensor that `model` quantizes: see `Stats.rows`.
 
     With delayed scaling, amax and scales are those that the next call begins with. With other recipes they
-    come from the last measured call, as overflows%, underflows%, mse and sqnr always do.
+    come from the last measured call, as all other numbers always do.
 
     `measure` asks for a measured call: the next training call of each compiled part of the model, forward and
     backward, runs eagerly (slower, with the memory of an eager step). Its results are the ordinary ones. Call
@@ -200,4 +204,5 @@ def _measured(vector: list[float], state: bool) -> dict[str, Any]:
             row[f"{key}%"] = 100 * seen[key] / elements
         row["mse"] = error / elements
         row["sqnr"] = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
+        row["row_error"], row["column_error"] = seen["row_error"], seen["column_error"]
     return row

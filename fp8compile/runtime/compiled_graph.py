@@ -47,6 +47,7 @@ class CompiledGraph:
         self.options, self.sites = options, sites
         self.alike: tuple[int, ...] = ()  # as those of `Rewritten`
         self.unfit: frozenset[int] = frozenset()
+        self.gemms: frozenset[tuple[int, str]] = frozenset()
         self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
         self.unread: torch.Tensor | None = None  # for inputs of features that the graph does not read
 
@@ -133,4 +134,7 @@ class CompiledGraph:
         if not (interface.trains and self.converts) or compat.autograd.compiled_autograd():
             return None
         inside = compat.autograd.in_backward()
-        return self.calls.looking.at(args, interface.weights, inside, not (inside or is_dry()))
+        look = self.calls.looking.at(args, interface.weights, inside, not (inside or is_dry()))
+        for measurement in look.measurements if look is not None else ():
+            measurement.gemms |= {(record_of(args[i]), gemm) for i, gemm in self.gemms}
+        return look

@@ -27,7 +27,7 @@ from ..errors import one_line
 from ..ir import ops
 from ..ir.metadata import OPERAND
 from ..ir.scale import inverse_of
-from ..ir.schemas import copies_at, copies_of
+from ..ir.schemas import FP8Copy, copies_at, copies_of
 from ..logs import get_logger
 from .named_weights import named_weights
 from .parameters import ParameterRecord, all_records, ids_of, record_of
@@ -37,10 +37,11 @@ CHUNK = 1 << 24  # elements at a time: a measured call takes no more memory than
 ROUNDING = 1 + 2.0**-20  # amax * scale is off by as much: only what exceeds fp8_max * ROUNDING overflows
 COLUMNS = (
     "elements", "amax", "overflows", "underflows", "error", "signal", "scales", "scale", "scale_inv_min",
-    "scale_inv_max",
+    "scale_inv_max", "row_error", "column_error",
 )  # fmt: skip
 
 Name = tuple[str, int, str]  # role, use, layout: "" (both have the same values), "plain" or "transposed"
+OnOperand = Callable[[Any, Name, Tensor, FP8Copy], object]  # a weight, which tensor, its values, the cast
 
 
 class CastKind(NamedTuple):
@@ -83,15 +84,21 @@ class Active(list["Measurement"]):
 
 class Measurement:
     """Asks that the next training call of each graph of a model is measured. `records`: {record of a weight:
-    {Name: vector of COLUMNS}}."""
+    {Name: vector of COLUMNS}}.
 
-    def __init__(self, model: nn.Module):
+    `on_operand` gets each tensor that the call casts, once, before the call goes on: `[R, C]` in high
+    precision, and the cast of it. So other casts of the same values can be tried. It does not get weights
+    that arrive in FP8 (FSDP2's gather). Its error ends the measurement.
+    """
+
+    def __init__(self, model: nn.Module, on_operand: OnOperand | None = None):
         """TypeError if `model` is no module."""
-        self.model = weakref.ref(model)
+        self.model, self.on_operand = weakref.ref(model), on_operand
         self.members = ids_of(named_weights(model).values())
         self.done: set[tuple[int, ...]] = set()
         self.others: set[tuple[int, ...]] = set()  # graphs of other models
         self.records: dict[ParameterRecord, dict[Name, Tensor]] = {}
+        self.gemms: set[tuple[ParameterRecord, str]] = set()  # those in FP8, by their weight's record
         self.failed = False
 
     def begin(self) -> Measurement:
@@ -151,9 +158,15 @@ class Look:
             given = made.source.detach()
             if made.transposed and made.rows is not None:
                 given = ops.ordered(given, made.rows)
-            scale = inverse_of(made.scale) if made.divide else made.scale
-            found = measured(given, scale, made.of(result), made.fp8_max, made.transposed, made.block)
+            scale, copy = inverse_of(made.scale) if made.divide else made.scale, made.of(result)
+            turned = made.transposed and bool(name[2])
+            if made.transposed and not turned:  # the values of both layouts: its rows are those of x
+                copy, scale = copy[:, : given.shape[0]].t(), scale if scale.dim() == 1 else scale.t()
+            found = measured(given, scale, copy, made.fp8_max, turned, made.block)
             self.note(owner, name, found)
+            for measurement in self.measurements:
+                if measurement.on_operand is not None:
+                    measurement.on_operand(owner, name, given, made)
 
     def note(self, owner: Any, name: Name, found: Tensor) -> None:
         """Keep what was measured of a tensor of the weight `owner`."""
@@ -255,16 +268,20 @@ def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], Cas
 def measured(
     x: Tensor, scale: Tensor, copy: Tensor, fp8_max: float, transposed: bool, block: Sequence[int]
 ) -> Tensor:
-    """COLUMNS (float64 `[10]`, on x's device) of x `[R, C]` and its FP8 copy `[R, C]` or `[C, R padded]`.
+    """COLUMNS (float64 `[12]`, on x's device) of x `[R, C]` and its FP8 copy `[R, C]` or `[C, R padded]`.
 
     Overflows: |x * scale| > fp8_max. Underflows: x is not 0, but its copy is. `error`: the sum of (x - copy *
-    scale_inv)^2, `signal`: that of x^2, both over finite elements.
+    scale_inv)^2, `signal`: that of x^2, both over finite elements. `row_error`: the median over the copy's
+    rows of sqrt(error / signal) of a row, without rows of zeros; NaN if there is no other. `column_error`:
+    the same of its columns.
     """
     x = x.t() if transposed else x
-    total = torch.zeros(4, dtype=torch.float64, device=x.device)
+    counts = torch.zeros(2, dtype=torch.float64, device=x.device)
     rows, columns = x.shape
     step = max(128, CHUNK // max(1, columns) // 128 * 128)  # so that no block is cut
     peak = torch.zeros((), dtype=torch.float64, device=x.device)
+    squares = torch.zeros(2, rows, dtype=torch.float64, device=x.device)  # of each row: error, signal
+    down = torch.zeros(2, columns, dtype=torch.float64, device=x.device)  # of each column
     for start in range(0, rows if columns else 0, step):
         part = x[start : start + step].to(torch.float32)
         image = copy[start : start + step, :columns].to(torch.float32)
@@ -273,19 +290,28 @@ def measured(
         divider = ops.spread(inverse_of(own), (part.shape[0], columns), block)
         peak = torch.maximum(peak, part.abs().amax().to(torch.float64))
         finite = part.isfinite()
-        error = torch.where(finite, part - image * divider, 0.0)
-        total += torch.stack(
+        counts += torch.stack(
             (
                 ((part * multiplier).abs() > fp8_max * ROUNDING).sum().to(torch.float64),
                 ((part != 0) & (image == 0)).sum().to(torch.float64),
-                error.to(torch.float64).square().sum(),
-                torch.where(finite, part, 0.0).to(torch.float64).square().sum(),
             )
         )
+        for i, values in enumerate((part - image * divider, part)):
+            square = torch.where(finite, values, 0.0).to(torch.float64).square()
+            squares[i, start : start + step] = square.sum(1)
+            down[i] += square.sum(0)
     inverse = inverse_of(scale).to(torch.float64)
     elements = torch.full((), float(rows * columns), dtype=torch.float64, device=x.device)
     count = torch.full((), float(scale.numel()), dtype=torch.float64, device=x.device)
     ends = [count * 0] * 3
     if scale.numel():
         ends = [scale.amax().to(torch.float64), inverse.amin(), inverse.amax()]
-    return torch.stack((elements, peak, *total, count, *ends))
+    errors = _median_error(squares), _median_error(down)
+    return torch.stack((elements, peak, *counts, *squares.sum(1), count, *ends, *errors))
+
+
+def _median_error(squares: Tensor) -> Tensor:
+    """The median of sqrt(error / signal) of [error, signal], `[2, n]`, where there is a signal; else NaN."""
+    error, signal = squares
+    ratios = torch.where(signal > 0, (error / signal).sqrt(), torch.nan)
+    return ratios.nanmedian() if ratios.numel() else ratios.new_full((), torch.nan)

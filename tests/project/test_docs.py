@@ -51,8 +51,8 @@ def test_the_pages_are_short_together() -> None:
     lines = sum(len(page.read_text().splitlines()) for page in pages)
     # 3560, 40 for a server's casts, whose sources have no other place, 20 for adapters beside an export, 160
     # for reinforcement learning with a server, 50 for what is held in FP8: experts, shards, an 8B model; 30
-    # for rules in time
-    assert lines <= 3860, f"docs/ has {lines} lines: shorten a page, or raise the limit and say why"
+    # for rules in time, and 70 for a guard
+    assert lines <= 3930, f"docs/ has {lines} lines: shorten a page, or raise the limit and say why"
 
 
 def test_every_feature_is_in_the_floor_plan() -> None:

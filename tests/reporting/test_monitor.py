@@ -57,7 +57,8 @@ def test_json_lines(tmp_path: Path) -> None:
     assert len(rows) == 12 and len(tensors) == 6 and ("up.weight", "gradient") in tensors
     keys = "step name role use layout recipe format amax scale scale_inv scale_inv_min scale_inv_max"
     counts = "overflow_calls underflow_calls not_finite_calls"
-    assert list(rows[0]) == [*keys.split(), *counts.split(), "overflows%", "underflows%", "mse", "sqnr"]
+    measured = "overflows% underflows% mse sqnr row_error column_error"
+    assert list(rows[0]) == f"{keys} {counts} {measured}".split()
     # inputs grow: the third call read 3 x noise, with a scale for 2 x noise
     first = next(row for row in rows if (row["name"], row["role"]) == ("up.weight", "input"))
     assert first["amax"] == noise(16, 128, seed=2, scale=3.0).abs().max().item()

@@ -16,7 +16,7 @@ from fp8compile.ir import ops
 from fp8compile.reporting.stats import COSTLY, COUNTS, STATE, Stats
 from fp8compile.runtime import probe
 from tests.support import hooks
-from tests.support.harness import compiled, leaf, like, noise
+from tests.support.harness import compiled, leaf, like, noise, row_error
 from tests.support.models import Mlp, Parallel, Stack, linear, make
 from tests.support.reference_casts import scale_of
 
@@ -63,7 +63,7 @@ def test_measured(block: tuple[int, int], transposed: bool) -> None:
     """Random, with outliers, tiny values and an infinity; some scales are too large. In parts and at once."""
     x = noise(300, 272, seed=3).bfloat16()
     x[::7, ::5] *= 1e-6
-    x[5, 7], x[9, 11], x[17, 0] = 3000.0, 0.0, math.inf
+    x[5, 7], x[9, 11], x[17, 0], x[60:80] = 3000.0, 0.0, math.inf, 0.0
     if block == (0, 0):
         scale = torch.tensor([50.0])
     else:
@@ -87,6 +87,9 @@ def test_measured(block: tuple[int, int], transposed: bool) -> None:
     assert seen["error"] == pytest.approx(wanted[2], rel=1e-5) and seen["signal"] == pytest.approx(
         wanted[3], rel=1e-6
     )
+    exact = values.double() / ops.spread(scale, source.shape, block).double()
+    assert seen["row_error"] == pytest.approx(row_error(source, exact), rel=1e-5)
+    assert seen["column_error"] == pytest.approx(row_error(source.t(), exact.t()), rel=1e-5)
     assert seen["scales"] == scale.numel() and seen["scale"] == scale.max().item()
     assert (seen["scale_inv_min"], seen["scale_inv_max"]) == (
         pytest.approx(1 / scale.max().item()),
@@ -190,7 +193,7 @@ def test_no_amax_after_a_nan() -> None:
         model.up.weight.fill_(math.nan)
     amaxes()
     up = fp8compile.stats(model).rows()[1]
-    assert up["role"] == "weight" and [up[key] for key in ("amax", *COSTLY)] == 5 * [None]
+    assert up["role"] == "weight" and [up[key] for key in ("amax", *COSTLY)] == 7 * [None]
     model.load_state_dict(weights)
     amaxes()  # a cold call
     assert amaxes() == before

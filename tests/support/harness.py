@@ -47,6 +47,15 @@ def load_scaling(model: nn.Module, state: Mapping[str, Any] | None, strict: bool
     fp8compile.ScalingState(model, strict=strict).load_state_dict(state)
 
 
+def row_error(x: Tensor, values: Tensor) -> float:
+    """The median of |x - values| / |x| over the rows of x that are not zero; finite elements in float64."""
+    errors = []
+    for row, copy in zip(x.double(), values.double(), strict=True):
+        a, c = row[row.isfinite()], copy[row.isfinite()]
+        errors += [((a - c).norm() / a.norm()).item()] if a.norm() > 0 else []
+    return sorted(errors)[(len(errors) - 1) // 2]
+
+
 def sqnr(reference: Tensor, test: Tensor) -> float:
     """10 log10(|reference|^2 / |reference - test|^2) in dB.
 

@@ -85,7 +85,7 @@ def place_of(path: Path, tables: Mapping[str, Any] | None = None) -> str:
         return f"rule {path[1] + 1}" + (f" ({name!r})" if isinstance(name, str) and name else "")
     if len(path) > 1 and path[0] == "recipes":
         return f"[recipes.{path[1]}]"
-    return f"[{path[0]}]" if path and path[0] in ("defaults", "schedule") else ""
+    return f"[{path[0]}]" if path and path[0] in ("defaults", "schedule", "guard") else ""
 
 
 def line_of(content: str, path: Path) -> int | None:

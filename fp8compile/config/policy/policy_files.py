@@ -153,6 +153,7 @@ def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
         recipes={**base.recipes, **file.recipes},
         defaults=Defaults(**settings),
         schedule=file.schedule or base.schedule,
+        guard=file.guard or base.guard,
         eval=file.eval or base.eval,
         save=file.save or base.save,
         device=file.device or base.device,

@@ -26,6 +26,7 @@ from ..recipe import RECIPES, SETTINGS, Recipe
 from ..settings import integer
 from . import match, patterns, windows
 from .condition import checked
+from .guard_table import GuardTable
 from .policy_errors import PolicyError
 from .validation import (
     LONGEST_NAME,
@@ -224,6 +225,10 @@ class Tables:
         "High precision at the beginning and at the end of training.",
         table_of(Schedule, "a table, [schedule]"),
     )
+    guard: GuardTable | None = key(
+        "What `fp8compile.guard(model)` does while the model trains.",
+        table_of(GuardTable, "a table, [guard]"),
+    )
     eval: Eval | None = key("Precision of evaluation. Default: high_precision.", choice(Eval))
     save: Save | None = key(
         "How large tensors are kept for backward. Default: auto, as they are.", choice(Save)
@@ -258,6 +263,8 @@ class Policy(Tables, windows.Timed):
                 text = f"a recipe called {name!r} is built in; give this one another name."
                 raise PolicyError(text, name).under("recipes", name)
             self._chain(name, ("recipes", name, "base"))
+        for rung in self.guard.rungs if self.guard is not None else ():
+            self._chain(rung, ("guard", "ladder"))
         _ = self._effective
         self._check_windows()
 
@@ -285,6 +292,10 @@ class Policy(Tables, windows.Timed):
     def recipe(self) -> Recipe:
         """The recipe of every gemm to which no rule gives another."""
         return self._effective[-1]
+
+    def named(self, recipe: str) -> Recipe:
+        """The recipe of a rule that names it, and gives no settings of its own."""
+        return self._resolve(recipe, {}, ("guard", "ladder"))
 
     @cached_property
     def possible(self) -> tuple[Recipe, ...]:
@@ -371,7 +382,7 @@ class Policy(Tables, windows.Timed):
                 where = path if len(seen) == 1 else ("recipes", list(seen)[-2], "base")
                 shown = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "")
                 allowed = peers.recipe(name) or f"one of {shown}"
-                setting = "recipe" if len(seen) == 1 else "base"
+                setting = str(path[-1]) if len(seen) == 1 else "base"
                 raise PolicyError.of(setting, name, allowed, near(name, known)).under(*where)
             settings = {**self.recipes[name].settings, **settings}
             name = self.recipes[name].base or Recipe().name

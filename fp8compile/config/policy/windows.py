@@ -119,6 +119,7 @@ class Timed:
                 labels=tuple(map(self._label, active)),
                 own=None if self.own is None else sum(map(self._own, active)),
                 schedule=None,
+                guard=None,
                 **changes,
             )
         return self._policies[active]

@@ -21,6 +21,7 @@ from ...logs import get_logger, say_once
 from ...runtime.ledger import Ledger
 from ...runtime.optimizer_steps import STEPS, each_step, parameters_of
 from ...runtime.parameters import all_records, find, record_of
+from .moves import Moves
 
 logger = get_logger(__name__)
 
@@ -54,12 +55,14 @@ class Scheduled:
 BY_HAND = ByHand()
 
 
-def active(parameter: Tensor, policy: Policy, ahead: int = 0) -> tuple[int, ...]:
-    """The set of rules for the model that has this parameter, so many optimizer steps from now."""
-    own = find(parameter).extras.get(Switches)
+def active(parameter: Tensor, policy: Policy, ahead: int = 0) -> Policy:
+    """The rules that decide about the model that has this parameter, so many optimizer steps from now."""
+    extras = find(parameter).extras
+    own, moved = extras.get(Switches), extras.get(Moves)
+    policy = moved.extended(policy) if moved is not None else policy
     switches = {**BY_HAND.switches.of, **(own.of if own is not None else {})}
     by_hand = {name: on for name, on in switches.items() if on is not None}
-    return policy.active(STEPS.step_of(parameter) + ahead, by_hand)
+    return policy.during(policy.active(STEPS.step_of(parameter) + ahead, by_hand))
 
 
 def set_rule(name: str, on: bool | None, model: nn.Module | None = None) -> None:
@@ -83,6 +86,13 @@ def set_rule(name: str, on: bool | None, model: nn.Module | None = None) -> None
     if late:
         _switch(name, None, model)
         raise OptionError.of("name", name, f"a rule with during = 'by hand': {late}")
+
+
+def why_not_late(model: nn.Module) -> str:
+    """Why graphs of a model cannot be compiled for sets of rules that come up later; "" if they can."""
+    known = {id(parameter) for parameter in model.parameters()}
+    graphs = [graph for graph in process.of(Scheduled).graphs if known & {*map(id, graph.known)}]
+    return next((graph.why_not_late for graph in graphs if graph.why_not_late), "")
 
 
 def _switch(name: str, on: bool | None, model: nn.Module | None) -> None:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import compat, process
-from ...errors import OptionError
+from ...errors import one_line
 from ...logs import get_logger, say_once
 from ...runtime.compiled_graph import CompiledGraph
 from ...runtime.optimizer_steps import STEPS, count_steps
@@ -44,8 +44,9 @@ class GraphOfSets:
         self.graphs: dict[Policy, CompiledGraph] = {}
         self.known: Any = WeakIdKeyDictionary()  # parameter -> policy of its last call, ticks at that time
         made = {0: main}
-        text = "fp8: %s is compiled %d times, for the sets of rules of its policy"
-        logger.info(text, job.inputs.root, len({*main.alike} - main.unfit))
+        if (count := len({*main.alike} - main.unfit)) > 1:
+            text = "fp8: %s is compiled %d times, for the sets of rules of its policy"
+            logger.info(text, job.inputs.root, count)
         for i, like in enumerate(main.alike):
             if like not in made and like not in main.unfit:
                 made[like] = compiled(replace(job, policy=job.policies[like]))
@@ -53,7 +54,7 @@ class GraphOfSets:
                 self.graphs[job.policies[i]] = made[like]
         why = f"{job.inputs.root} has dynamic sizes, and is compiled at its first call only"
         self.why_not_late = why if _has_dynamic_sizes(job.gm) else ""
-        self.given_in_fp8 = bool(main.unfit)
+        self.unfit = {job.policies[i] for i in main.unfit}
         self.job = replace(job, given=())
         process.of(Scheduled).graphs[self] = True
         count_steps()
@@ -61,7 +62,7 @@ class GraphOfSets:
     @property
     def late(self) -> str:
         """Why a set of rules that is active now cannot be compiled; "" if there is none."""
-        wanted = (self.policy.during(by_hand.active(x, self.policy)) for x in list(self.known))
+        wanted = (by_hand.active(x, self.policy) for x in list(self.known))
         return self.why_not_late if any(one not in self.graphs for one in wanted) else ""
 
     def policy_of(self, parameter: Tensor) -> Policy:
@@ -70,12 +71,14 @@ class GraphOfSets:
         if before is not None and (ticks == STEPS.ticks or compat.autograd.recomputing()):
             return before
         STEPS.lead(parameter)
-        active = by_hand.active(parameter, self.policy)
-        now = self.policy.during(active)
-        if self.given_in_fp8 and now not in self.graphs:
+        now = by_hand.active(parameter, self.policy)
+        if now in self.unfit:
             now = before if before is not None else next(iter(self.graphs))
         if before not in (None, now):
-            rules = ", ".join(self.policy.active_names(active)) or "none"
+            always = {
+                x for x, rule in zip(self.policy.names, self.policy.timed, strict=True) if not rule.during
+            }
+            rules = ", ".join(x for x in now.labels if x not in always) or "none"
             text = f"fp8: step {STEPS.step_of(parameter)}: rules with a window that are active: {rules}"
             say_once(logger, logging.INFO, text)
             if self.graphs.get(now) is not self.graphs[before]:
@@ -91,6 +94,7 @@ class GraphOfSets:
         policy = self.policy_of(compat.flat.owners(args, (self.first,))[self.first])
         if policy not in self.graphs:
             self._compile_late(policy, args)
+            policy = policy if policy in self.graphs else next(iter(self.graphs))
         result = self.graphs[policy](*args)
         if by_hand.BY_HAND.listeners:
             outputs = result if isinstance(result, (tuple, list)) else (result,)
@@ -100,15 +104,20 @@ class GraphOfSets:
         return result
 
     def _compile_late(self, policy: Policy, args: tuple[Any, ...]) -> None:
-        """For a set of rules that no step has, switched by hand."""
-        if self.why_not_late:
-            allowed = f"'by hand' for what is switched by hand: {self.why_not_late}"
-            raise OptionError.of("during", "a window", allowed)
-        began = time.perf_counter()
-        policies = *self.job.policies, policy
-        made = self.compiled(replace(self.job, given=list(args), policies=policies, policy=policy))
-        like = policies[made.alike[-1]]
-        self.graphs[policy] = self.graphs.get(like, made)
+        """For a set of rules that no step of the policy has. If it cannot be, the rules stay as they are."""
+        began, policies, made = time.perf_counter(), (*self.job.policies, policy), None
+        why = self.why_not_late
+        try:
+            if not why:
+                made = self.compiled(replace(self.job, given=list(args), policies=policies, policy=policy))
+        except Exception as error:
+            why = one_line(error)
+        if made is None or len(policies) - 1 in made.unfit:
+            self.unfit.add(policy)
+            if why:
+                logger.warning("fp8: %s keeps the rules that it has: %s", self.job.inputs.root, why)
+            return
+        self.graphs[policy] = self.graphs.get(policies[made.alike[-1]], made)
         took = time.perf_counter() - began
         logger.info("fp8: %s is compiled for a further set of rules, in %.1f s", self.job.inputs.root, took)
 

@@ -277,8 +277,9 @@ def phases_of_calls() -> Patched:
     from fp8compile.features.schedule.graph_of_sets import GraphOfSets
 
     def active(found: Any, graph: Any, *_: Any) -> str:
-        timed = {rule.name for rule in graph.policy.timed if rule.during}
-        return "+".join(label for label in found.labels if label in timed)
+        named = zip(graph.policy.names, graph.policy.timed, strict=True)
+        always = {name for name, rule in named if not rule.during}
+        return "+".join(label for label in found.labels if label not in always)
 
     return noting(GraphOfSets, "policy_of", active)
 

@@ -1,0 +1,46 @@
+"""`[guard]`: when the guard measures, and where it moves what fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..settings import integer
+from .policy_errors import PolicyError
+from .validation import key, line, table
+
+LAST = "high_precision"  # the last rung of a ladder
+
+
+def _rungs(name: str, given: Any) -> tuple[str, ...]:
+    rungs = tuple(given) if isinstance(given, (list, tuple)) else ()
+    known = [line("the name of a recipe")(name, rung) for rung in rungs]
+    if not rungs or len({*known}) < len(known) or LAST in known[:-1]:
+        raise PolicyError.of(name, given, f"a list of different recipes, of which {LAST!r} may be the last")
+    return rungs
+
+
+@table("[guard]")
+@dataclass(frozen=True, kw_only=True)
+class GuardTable:
+    """`[guard]`: what `fp8compile.guard(model)` does. Steps are optimizer steps."""
+
+    every: int = key("Measure a call each so many steps.", partial(integer, least=50), 500, minimum=50)
+    patience: int = key(
+        "Move what is out of its band in so many measurements in a row.",
+        partial(integer, least=2),
+        3,
+        minimum=2,
+    )
+    ladder: tuple[str, ...] = key(
+        f"Where gemms move: the first of these recipes that repairs them. After the last one: {LAST!r}.",
+        _rungs,
+        ("rowwise", "blockwise", LAST),
+    )
+    most: int = key("Move at most so many layers at a time.", partial(integer, least=1), 4, minimum=1)
+
+    @property
+    def rungs(self) -> tuple[str, ...]:
+        """The recipes of the ladder."""
+        return tuple(rung for rung in self.ladder if rung != LAST)

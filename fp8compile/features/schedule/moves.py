@@ -1,0 +1,41 @@
+"""Rules that are added while a model trains, before all others: what a guard moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from ...config.policy import Policy, Rule
+from ...runtime.optimizer_steps import STEPS
+from ...runtime.parameters import record_of
+
+
+@dataclass(eq=False)
+class Moves:
+    """The rules of one model; its parameters share this object."""
+
+    rules: tuple[Rule, ...] = ()
+    policies: dict[Policy, Policy] = field(default_factory=dict)  # with these rules
+
+    def extended(self, policy: Policy) -> Policy:
+        if policy not in self.policies:
+            self.policies[policy] = extended(policy, self.rules)
+        return self.policies[policy]
+
+
+def extended(policy: Policy, rules: Sequence[Rule]) -> Policy:
+    """The policy with further rules of the user's own before all others."""
+    labels = (*(str(rule.name) for rule in rules), *policy.labels)
+    own = None if policy.own is None else policy.own + len(rules)
+    return replace(policy, rules=(*rules, *policy.rules), labels=labels, own=own)
+
+
+def put(model: nn.Module, rules: Sequence[Rule]) -> None:
+    """Let these rules decide about a model before those of its policy, in place of earlier ones. Where they
+    first hold together with others, graphs are compiled late."""
+    made = Moves(tuple(rules))
+    for parameter in model.parameters():
+        record_of(parameter).extras.put(made)
+    STEPS.ticks += 1
