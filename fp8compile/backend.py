@@ -217,5 +217,8 @@ def _check_features(options: Options) -> None:
     for key, value, usually in (("save", policy.save, Policy().save), ("schedule", policy.schedule, None)):
         if value != usually and key not in known:
             raise OptionError.of(key, value, f"{usually!r}: features/{key} is not here")
+    if policy.varies and "schedule" not in known:
+        windows = next(policy.window_text(i) for i, rule in enumerate(policy.timed) if rule.during)
+        raise OptionError.of("during", windows, "None: features/schedule is not here")
     if "delayed" not in known and any(recipe.delayed for recipe in policy.possible):
         raise OptionError.of("recipe", "delayed", f"{USUAL!r}: features/delayed is not here")

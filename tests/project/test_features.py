@@ -26,6 +26,10 @@ from tests.support.models import Mlp, make
             {"policy": {"schedule": {"warmup_steps": 1}}},
             "'schedule' must be None: features/schedule is not here",
         ),
+        (
+            {"policy": {"rules": [{"module": "up", "during": "5..", "fp8": "off"}]}},
+            "'during' must be None: features/schedule is not here; got '5..'",
+        ),
     ],
 )
 def test_a_setting_of_a_feature_that_is_not_here(options: dict[str, Any], said: str) -> None:

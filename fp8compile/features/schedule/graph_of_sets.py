@@ -65,13 +65,15 @@ class GraphOfSets:
         wanted = (by_hand.active(x, self.policy) for x in list(self.known))
         return self.why_not_late if any(one not in self.graphs for one in wanted) else ""
 
-    def policy_of(self, parameter: Tensor) -> Policy:
+    def policy_of(self, parameter: Tensor, args: tuple[Any, ...]) -> Policy:
         """That of the model with this parameter now; in a recomputation, that of the call before it."""
         before, ticks = self.known.get(parameter, (None, -1))
         if before is not None and (ticks == STEPS.ticks or compat.autograd.recomputing()):
             return before
         STEPS.lead(parameter)
         now = by_hand.active(parameter, self.policy)
+        if now not in self.graphs and now not in self.unfit:
+            self._compile_late(now, args)
         if now in self.unfit:
             now = before if before is not None else next(iter(self.graphs))
         if before not in (None, now):
@@ -91,10 +93,7 @@ class GraphOfSets:
         # fake outputs: so call all, or the first real call of another one would get them
         if isinstance(args[self.first], compat.FakeTensor):
             return [graph(*args) for graph in dict.fromkeys(self.graphs.values())][0]
-        policy = self.policy_of(compat.flat.owners(args, (self.first,))[self.first])
-        if policy not in self.graphs:
-            self._compile_late(policy, args)
-            policy = policy if policy in self.graphs else next(iter(self.graphs))
+        policy = self.policy_of(compat.flat.owners(args, (self.first,))[self.first], args)
         result = self.graphs[policy](*args)
         if by_hand.BY_HAND.listeners:
             outputs = result if isinstance(result, (tuple, list)) else (result,)

@@ -259,6 +259,24 @@ def test_a_set_that_no_step_has_is_compiled_late() -> None:
     assert not any(calls[1:])
 
 
+def test_a_late_compilation_that_fails_keeps_the_rules(caplog: pytest.LogCaptureFixture) -> None:
+    model = make(layers)
+    rules = [
+        {"name": "late", "module": "0", "during": "100..", "fp8": "off"},
+        {"name": "early", "module": "2", "during": "..1", "fp8": "off"},
+    ]
+    run, optimizer = compiled(model, rules), torch.optim.SGD(model.parameters(), 0.1)
+    step(run, optimizer, 0)
+    fp8compile.set_rule("late", True)
+    fp8compile.set_rule("early", True)
+    with hooks.phases_of_calls() as seen, hooks.failing_compilations():
+        step(run, optimizer, 1)
+        step(run, optimizer, 2)
+    assert seen == ["early", "early"]
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1 and "keeps the rules that it has" in told[0]
+
+
 def test_on_step_may_switch_rules() -> None:
     model = make(layers)
     run = compiled(model, [{"name": "mine", "module": "0", "during": "by hand", "fp8": "off"}])

@@ -284,6 +284,13 @@ def phases_of_calls() -> Patched:
     return noting(GraphOfSets, "policy_of", active)
 
 
+def failing_compilations() -> Any:
+    """Inside, nothing can be compiled."""
+    from fp8compile.compilation import Compilation
+
+    return mock.patch.object(Compilation, "run", side_effect=RuntimeError("no memory"))
+
+
 def steps_of(model: nn.Module) -> int:
     """The steps that a schedule counts for a model."""
     from fp8compile.runtime.optimizer_steps import steps_of
