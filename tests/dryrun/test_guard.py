@@ -35,14 +35,20 @@ def afresh() -> Iterator[None]:
 
 
 class Planted(nn.Module):
-    """`factors` `[rows, 1]` scale the rows of the input of `down`, and are undone after it."""
+    """`factors` `[rows, 1]` scale the rows of the input of `down`, and are undone after it; `channel` scales
+    one column of it, which the weight undoes."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: float = 1.0) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(128, 128), nn.Linear(128, 128, bias=False)
+        self.up, self.down = nn.Linear(128, 384), nn.Linear(384, 128, bias=False)
+        self.channel = channel
+        self.register_buffer("scales", torch.where(torch.arange(384) == 7, channel, 1.0), persistent=False)
 
     def forward(self, x: Tensor, factors: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)) * factors) / factors
+        product = F.gelu(self.up(x)) * factors
+        if self.channel == 1.0:
+            return self.down(product) / factors
+        return F.linear(product * self.scales, self.down.weight / self.scales) / factors
 
 
 def factors_of(step: int, rows: int = 64, share: float = 0.03, size: float = OUTLIER) -> Tensor:
@@ -52,8 +58,8 @@ def factors_of(step: int, rows: int = 64, share: float = 0.03, size: float = OUT
 
 
 class Run:
-    def __init__(self, policy: dict[str, Any], dynamic: bool = False):
-        self.model = make(Planted)
+    def __init__(self, policy: dict[str, Any], dynamic: bool = False, channel: float = 1.0):
+        self.model = make(lambda: Planted(channel))
         self.call = torch.compile(self.model, backend="fp8", dynamic=dynamic, options={"policy": policy})
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05)
         self.losses: list[Tensor] = []
@@ -94,11 +100,11 @@ def test_outlier_tokens_move_to_rows(tmp_path: Path, caplog: pytest.LogCaptureFi
         run.steps(0, 160)
     assert [(x.name, x.gemm, x.step, x.rung) for x in guard.moved] == [
         ("down.weight", "fprop", 102, "rowwise"),
-        ("down.weight", "wgrad", 102, "high_precision"),
+        ("down.weight", "wgrad", 102, "rowwise"),
     ]
     assert not any(cold[1:])
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(told) == 2 and "input: 9" in told[0] and "become 0" in told[0]
+    assert len(told) == 2 and "input: the median row is off by" in told[0] and "become 0" in told[0]
     torch._dynamo.reset()
     with hooks.phases_afresh():
         again = Run(str(log))  # type: ignore[arg-type]
@@ -107,6 +113,16 @@ def test_outlier_tokens_move_to_rows(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert all(map(torch.equal, again.model.state_dict().values(), run.model.state_dict().values()))
     mine, theirs = scaling_tensors(run.model), scaling_tensors(again.model)
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_an_outlier_channel_moves_to_blocks() -> None:
+    """Rows have its norm, and are right with one scale, and with one for each row: columns are not. A block
+    of 128 columns does without the others."""
+    run = Run(guarded(), channel=OUTLIER)
+    with fp8compile.guard(run.call) as guard:
+        run.steps(0, 103, size=1.0)
+    assert [(x.gemm, x.rung) for x in guard.moved] == [("fprop", "blockwise"), ("wgrad", "blockwise")]
+    assert "the median column is off by" in guard.moved[0].why and "row" not in guard.moved[0].why
 
 
 @pytest.mark.parametrize("size", [1.0, 2.0**10])
