@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import LoadError, OptionError
+from ..errors import LoadError, OptionError, one_line
 from . import accelerate as accelerate  # Trainer needs Accelerate, which learns the name "fp8" here
 from .requirement import host
 from .training import Training
@@ -100,7 +100,10 @@ def load_fp8(
     if not (folder / "config.json").is_file():
         fix = "huggingface_hub.snapshot_download makes such a folder"
         raise LoadError(f"{folder}: there is no config.json: {fix}")
-    settings = AutoConfig.from_pretrained(folder, **config)
+    try:  # code that the folder may have is not run
+        settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, **config)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{folder / 'config.json'}: {one_line(error)}") from None
     settings.__dict__.pop("quantization_config", None)  # else a model would be built for it
     name = next(iter(settings.architectures or ()), "")
     kind = getattr(transformers, name, None)

@@ -131,6 +131,8 @@ class FrozenWeight(GatheredWeight):
         if any(isinstance(x, FrozenWeight) for x in pytree.tree_leaves(written)):
             what = f"{func} would write to a weight that is {HELD}"
             raise Fp8CompileError(f"{what}: {FIX_WRITES}")
+        if torch.device(given.get("device") or "cpu").type == "meta":
+            raise Fp8CompileError(f"a weight that is {HELD} would lose its values on the meta device: {FIX}")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

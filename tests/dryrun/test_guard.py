@@ -115,6 +115,7 @@ def test_outlier_tokens_move_to_rows(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
+@pytest.mark.slow
 def test_an_outlier_channel_moves_to_blocks() -> None:
     """Rows have its norm, and are right with one scale, and with one for each row: columns are not. A block
     of 128 columns does without the others."""
@@ -125,6 +126,7 @@ def test_an_outlier_channel_moves_to_blocks() -> None:
     assert "the median column is off by" in guard.moved[0].why and "row" not in guard.moved[0].why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1.0, 2.0**10])
 def test_what_fp8_resolves_does_not_move(size: float) -> None:
     run = Run(guarded())
@@ -133,6 +135,7 @@ def test_what_fp8_resolves_does_not_move(size: float) -> None:
         assert guard.moved == [] and not guard.closed
 
 
+@pytest.mark.slow
 def test_the_ladder() -> None:
     """After its last recipe comes high precision."""
     run = Run(guarded(ladder=["tensorwise"]))
@@ -141,6 +144,7 @@ def test_the_ladder() -> None:
     assert [(x.gemm, x.rung) for x in guard.moved] == [(x, "high_precision") for x in ("fprop", "wgrad")]
 
 
+@pytest.mark.slow
 def test_a_nan_and_a_failure_of_one_step_move_nothing(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(guarded())
     with fp8compile.guard(run.call) as guard:
@@ -185,6 +189,7 @@ def test_wrong_tables(table: dict[str, Any], said: str) -> None:
         fp8compile.Policy.load({"guard": table})
 
 
+@pytest.mark.slow
 def test_an_error_ends_the_guard_not_the_run(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     run, folder = Run(guarded()), tmp_path / "here"
     folder.mkdir()

@@ -59,7 +59,7 @@ def written(path: Path, kind: str, by: str, dtype: torch.dtype) -> dict[str, Ten
     ("kind", "by", "dtype"),
     [
         *(("Llama", "fp8, F32", BF16), ("Qwen3", "fp8, BF16", BF16), ("Llama", "fp8, E8M0", BF16)),
-        *(("Qwen3", "tensor", BF16), ("Llama", "block", F32)),
+        *(("Qwen3", "tensor", BF16), ("Llama", "block", F32), ("Qwen3", "channel", BF16)),
     ],
 )
 def test_in_lora_out(kind: str, by: str, dtype: torch.dtype, tmp_path: Path) -> None:

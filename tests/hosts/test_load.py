@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,24 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="has no Qwen99ForCausalLM"):
         loaded(tmp_path)
     assert torch.get_default_dtype() == torch.float32
+    path.write_text("{")
+    with pytest.raises(LoadError, match="config.json: OSError: ") as caught:
+        loaded(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "unknown"])
+def test_code_in_a_folder_is_not_executed(kind: str, tmp_path: Path) -> None:
+    """Nobody is asked, either. A class that transformers has is taken from there."""
+    released(tmp_path)
+    path, executed = tmp_path / "config.json", tmp_path / "executed"
+    auto = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": kind, "auto_map": auto}))
+    (tmp_path / "own.py").write_text(f"open({str(executed)!r}, 'w')\n")
+    if kind == "qwen3":
+        assert type(loaded(tmp_path)).__name__ == "Qwen3ForCausalLM"
+    else:
+        with pytest.raises(LoadError, match="config.json: ValueError: .*custom code") as caught:
+            loaded(tmp_path)
+        assert "\n" not in str(caught.value)
+    assert not executed.exists()

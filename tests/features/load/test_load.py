@@ -4,6 +4,7 @@ held, multiplied, and written again as they are."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8compile
-from fp8compile import Fp8CompileError, LoadError
+from fp8compile import Fp8CompileError, LoadError, StrictError
 from fp8compile.config.recipe import ROW, WHOLE, Block
 from tests.support import hooks
 from tests.support.harness import sqnr
@@ -202,20 +203,28 @@ def products(graph: torch.fx.Graph) -> list[str]:
     return found
 
 
-def test_the_forward_is_exact_where_fp8_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", KINDS)
+def test_products_are_exact_where_fp8_is(block: Block, tmp_path: Path) -> None:
     """Small integers times powers of two: no rounding anywhere, so the oracle is integer arithmetic."""
     generator = torch.Generator().manual_seed(0)
     made, x = (torch.randint(-8, 9, sizes, generator=generator).float() for sizes in ((320, 256), (48, 256)))
     x[:, ::128] = 8.0  # the amax of each 1 x 128 elements
-    scales = torch.randint(-3, 4, (3, 2), generator=generator).float().exp2()
-    tensors = {"weight": made.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
-    save_file(tensors, tmp_path / "one.safetensors")
+    recipe, shape = {
+        SQUARE: ("blockwise", (3, 2)),
+        ROW: ("rowwise_with_gw_hp", (320, 1)),
+        WHOLE: ("tensorwise", (1, 1)),
+    }[block]
+    scales = torch.randint(-3, 4, shape, generator=generator).float().exp2()
+    last = "weight_scale_inv" if block == SQUARE else "weight_scale"
+    save_file({"weight": made.to(torch.float8_e4m3fn), last: scales}, tmp_path / "one.safetensors")
     layer = nn.Linear(256, 320, bias=False, dtype=torch.float32)
     fp8compile.load_fp8(layer, tmp_path / "one.safetensors")
     x.requires_grad_()
-    y = torch.compile(layer, backend="fp8", options={"policy": POLICY})(x)
+    options = {"policy": POLICY, "recipe": recipe, "power_of_2_scale": True, "fp8_format": "e4m3"}
+    y = torch.compile(layer, backend="fp8", options=options)(x)
     assert [m.decision for m in fp8compile.report(layer).matmuls] == ["fp8"] * 2
-    spread = scales.repeat_interleave(128, 0)[:320].repeat_interleave(128, 1)
+    spread = scales.repeat_interleave(-(-320 // shape[0]) if block != SQUARE else 128, 0)[:320]
+    spread = spread.repeat_interleave(256 // shape[1], 1)
     assert torch.equal(y, x @ (made * spread).t())
     dy = torch.randint(-8, 9, (48, 320), generator=generator).float()
     dy[:, ::128] = 8.0
@@ -331,6 +340,25 @@ def test_a_layer_that_stays_in_high_precision_is_no_warning(tmp_path: Path) -> N
     assert found.keys() == tensors.keys() and all(same(found[name], x) for name, x in tensors.items())
 
 
+def test_a_rule_that_names_another_recipe_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bytes decide. With strict it is an error."""
+    tensors = released(tmp_path)
+    made: Any = freeze(model())
+    fp8compile.load_fp8(made, tmp_path)
+    rule = {"name": "mine", "module": "up.base", "fp8": "on", "recipe": "rowwise"}
+    options = {"policy": {**POLICY, "rules": [rule, *POLICY["rules"]]}}
+    wanted = "mine wants recipe 'rowwise' for up.base, whose weight is held in FP8, and its bytes decide"
+    with pytest.raises(StrictError, match=wanted) as caught:
+        torch.compile(made, backend="fp8", options={**options, "strict": True})(batch())
+    assert "\n" not in str(caught.value)
+    torch._dynamo.reset()
+    with caplog.at_level(logging.WARNING, "fp8compile"):
+        torch.compile(made, backend="fp8", options=options)(batch()).sum().backward()
+    assert sum(wanted in record.getMessage() for record in caplog.records) == 1
+    assert {m.recipe for m in fp8compile.report(made).matmuls if m.fqn == "up.base"} == {"blockwise"}
+    assert same(made.up.base.weight.data_, tensors["up.base.weight"])
+
+
 def test_a_weight_that_is_plain_in_the_next_checkpoint_is_plain_again(tmp_path: Path) -> None:
     tensors = released(tmp_path)
     made: Any = model()
@@ -393,6 +421,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "no scale": (change(SCALE, None), "up.base.weight is in FP8 without a scale"),
     "only a scale": (change("up.a.weight_scale", torch.ones_like), "a weight that is not in FP8"),
     "a scale a column": (change(SCALE, lambda _: torch.ones(1, 256)), "are .1, 256. for .320, 256.; one sc"),
+    "a fused Linear": (
+        change(SCALE, lambda _: torch.ones(3)),
+        "scales of up.base.weight are .3. for .320, 2",
+    ),
     "too few blocks": (change(SCALE, lambda x: x[:2].clone()), "scales of up.base.weight are .2, 2. for"),
     "integers": (change(SCALE, lambda x: x.int()), "the scale of up.base.weight is I32; F32, BF16"),
     "zero": (change(SCALE, torch.zeros_like), "a scale of up.base.weight is not above zero"),
@@ -431,8 +463,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     released(tmp_path)
     file, index = (tmp_path / f"model.safetensors{last}" for last in ("", ".index.json"))
     whole = file.read_bytes()
-    for cut in (len(whole) - 64, 100, 4):
-        file.write_bytes(whole[:cut])
+    for content in (*(whole[:cut] for cut in (len(whole) - 64, 100, 4)), *beyond(whole)):
+        file.write_bytes(content)
         refused(tmp_path, "SafetensorError")
     file.write_bytes(whole)
     for text, message in (
@@ -443,6 +475,48 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         index.write_text(text)
         refused(tmp_path, message)
+
+
+def beyond(whole: bytes) -> Iterator[bytes]:
+    """Files whose header says more than there is: of itself, of a tensor's place, of its shape."""
+    size = int.from_bytes(whole[:8], "little")
+    yield (1 << 62).to_bytes(8, "little") + whole[8:]
+    for key, value in {"data_offsets": [0, 1 << 50], "shape": [1 << 40, 1 << 20]}.items():
+        header = json.loads(whole[8 : 8 + size])
+        header["up.base.weight"][key] = value
+        made = json.dumps(header).encode()
+        yield len(made).to_bytes(8, "little") + made + whole[8 + size :]
+
+
+def test_nothing_of_a_file_is_executed(tmp_path: Path) -> None:
+    class Touch:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "executed",)
+
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        torch.save({"up.base.weight": Touch()}, tmp_path / name)
+        refused(tmp_path, "SafetensorError|no index of safetensors files")
+    assert not (tmp_path / "executed").exists()
+    torch.load(tmp_path / name, weights_only=False)
+    assert (tmp_path / "executed").exists()  # it would be
+
+
+def test_a_second_load_that_fails_changes_nothing(tmp_path: Path) -> None:
+    tensors = released(tmp_path)
+    made = freeze(model())
+    fp8compile.load_fp8(made, tmp_path)
+    before = {name: (x, x.detach().clone()) for name, x in made.named_parameters()}
+    for case in ("no scale", "missing", "no number"):
+        changed = {name: x.clone() for name, x in tensors.items()}
+        changed["up.a.weight"] += 1
+        edit, message = BAD[case]
+        edit(changed)
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(LoadError, match=message):
+            fp8compile.load_fp8(made, tmp_path)
+    for name, (parameter, values) in before.items():
+        assert made.get_parameter(name) is parameter and torch.equal(parameter, values)
+    assert same(made.up.base.weight.data_, tensors["up.base.weight"])
 
 
 def test_a_file_that_is_overwritten_changes_nothing(tmp_path: Path) -> None:
@@ -456,13 +530,19 @@ def test_a_file_that_is_overwritten_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_held_does_not_train_and_is_not_written(tmp_path: Path) -> None:
-    released(tmp_path)
-    made = model()
+    tensors = released(tmp_path)
+    made: Any = model()
     fp8compile.load_fp8(made, tmp_path)
     with pytest.raises(Fp8CompileError, match="cannot train: call fp8compile.restore_frozen_weights"):
         made.requires_grad_()
     with pytest.raises(Fp8CompileError, match="would write to a weight that is kept in FP8 only"):
         made.up.base.weight.mul_(2)
+    layer, weight = made.up.base, made.up.base.weight
+    for change in (layer.half, layer.float, lambda: layer.to("meta"), lambda: layer.to_empty(device="meta")):
+        with pytest.raises(Fp8CompileError, match="call fp8compile.restore_frozen_weights") as caught:
+            change()
+        assert "\n" not in str(caught.value) and layer.weight is weight
+    assert same(weight.data_, tensors["up.base.weight"])
     fp8compile.restore_frozen_weights(made)
     assert all(type(p) is nn.Parameter for p in made.parameters())
 

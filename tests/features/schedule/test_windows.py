@@ -72,7 +72,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, A
     return copy.deepcopy((model.state_dict(), optimizer.state_dict(), scaling_tensors(model)))
 
 
-@pytest.mark.cases(test=6, slow=19)
+@pytest.mark.cases(test=3, slow=22)
 @pytest.mark.parametrize("kind", TIMELINES)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_a_switch_is_a_run_that_was_compiled_so(kind: str, recipe: str) -> None:
@@ -140,6 +140,7 @@ def test_zeros_that_are_not_cast_make_no_call_cold() -> None:
     assert hooks.cold(model)["0.weight", "input", 0]
 
 
+@pytest.mark.slow
 def test_what_is_not_cast_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     """An overflow of a tensor that the active set does not cast."""
     caplog.set_level("INFO", "fp8compile")
@@ -237,6 +238,7 @@ def test_set_rule() -> None:
     assert not any(calls[1:])
 
 
+@pytest.mark.slow
 def test_a_set_that_no_step_has_is_compiled_late() -> None:
     model = make(layers)
     rules = [
@@ -277,6 +279,7 @@ def test_a_late_compilation_that_fails_keeps_the_rules(caplog: pytest.LogCapture
     assert len(told) == 1 and "keeps the rules that it has" in told[0]
 
 
+@pytest.mark.slow
 def test_on_step_may_switch_rules() -> None:
     model = make(layers)
     run = compiled(model, [{"name": "mine", "module": "0", "during": "by hand", "fp8": "off"}])
