@@ -127,11 +127,12 @@ class Guard:
         self._tries: dict[tuple[Suspect, str], Tensor] = {}  # by operand and rung
         self._records: dict[str, ParameterRecord] = {}
         self._names: dict[ParameterRecord, str] = {}
+        self._before = moves.rules_of(inner)  # of an earlier guard
+        if any(find(x).options is not None for x in inner.parameters()):
+            self._begin(inner)  # raises what a later call would warn of
         sharded = any(hasattr(parameter, "placements") for parameter in inner.parameters())
         able = compat.autograd.is_compiled(model) and not sharded
         self._comparing = Comparing(model) if able else None
-        if any(find(x).options is not None for x in inner.parameters()):
-            self._begin(inner)  # raises what a later call would warn of
         self._forget: Callable[[], None] = each_step(self._at, inner)
         self._arm(steps_of(inner))
 
@@ -284,7 +285,7 @@ class Guard:
         if not made:
             return
         assert self._policy is not None
-        rules = rules_of([*self.moved, *made])
+        rules = (*rules_of([*self.moved, *made], len(self._before)), *self._before)
         policy = moves.extended(self._policy, rules)  # an error before anything has moved
         moves.put(model, rules)
         for move in made:
@@ -300,15 +301,16 @@ class Guard:
         return "\n".join([f"# Written by the guard of {self._name}. Moves:", *told, "", to_toml(policy)])
 
 
-def rules_of(made: list[Move]) -> tuple[Rule, ...]:
-    """The rules of some moves: of each gemm, the later one begins where the earlier one ends."""
+def rules_of(made: list[Move], before: int = 0) -> tuple[Rule, ...]:
+    """The rules of some moves: of each gemm, the later one begins where the earlier one ends. `before`: how
+    many rules there are already."""
     rules = []
     for i, move in enumerate(made):
         later = [x.step for x in made[i + 1 :] if (x.name, x.gemm) == (move.name, move.gemm)]
         how: dict[str, Any] = {"recipe": move.rung, "fp8": "on", "gemm": move.gemm}
         how = {"fp8": "off", "gemm": move.gemm} if move.rung == LAST else how
         during = f"{move.step}..{later[0] if later else ''}"
-        rules.append(Rule(name=f"guard {i + 1}", parameter=move.name, during=during, **how))
+        rules.append(Rule(name=f"guard {before + i + 1}", parameter=move.name, during=during, **how))
     return tuple(rules)
 
 

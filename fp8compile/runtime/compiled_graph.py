@@ -80,8 +80,13 @@ class CompiledGraph:
 
     def rest(self) -> None:
         """Another graph has taken over the calls."""
+        self.owners.rest()
         for part in self.parts:
             part.rest()
+
+    def resume(self) -> None:
+        """It has the calls again: its casts are those that statistics show."""
+        self.owners.know(self.owners.casts)
 
     def forget(self) -> None:
         """Forget every call and its state: the next call is the first one."""

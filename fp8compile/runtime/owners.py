@@ -33,6 +33,11 @@ class Owners:
             probe.know(owners, self.casts)
         return owners
 
+    def rest(self) -> None:
+        """Another graph has taken over the calls: this one's casts are no longer those of its weights."""
+        for owners in list(self.met.values()):
+            probe.unknow(owners, self.casts)
+
     def know(self, casts: Mapping[tuple[int, probe.Name], probe.CastKind]) -> None:
         """Record what one half, which was just compiled, quantizes."""
         self.casts.update(casts)

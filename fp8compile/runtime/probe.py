@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -263,6 +263,16 @@ def know(owners: Mapping[int, weakref.ref], casts: Mapping[tuple[int, Name], Cas
             if record.outdated:
                 record.casts, record.measured, record.outdated = {}, {}, False
             record.casts[name] = cast
+
+
+def unknow(owners: Mapping[int, weakref.ref], casts: Iterable[tuple[int, Name]]) -> None:
+    """Forget that a graph with these weights makes these casts."""
+    for position, name in casts:
+        owner = owners[position]() if position in owners else None
+        if owner is not None:
+            record = record_of(owner)
+            record.casts.pop(name, None)
+            record.measured.pop(name, None)
 
 
 def measured(

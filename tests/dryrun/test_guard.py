@@ -136,6 +136,16 @@ def test_what_fp8_resolves_does_not_move(size: float) -> None:
 
 
 @pytest.mark.slow
+def test_a_second_guard_keeps_what_the_first_has_moved() -> None:
+    run = Run(guarded(most=1))
+    with fp8compile.guard(run.call):
+        run.steps(0, 101)
+    with fp8compile.guard(run.call) as guard, hooks.phases_of_calls() as seen:
+        run.steps(101, 104)
+    assert guard.moved == [] and seen == ["", "guard 1+guard 2", "guard 1+guard 2"]
+
+
+@pytest.mark.slow
 def test_the_ladder() -> None:
     """After its last recipe comes high precision."""
     run = Run(guarded(ladder=["tensorwise"]))

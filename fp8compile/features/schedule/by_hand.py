@@ -81,10 +81,12 @@ def set_rule(name: str, on: bool | None, model: nn.Module | None = None) -> None
     if name not in names and (graphs or len(process.of(Ledger))):
         allowed = "the name of a rule with 'during' in the policy of a compiled model"
         raise OptionError.of("name", name, allowed, near(str(name), [x for x in names if x is not None]))
+    switches = BY_HAND.switches.of if model is None else _switches_of(model)
+    before = switches.get(name)
     _switch(name, on, model)
     late = next((graph.late for graph in graphs if graph.late), None)
     if late:
-        _switch(name, None, model)
+        _switch(name, before, model)
         raise OptionError.of("name", name, f"a rule with during = 'by hand': {late}")
 
 
@@ -93,6 +95,11 @@ def why_not_late(model: nn.Module) -> str:
     known = {id(parameter) for parameter in model.parameters()}
     graphs = [graph for graph in process.of(Scheduled).graphs if known & {*map(id, graph.known)}]
     return next((graph.why_not_late for graph in graphs if graph.why_not_late), "")
+
+
+def _switches_of(model: nn.Module) -> dict[str, bool | None]:
+    found = (find(parameter).extras.get(Switches) for parameter in parameters_of(model))
+    return next((switches.of for switches in found if switches is not None), {})
 
 
 def _switch(name: str, on: bool | None, model: nn.Module | None) -> None:

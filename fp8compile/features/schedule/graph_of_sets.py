@@ -85,6 +85,7 @@ class GraphOfSets:
             say_once(logger, logging.INFO, text)
             if self.graphs.get(now) is not self.graphs[before]:
                 self.graphs[before].rest()
+                self.graphs[now].resume()
         self.known[parameter] = now, STEPS.ticks
         return now
 

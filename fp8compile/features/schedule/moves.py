@@ -9,7 +9,7 @@ from torch import nn
 
 from ...config.policy import Policy, Rule
 from ...runtime.optimizer_steps import STEPS
-from ...runtime.parameters import record_of
+from ...runtime.parameters import find, record_of
 
 
 @dataclass(eq=False)
@@ -30,6 +30,12 @@ def extended(policy: Policy, rules: Sequence[Rule]) -> Policy:
     labels = (*(str(rule.name) for rule in rules), *policy.labels)
     own = None if policy.own is None else policy.own + len(rules)
     return replace(policy, rules=(*rules, *policy.rules), labels=labels, own=own)
+
+
+def rules_of(model: nn.Module) -> tuple[Rule, ...]:
+    """Those that were put for a model."""
+    found = (find(parameter).extras.get(Moves) for parameter in model.parameters())
+    return next((moved.rules for moved in found if moved is not None), ())
 
 
 def put(model: nn.Module, rules: Sequence[Rule]) -> None:

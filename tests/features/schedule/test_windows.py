@@ -311,6 +311,18 @@ def test_wrong_switches() -> None:
     assert seen == ["early"]
 
 
+def test_statistics_show_the_active_set() -> None:
+    model = make(layers)
+    run = compiled(model, [{"name": "mine", "module": "0", "during": "1..2", "recipe": "tensorwise"}])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for i in range(3):
+        step(run, optimizer, i)
+        rows = fp8compile.stats(model).rows()
+        found.append({row["recipe"] for row in rows if row["name"] == "0.weight"})
+    assert found == [{"delayed"}, {"tensorwise"}, {"delayed"}]
+
+
 def test_frozen_weights_that_a_set_keeps_in_high_precision() -> None:
     """Allowed where all sets have them in FP8."""
     for module, error in (("0", True), ("2", False)):
