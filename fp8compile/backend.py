@@ -140,8 +140,8 @@ def _compile(
         graph = _compiled(job)
         if only is not None or not job.learns:
             return graph
-        again = replace(job, record=graph.record)
-        made = (feature.callable(again, graph, _compiled) for feature in extension.features())
+        later = replace(job, record=graph.record)
+        made = (feature.callable(later, graph, _compiled) for feature in extension.features())
         return next(filter(None, made), graph)
     except Retrace as again:
         after = again.then

@@ -89,14 +89,14 @@ def schema() -> None:
 
 def _timeline(policy: Policy) -> str:
     """When rules with windows are active, and how often graphs are compiled for them."""
+    from ..config.policy.windows import BY_HAND
     from ..reporting.columns import aligned
 
     rows = []
     for step, active in policy.timeline:
-        labels = policy.during(active).labels
-        texts = [(label, policy.window_text(i)) for i, label in zip(active, labels, strict=True)]
-        rows.append((step, ", ".join(f"{label} ({text})" for label, text in texts if text) or "none"))
-    by_hand = [f"{rule.name!r}" for rule in policy.timed if rule.during == ("by hand",)]
+        texts = [(policy.names[i], policy.window_text(i)) for i in active]
+        rows.append((step, ", ".join(f"{name} ({text})" for name, text in texts if text) or "none"))
+    by_hand = [f"{rule.name!r}" for rule in policy.timed if rule.during == (BY_HAND,)]
     switched = [f"switched by hand: {', '.join(by_hand)}"] if by_hand else []
     sets = len(policy.sets)
     many = f"{sets} sets of rules: each graph of the model is compiled {sets} times"

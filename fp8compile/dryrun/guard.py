@@ -32,19 +32,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import compat
 from ..config.policy import Policy, Rule
 from ..config.policy.guard_table import LAST, GuardTable
 from ..config.policy.policy_text import to_toml
-from ..config.recipe import WHOLE, Recipe
+from ..config.recipe import Recipe
 from ..devices.formats import pick
 from ..errors import OptionError, at_most
 from ..features.schedule import by_hand, moves
-from ..ir import ops
-from ..ir.scale import scale_of
+from ..ir.frozen import cast
+from ..ir.scale import inverse_of
 from ..ir.schemas import FP8Copy
 from ..logs import get_logger, rank, say_once
 from ..reporting.stats import table
@@ -196,14 +195,15 @@ class Guard:
 
     # -- measurements --
 
-    def _try(self, owner: Any, name: Name, given: Tensor, cast: FP8Copy) -> None:
+    def _try(self, owner: Any, name: Name, given: Tensor, _: FP8Copy) -> None:
         """Cast an operand that may move by each rung."""
         operand = Suspect(self._names.get(find(owner), ""), name[0], name[1])
         if self._counts.get(operand, 0) < self._settings.patience - 1:
             return
+        assert self._policy is not None
         for rung in self._settings.rungs:
             if (operand, rung) not in self._tries:
-                self._tries[operand, rung] = _cast(given, operand.role, self._recipe(rung))
+                self._tries[operand, rung] = _cast(given, operand.role, self._policy.named(rung))
 
     def _rungs(self, name: str, gemm: str) -> list[str]:
         """Those that a gemm has not passed yet."""
@@ -212,10 +212,6 @@ class Guard:
             ladder.index(move.rung) + 1 for move in self.moved if (move.name, move.gemm) == (name, gemm)
         ]
         return ladder[max(passed, default=0) :]
-
-    def _recipe(self, rung: str) -> Recipe:
-        assert self._policy is not None
-        return self._policy.named(rung)
 
     def _judge(self, model: nn.Module, measurement: Measurement, step: int) -> None:
         at = COLUMNS.index("amax")
@@ -330,18 +326,13 @@ def _out_of_band(row: Mapping[str, Any], looked_at: Iterable[str]) -> str:
 
 def _cast(x: Tensor, role: str, recipe: Recipe) -> Tensor:
     """COLUMNS of the plain copy of an operand by a recipe, each scale from its own amax. `x`: [R, C]."""
-    x, scaling = x.detach(), recipe.scaling(role, READERS[role][0])
+    scaling = recipe.scaling(role, READERS[role][0])
     form, block = pick(scaling.wide, False), scaling.block
-    amax = x.abs().amax().reshape(1) if block == WHOLE else ops.amax_blocks(x, False, block)
-    scale = scale_of(amax.float(), form.max, scaling.margin, scaling.power_of_2)
-    copy = ops.quantize(x, scale, form.dtype, form.max, False, block)
-    return measured(x, scale, copy, form.max, False, block)
+    copy, inverse = cast(x.detach(), form.dtype, block, scaling.margin, scaling.power_of_2)
+    return measured(x.detach(), inverse_of(inverse), copy, form.max, False, block)
 
 
 def _agreed(votes: dict[tuple[str, str], tuple[str, str]]) -> dict[tuple[str, str], tuple[str, str]]:
     """The votes of all ranks; of two for one gemm, that of the first rank."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return votes
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, votes)
+    every = compat.process_groups.gather(votes)
     return {gemm: vote for its in reversed(every) for gemm, vote in its.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,7 +18,7 @@ from ...devices.toml import tomllib
 from ...errors import near
 from ...logs import POLICY_VARIABLE as VARIABLE
 from .policy_errors import PolicyError
-from .policy_tables import Defaults, Policy, Tables, given, label
+from .policy_tables import Defaults, Policy, Rule, Tables, given, label
 from .validation import FILE, key, line, made, table
 
 BUILTIN = ("default", "fast", "llama", "gpt2", "vit", "moe", "conservative", "accelerate-defaults", "vllm")
@@ -36,17 +36,25 @@ class PolicyFile(Tables):
 
     def __post_init__(self) -> None:
         """Names of recipes are looked up later, because the policy that this file extends may define them."""
-        seen: dict[str, int] = {}  # conditions -> rule
-        nothing = "no conditions, so it decides about everything"
-        for i, rule in enumerate(self.rules):
-            conditions = repr(rule.conditions)
-            for known, has in ((repr({}), nothing), (conditions, "the same conditions")):
-                if known in seen:
-                    before = label(self.rules, seen[known])
-                    text = f"this rule is never reached: {before}, before it, has {has}."
-                    raise PolicyError(text).under("rules", i)
-            if not rule.during:
-                seen[conditions] = i
+        for i, j in unreached(self.rules).items():
+            nothing = "no conditions, so it decides about everything"
+            has = "the same conditions" if self.rules[j].conditions else nothing
+            text = f"this rule is never reached: {label(self.rules, j)}, before it, has {has}."
+            raise PolicyError(text).under("rules", i)
+
+
+def unreached(rules: Sequence[Rule]) -> dict[int, int]:
+    """The positions of rules that are never reached: with that of a rule before, always active, that has no
+    conditions or the same ones."""
+    seen, found = dict[str, int](), dict[int, int]()  # conditions -> rule
+    for i, rule in enumerate(rules):
+        conditions = repr(rule.conditions)
+        before = next((seen[known] for known in (repr({}), conditions) if known in seen), None)
+        if before is not None:
+            found[i] = before
+        elif not rule.during:
+            seen[conditions] = i
+    return found
 
 
 def load(source: Any = None) -> Policy:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-from .policy_tables import Policy, Rule, given
+from .policy_files import unreached
+from .policy_tables import Policy, given
 
 
 def to_toml(policy: Policy) -> str:
@@ -17,18 +17,10 @@ def to_toml(policy: Policy) -> str:
     tables += [("[defaults]", given(policy.defaults))]
     singles = {"[schedule]": policy.schedule, "[guard]": policy.guard}
     tables += [(title, given(one)) for title, one in singles.items() if one is not None]
-    tables += [("[[rules]]", given(rule)) for rule in _reached(policy)]
+    hidden = unreached(policy.rules)
+    tables += [("[[rules]]", given(rule)) for i, rule in enumerate(policy.rules) if i not in hidden]
     parts = [_lines({key: value for key, value in first.items() if value is not None})]
     return "\n\n".join([*parts, *(f"{title}\n{_lines(values)}".rstrip() for title, values in tables)]) + "\n"
-
-
-def _reached(policy: Policy) -> Iterator[Rule]:
-    seen: set[str] = set()  # conditions of rules that are always active
-    for rule in policy.rules:
-        if seen.isdisjoint((repr({}), repr(rule.conditions))):
-            yield rule
-        if rule.during is None:
-            seen.add(repr(rule.conditions))
 
 
 def _lines(values: dict[str, Any]) -> str:

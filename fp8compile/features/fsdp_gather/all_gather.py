@@ -93,9 +93,10 @@ class Gathered:
 
     def verdict_at(self, ahead: int) -> Gatherable | None:
         """What holds so many optimizer steps from now; None while no graph has said it."""
-        if self.policy is None:
-            return None
-        return self.verdicts.get(active(self.parameter.sharded, self.policy, ahead))
+        policy = self.policy
+        if policy is not None and policy not in self.verdicts:  # its rules decide at some steps only
+            policy = active(self.parameter.sharded, policy, ahead)
+        return self.verdicts.get(policy) if policy is not None else None
 
     @property
     def waits(self) -> bool:

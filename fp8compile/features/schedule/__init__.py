@@ -24,18 +24,22 @@ class RulesInTime(Feature):
     def policies(self, policy: Policy) -> Sequence[Policy]:
         """Those of all sets of rules; first those in which the first rule does not keep all of the model in
         high precision."""
-        varies = policy.varies or policy.guard is not None
-        found = [policy.during(active) for active in policy.sets] if varies else []
+        found = [policy.during(active) for active in policy.sets] if _changes(policy) else []
         return sorted(found, key=_in_high_precision)  # stable
 
     def callable(
         self, job: Job, graph: CompiledGraph, compiled: Callable[[Job], CompiledGraph]
     ) -> Callable[..., Any] | None:
-        varies = len({*graph.alike}) > 1 or job.options.policy.guard is not None
-        return GraphOfSets(job, graph, compiled) if varies else None
+        several = len({*graph.alike}) > 1 or job.options.policy.guard is not None
+        return GraphOfSets(job, graph, compiled) if several else None
 
     def active(self, parameter: Tensor, policy: Policy, ahead: int) -> Policy | None:
-        return by_hand.active(parameter, policy, ahead) if policy.varies or policy.guard else None
+        return by_hand.active(parameter, policy, ahead) if _changes(policy) else None
+
+
+def _changes(policy: Policy) -> bool:
+    """May other rules be active at other steps?"""
+    return policy.varies or policy.guard is not None
 
 
 def _in_high_precision(policy: Policy) -> bool:

@@ -33,6 +33,11 @@ TIMELINES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
+APART: list[dict[str, Any]] = [  # no step has both
+    {"name": "late", "module": "0", "during": "100..", "fp8": "off"},
+    {"name": "early", "module": "2", "during": "..1", "fp8": "off"},
+]
+
 
 @pytest.fixture(autouse=True)
 def afresh() -> Iterator[None]:
@@ -241,11 +246,7 @@ def test_set_rule() -> None:
 @pytest.mark.slow
 def test_a_set_that_no_step_has_is_compiled_late() -> None:
     model = make(layers)
-    rules = [
-        {"name": "late", "module": "0", "during": "100..", "fp8": "off"},
-        {"name": "early", "module": "2", "during": "..1", "fp8": "off"},
-    ]
-    run, optimizer = compiled(model, rules), torch.optim.SGD(model.parameters(), 0.1)
+    run, optimizer = compiled(model, APART), torch.optim.SGD(model.parameters(), 0.1)
     with hooks.phases_of_calls() as seen, hooks.halves() as halves, hooks.cold_calls() as calls:
         step(run, optimizer, 0)
         assert len(halves) == 6  # early, none, late
@@ -263,11 +264,7 @@ def test_a_set_that_no_step_has_is_compiled_late() -> None:
 
 def test_a_late_compilation_that_fails_keeps_the_rules(caplog: pytest.LogCaptureFixture) -> None:
     model = make(layers)
-    rules = [
-        {"name": "late", "module": "0", "during": "100..", "fp8": "off"},
-        {"name": "early", "module": "2", "during": "..1", "fp8": "off"},
-    ]
-    run, optimizer = compiled(model, rules), torch.optim.SGD(model.parameters(), 0.1)
+    run, optimizer = compiled(model, APART), torch.optim.SGD(model.parameters(), 0.1)
     step(run, optimizer, 0)
     fp8compile.set_rule("late", True)
     fp8compile.set_rule("early", True)
@@ -293,11 +290,7 @@ def test_on_step_may_switch_rules() -> None:
 
 def test_wrong_switches() -> None:
     model = make(layers)
-    rules = [
-        {"name": "late", "module": "0", "during": "100..", "fp8": "off"},
-        {"name": "early", "module": "2", "during": "..1", "fp8": "off"},
-    ]
-    policy = {"extends": "none", "rules": [*rules, ON]}
+    policy = {"extends": "none", "rules": [*APART, ON]}
     run = torch.compile(model, backend="fp8", dynamic=True, options={"policy": policy})
     run(noise(32, 128)).sum().backward()
     with pytest.raises(fp8compile.OptionError, match="'late'"):
