@@ -41,7 +41,7 @@ from ..runtime.named_weights import named_weights, unwrapped
 from ..runtime.parameters import find
 from ..runtime.probe import Measurement
 from .comparison import Comparison, assembled
-from .observe import Tap, Watched
+from .observe import Tap, Watched, sums
 from .sandbox import entry, inputs, modules_of, roots_of, taken, untouched
 
 logger = get_logger(__name__)
@@ -92,6 +92,25 @@ class ComparedStep:
     gradients: dict[str, Tensor]
     watched: Watched
     rows: list[dict[str, Any]]
+
+    def error(self, test: ComparedStep, floor: Mapping[str, float] | None = None) -> float:
+        """The error of the gradients of a test: the square root of the mean over all elements of |error|^2 /
+        |gradient|^2, at most 1, where |.| is over one parameter, because Adam scales each parameter's update
+        by its own gradient. `floor`: what is taken off these squares, by parameter."""
+        total = elements = 0.0
+        for name, gradient in self.gradients.items():
+            count = int(torch.count_nonzero(gradient))  # not an embedding's rows that the batch lacks
+            square = self.squared_error(test, name) - (floor or {}).get(name, 0.0)
+            total += count * min(1.0, max(0.0, square))
+            elements += count
+        return math.sqrt(total / elements) if elements else 0.0
+
+    def squared_error(self, test: ComparedStep, name: str) -> float:
+        """|error|^2 / |gradient|^2 of a parameter; 1 where the gradient is not finite."""
+        if name not in test.gradients:
+            return 1.0
+        signal, error, *_ = sums(self.gradients[name], test.gradients[name]).tolist()
+        return 1.0 if not math.isfinite(error) else error / signal if signal > 0 else 0.0
 
 
 class Session:

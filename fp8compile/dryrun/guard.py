@@ -8,9 +8,10 @@ elements that are flushed to zero and that saturate. A norm over the tensor hide
 have the norm, and all others are lost.
 
 A large error need not harm: of an operand with an offset, or of a gradient that nearly cancels, high
-precision loses as much. So before a move, the step is compared with one in high precision: nothing moves
-unless the step's gradient is out of range, too. Where the model cannot be called again (FSDP2 shards it),
-only numbers count that were out of band in no harmless training (`SURE`).
+precision loses as much. So before a move, the step is taken in high precision, in FP8, and in FP8 with the
+move: nothing moves unless that takes a third of the error from the gradient of the whole model. Where the
+model cannot be called again (FSDP2 shards it), only numbers count that were out of band in no harmless
+training (`SURE`).
 
 The rungs are tried on the operands that were measured, in the copy that keeps rows as they are: a recipe that
 repairs rows and columns there repairs the training (notes/log.md). The copy for the weight's gradient is no
@@ -28,6 +29,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -43,6 +45,7 @@ from ..devices.formats import pick
 from ..errors import OptionError, at_most
 from ..features.schedule import by_hand, moves
 from ..ir.frozen import cast
+from ..ir.records import FP8, HIGH_PRECISION
 from ..ir.scale import inverse_of
 from ..ir.schemas import FP8Copy
 from ..logs import get_logger, rank, say_once
@@ -51,8 +54,7 @@ from ..runtime.named_weights import named_weights, unwrapped
 from ..runtime.optimizer_steps import each_step, steps_of
 from ..runtime.parameters import ParameterRecord, find
 from ..runtime.probe import COLUMNS, Measurement, Name, ending, measured
-from .comparison import GAP, POOR
-from .watch import Comparing
+from .watch import Comparing, Seen
 
 logger = get_logger(__name__)
 
@@ -60,8 +62,12 @@ logger = get_logger(__name__)
 # failed were 0.75, none, 0.39 and 62 (notes/log.md).
 BANDS = {"row_error": 0.1, "overflows%": 3.0, "column_error": 0.2, "underflows%": 40.0}
 SURE = ("row_error", "overflows%")  # the others are out of band in trainings that lose nothing, too
+HELPS = (
+    2 / 3
+)  # of the error of the step's gradient are left: 0.06 to 0.48 of what failed, 0.88 of what did not
 AHEAD = 2  # steps from a decision to the move, so that what is gathered for a step is known before it
 READERS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
+Votes = dict[tuple[str, str], tuple[str, str]]  # weight and gemm -> rung, and why
 _guards: WeakKeyDictionary[nn.Module, Guard] = WeakKeyDictionary()
 
 
@@ -132,6 +138,8 @@ class Guard:
         sharded = any(hasattr(parameter, "placements") for parameter in inner.parameters())
         able = compat.autograd.is_compiled(model) and not sharded
         self._comparing = Comparing(model) if able else None
+        if self._comparing is not None:
+            self._comparing.ends = f"guard of {self._name}: steps are no longer taken in high precision"
         self._forget: Callable[[], None] = each_step(self._at, inner)
         self._arm(steps_of(inner))
 
@@ -178,14 +186,14 @@ class Guard:
                 measurement.end()
                 if measurement.failed:
                     return self.close()
-                if step % self._settings.every == 0:  # else the step was changed by `set_step`
+                if self._settings.measures(step):  # else the step was changed by `set_step`
                     self._judge(model, measurement, step)
             self._arm(step)
 
     def _arm(self, step: int) -> None:
         """After `step` steps: is the next one to be measured?"""
         model = self._model()
-        if model is None or self._policy is None or (step + 1) % self._settings.every:
+        if model is None or self._policy is None or not self._settings.measures(step + 1):
             return
         self._tries.clear()
         last = [operand for operand, count in self._counts.items() if count >= self._settings.patience - 1]
@@ -222,7 +230,8 @@ class Guard:
             self._move(model, _agreed({}), step + AHEAD)
             return
         rows = [row for row in table(model, measurement) if row["underflows%"] is not None]
-        looked_at = BANDS if self._comparing is not None else SURE
+        rows = [row for row in rows if row["layout"] != "transposed"]
+        looked_at = SURE if self._comparing is None or self._comparing.closed else BANDS
         operands = [Suspect(row["name"], row["role"], row["use"]) for row in rows]
         found = zip(operands, (_out_of_band(row, looked_at) for row in rows), strict=True)
         out = {operand: why for operand, why in found if why}
@@ -230,24 +239,37 @@ class Guard:
         ready = {
             x: why for x, why in out.items() if self._counts[x] >= self._settings.patience and self._tried(x)
         }
-        wanted = dict(self._votes(ready, measurement)) if ready and self._confirmed(step) else {}
+        wanted = dict(self._votes(ready, measurement))
+        if wanted and not self._help(model, wanted, step):
+            wanted, self._counts = {}, {x: n for x, n in self._counts.items() if x not in ready}
         self._move(model, _agreed(wanted), step + AHEAD)
 
     def _tried(self, operand: Suspect) -> bool:
         return any(key[0] == operand for key in self._tries) or self._settings.ladder == (LAST,)
 
-    def _confirmed(self, step: int) -> bool:
-        """Is the step's gradient out of range? True where nothing can be compared."""
-        found = self._comparing.compared(step) if self._comparing is not None else None
-        if found is None:
+    def _help(self, model: nn.Module, wanted: Votes, step: int) -> bool:
+        """Do these moves take a third of the error from the step's gradient?"""
+        if self._comparing is None or self._comparing.closed:
             return True
-        like, noise = found.gradient.sqnr, found.gradient_bf16.sqnr
-        flagged = any(item.layer and item.flag for item in found.items)
-        harmed = flagged and (like < POOR or noise - like > GAP)
-        if not harmed:
-            text = f"guard of {self._name}: step {step}: operands are out of band, and the gradient is not"
-            logger.info("fp8: %s (%.1f dB, bf16 %.1f)", text, like, noise)
-        return harmed
+        errors = self._comparing.of_seen(step, partial(self._errors, model, wanted, step))
+        if errors is None:
+            return False
+        before, after = errors
+        names = ", ".join(dict.fromkeys(name for name, _ in wanted))
+        what = f"out of band: {names}; with moves, gradients are off by {after:.3f} instead of {before:.3f}"
+        logger.info("fp8: guard of %s: step %d: %s", self._name, step, what)
+        return after <= HELPS * before
+
+    def _errors(self, model: nn.Module, wanted: Votes, now: int, seen: Seen) -> tuple[float, float]:
+        """Of the step's gradient, without and with these moves."""
+        assert self._comparing is not None
+        session, batch = self._comparing.session, (seen.args, seen.kwargs, seen.loss)
+        step = session.taking(*batch)
+        reference = step(HIGH_PRECISION, None)
+        session.check_finite(reference)
+        before = reference.error(step(FP8, None))
+        with moves.tried(model, self._rules(Move(*gemm, now, *vote) for gemm, vote in wanted.items())):
+            return before, reference.error(session.taking(*batch)(FP8, None))
 
     def _votes(
         self, ready: Mapping[Suspect, str], measurement: Measurement
@@ -275,13 +297,13 @@ class Guard:
 
     # -- moves --
 
-    def _move(self, model: nn.Module, votes: Mapping[tuple[str, str], tuple[str, str]], step: int) -> None:
+    def _move(self, model: nn.Module, votes: Votes, step: int) -> None:
         names = list(dict.fromkeys(name for name, _ in votes))[: self._settings.most]
         made = [Move(name, gemm, step, *vote) for (name, gemm), vote in votes.items() if name in names]
         if not made:
             return
         assert self._policy is not None
-        rules = (*rules_of([*self.moved, *made], len(self._before)), *self._before)
+        rules = self._rules(made)
         policy = moves.extended(self._policy, rules)  # an error before anything has moved
         moves.put(model, rules)
         for move in made:
@@ -290,6 +312,10 @@ class Guard:
         self._counts = {operand: n for operand, n in self._counts.items() if operand.name not in names}
         if self.log is not None and rank() in (None, 0):
             self.log.write_text(self._text(policy), encoding="utf-8")
+
+    def _rules(self, made: Iterable[Move]) -> tuple[Rule, ...]:
+        """With these moves."""
+        return (*rules_of([*self.moved, *made], len(self._before)), *self._before)
 
     def _text(self, policy: Policy) -> str:
         """The decision log."""
@@ -332,7 +358,7 @@ def _cast(x: Tensor, role: str, recipe: Recipe) -> Tensor:
     return measured(x.detach(), inverse_of(inverse), copy, form.max, False, block)
 
 
-def _agreed(votes: dict[tuple[str, str], tuple[str, str]]) -> dict[tuple[str, str], tuple[str, str]]:
+def _agreed(votes: Votes) -> Votes:
     """The votes of all ranks; of two for one gemm, that of the first rank."""
     every = compat.process_groups.gather(votes)
     return {gemm: vote for its in reversed(every) for gemm, vote in its.items()}

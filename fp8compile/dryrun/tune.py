@@ -32,10 +32,10 @@ from ..errors import Fp8CompileError, OptionError, TuneError
 from ..ir.records import FP8, HIGH_PRECISION
 from ..reporting.layer_rows import pattern
 from .autocast import wanted
-from .compare import ComparedStep, Loss, Session
+from .compare import Loss, Session
 from .estimate import Compiler, device_for
 from .extrapolate import Costs, repeated
-from .observe import Watched, sums
+from .observe import Watched
 from .sandbox import modules_of, taken
 from .tuned import HIGH, Choice, LayerGroup, Tuned, Whole, candidates, groups_of, policy_of, recipe_of
 
@@ -168,7 +168,7 @@ class _Study:
         self.reference = step(HIGH_PRECISION, None)
         self.session.check_finite(self.reference)
         self.say("once more")
-        again = math.sqrt(self._squared(step(HIGH_PRECISION, None)))
+        again = self.reference.error(step(HIGH_PRECISION, None))
         if again > UNSTEADY * self.max_error:
             raise Fp8CompileError(
                 f"tune: {name} is not deterministic: the gradients of two equal steps in high precision "
@@ -176,7 +176,7 @@ class _Study:
             )
         self.say("with the noise of bf16")
         noisy = step(HIGH_PRECISION, Watched({}, noise=True))
-        self.floor = {name: self._share(name, noisy) for name in self.reference.gradients}
+        self.floor = {name: self.reference.squared_error(noisy, name) for name in self.reference.gradients}
         self.say("in FP8")
         step(FP8, None)
         report = self.session.report
@@ -190,27 +190,12 @@ class _Study:
         """The squared error of a step."""
         self.say(what)
         self.session.given = {"policy": policy_of(self.groups, choice, self.extends)}
-        return self._squared(self.session.taking(*self.batch)(FP8, None))
+        return self.reference.error(self.session.taking(*self.batch)(FP8, None), self.floor) ** 2
 
     def _alone(self, group: LayerGroup) -> dict[str, float]:
         """The squared errors of each candidate, with the other groups in high precision."""
         choices = {one: tuple(one if group is other else HIGH for other in self.groups) for one in self.found}
         return {one: self._error(choice, f"{one}: {group.name}") for one, choice in choices.items()}
-
-    def _squared(self, test: ComparedStep) -> float:
-        total = weights = 0.0
-        for name, gradient in self.reference.gradients.items():
-            count = int(torch.count_nonzero(gradient))  # not an embedding's rows that the batch lacks
-            total += count * min(1.0, max(0.0, self._share(name, test) - self.floor.get(name, 0.0)))
-            weights += count
-        return total / weights if weights else 0.0
-
-    def _share(self, name: str, test: ComparedStep) -> float:
-        """|error|^2 / |gradient|^2 of a parameter; 1 where the gradient is not finite."""
-        if name not in test.gradients:
-            return 1.0
-        signal, error, *_ = sums(self.reference.gradients[name], test.gradients[name]).tolist()
-        return 1.0 if not math.isfinite(error) else error / signal if signal > 0 else 0.0
 
     # -- times
 

@@ -16,7 +16,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -33,6 +33,7 @@ from .compare import Session
 from .comparison import Comparison
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 SHOWN = 3  # rows that a warning names
 
@@ -111,6 +112,12 @@ class Comparing:
 
     def compared(self, step: int) -> Comparison | None:
         """The comparison of the step that was waited for. Its error is a warning, and ends all."""
+        return self.of_seen(
+            step, lambda seen: self.session.run(seen.args, seen.kwargs, seen.loss, repeat=False)
+        )
+
+    def of_seen(self, step: int, take: Callable[[Seen], T]) -> T | None:
+        """What `take` makes of the call that was waited for. Its error is a warning, and ends all."""
         seen, self.seen = self.seen, None
         if self.closed:
             return None
@@ -124,7 +131,7 @@ class Comparing:
         found = None
         with ending(self.ends, self.close):
             with seen.autocast():
-                found = self.session.run(seen.args, seen.kwargs, seen.loss, repeat=False)
+                found = take(seen)
             if (model := self.model()) is not None:
                 self.stop = _listen(model, self._called)
         return found

@@ -36,16 +36,19 @@ def afresh() -> Iterator[None]:
 
 class Planted(nn.Module):
     """`factors` `[rows, 1]` scale the rows of the input of `down`, and are undone after it; `channel` scales
-    one column of it, which the weight undoes."""
+    one column of it, which the weight undoes; 200 columns are scaled by `small`, which nothing undoes."""
 
-    def __init__(self, channel: float = 1.0) -> None:
+    def __init__(self, channel: float = 1.0, small: float = 1.0) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(128, 384), nn.Linear(384, 128, bias=False)
-        self.channel = channel
-        self.register_buffer("scales", torch.where(torch.arange(384) == 7, channel, 1.0), persistent=False)
+        self.channel, self.small, at = channel, small, torch.arange(384)
+        self.register_buffer("scales", torch.where(at == 7, channel, 1.0), persistent=False)
+        self.register_buffer("few", torch.where(at < 200, small, 1.0), persistent=False)
 
     def forward(self, x: Tensor, factors: Tensor) -> Tensor:
         product = F.gelu(self.up(x)) * factors
+        if self.small != 1.0:
+            product = product * self.few
         if self.channel == 1.0:
             return self.down(product) / factors
         return F.linear(product * self.scales, self.down.weight / self.scales) / factors
@@ -58,8 +61,8 @@ def factors_of(step: int, rows: int = 64, share: float = 0.03, size: float = OUT
 
 
 class Run:
-    def __init__(self, policy: dict[str, Any], dynamic: bool = False, channel: float = 1.0):
-        self.model = make(lambda: Planted(channel))
+    def __init__(self, policy: dict[str, Any], dynamic: bool = False, **planted: float):
+        self.model = make(lambda: Planted(**planted))
         self.call = torch.compile(self.model, backend="fp8", dynamic=dynamic, options={"policy": policy})
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05)
         self.losses: list[Tensor] = []
@@ -97,10 +100,10 @@ def test_outlier_tokens_move_to_rows(tmp_path: Path, caplog: pytest.LogCaptureFi
     makes the same moves at the same steps, to the bit."""
     run, log = Run(guarded()), tmp_path / "moves.toml"
     with fp8compile.guard(run.call, log) as guard, hooks.cold_calls() as cold:
-        run.steps(0, 160)
+        run.steps(0, 33)
     assert [(x.name, x.gemm, x.step, x.rung) for x in guard.moved] == [
-        ("down.weight", "fprop", 102, "rowwise"),
-        ("down.weight", "wgrad", 102, "rowwise"),
+        ("down.weight", "fprop", 5, "rowwise"),
+        ("down.weight", "wgrad", 5, "rowwise"),
     ]
     assert not any(cold[1:])
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -108,11 +111,50 @@ def test_outlier_tokens_move_to_rows(tmp_path: Path, caplog: pytest.LogCaptureFi
     torch._dynamo.reset()
     with hooks.phases_afresh():
         again = Run(str(log))  # type: ignore[arg-type]
-        again.steps(0, 160)
+        again.steps(0, 33)
     assert torch.equal(torch.stack(again.losses), torch.stack(run.losses))
     assert all(map(torch.equal, again.model.state_dict().values(), run.model.state_dict().values()))
     mine, theirs = scaling_tensors(run.model), scaling_tensors(again.model)
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.slow
+def test_what_begins_later() -> None:
+    """Measured are steps 2, 3, 4, 8, 16, 32, and then each 50th."""
+    run = Run(guarded())
+    with fp8compile.guard(run.call) as guard:
+        run.steps(0, 40, size=1.0)
+        run.steps(40, 103)
+    assert [move.step for move in guard.moved] == [102, 102]
+
+
+def test_when_a_guard_measures() -> None:
+    table = fp8compile.Policy.load({"guard": {"every": 100}}).guard
+    assert table is not None
+    assert [i for i in range(320) if table.measures(i)] == [2, 3, 4, 8, 16, 32, 64, 100, 200, 300]
+
+
+def test_what_no_move_would_help_stays(caplog: pytest.LogCaptureFixture) -> None:
+    """More than half of the columns become 0, and hardly add to anything. Asked again after `patience`
+    measurements more."""
+    run = Run(guarded(), small=2.0**-20)
+    with fp8compile.guard(run.call) as guard, caplog.at_level(logging.INFO, "fp8compile"):
+        run.steps(0, 17, size=1.0)
+    told = [x.message for x in caplog.records if "with moves, gradients are off by" in x.message]
+    assert guard.moved == [] and ["step 3:" in told[0], "step 8:" in told[1]] == [True, True], told
+    assert len(told) == 2
+
+
+@pytest.mark.slow
+def test_steps_that_cannot_be_taken_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing moves at that step. From then on only rows and saturation count, without another step."""
+    run = Run(guarded(), channel=OUTLIER)
+    with fp8compile.guard(run.call) as guard, hooks.compared_steps(fails=True):
+        run.steps(0, 5, size=1.0)
+        assert guard.moved == [] and not guard.closed
+        run.steps(5, 9)
+    assert [(x.step, x.rung) for x in guard.moved] == [(10, "rowwise")] * 2
+    assert sum("steps are no longer taken" in x.message for x in caplog.records) == 1
 
 
 @pytest.mark.slow
@@ -121,7 +163,7 @@ def test_an_outlier_channel_moves_to_blocks() -> None:
     of 128 columns does without the others."""
     run = Run(guarded(), channel=OUTLIER)
     with fp8compile.guard(run.call) as guard:
-        run.steps(0, 103, size=1.0)
+        run.steps(0, 6, size=1.0)
     assert [(x.gemm, x.rung) for x in guard.moved] == [("fprop", "blockwise"), ("wgrad", "blockwise")]
     assert "the median column is off by" in guard.moved[0].why and "row" not in guard.moved[0].why
 
@@ -131,7 +173,7 @@ def test_an_outlier_channel_moves_to_blocks() -> None:
 def test_what_fp8_resolves_does_not_move(size: float) -> None:
     run = Run(guarded())
     with fp8compile.guard(run.call) as guard:
-        run.steps(0, 155, size=size)
+        run.steps(0, 65, size=size)
         assert guard.moved == [] and not guard.closed
 
 
@@ -139,9 +181,9 @@ def test_what_fp8_resolves_does_not_move(size: float) -> None:
 def test_a_second_guard_keeps_what_the_first_has_moved() -> None:
     run = Run(guarded(most=1))
     with fp8compile.guard(run.call):
-        run.steps(0, 101)
+        run.steps(0, 4)
     with fp8compile.guard(run.call) as guard, hooks.phases_of_calls() as seen:
-        run.steps(101, 104)
+        run.steps(4, 7)
     assert guard.moved == [] and seen == ["", "guard 1+guard 2", "guard 1+guard 2"]
 
 
@@ -150,7 +192,7 @@ def test_the_ladder() -> None:
     """After its last recipe comes high precision."""
     run = Run(guarded(ladder=["tensorwise"]))
     with fp8compile.guard(run.call) as guard:
-        run.steps(0, 103)
+        run.steps(0, 4)
     assert [(x.gemm, x.rung) for x in guard.moved] == [(x, "high_precision") for x in ("fprop", "wgrad")]
 
 
@@ -204,12 +246,12 @@ def test_an_error_ends_the_guard_not_the_run(caplog: pytest.LogCaptureFixture, t
     run, folder = Run(guarded()), tmp_path / "here"
     folder.mkdir()
     with fp8compile.guard(run.call, folder / "moves.toml") as guard:
-        run.steps(0, 50)
+        run.steps(0, 2)
         folder.rmdir()
-        run.steps(50, 103)
+        run.steps(2, 6)
         assert guard.closed
     assert any("guard of Planted ends" in record.message for record in caplog.records)
-    assert len(run.losses) == 103
+    assert len(run.losses) == 6
 
 
 def _on_one_rank(rank: int, kind: str) -> Any:
@@ -223,7 +265,7 @@ def _on_one_rank(rank: int, kind: str) -> Any:
         call = model
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     with fp8compile.guard(call) as guard, hooks.phases_of_calls() as seen:
-        for i in range(105):
+        for i in range(7):
             x = noise(64, 128, seed=2 * i + rank)
             size = OUTLIER if rank == 1 else 1.0
             F.mse_loss(call(x, factors_of(i, size=size)), x.roll(1, 1)).backward()
@@ -237,5 +279,5 @@ def _on_one_rank(rank: int, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_move_together(kind: str) -> None:
     first, second = on_ranks(2, _on_one_rank, kind)
-    assert first == second and len(first[0]) == 2 and "at step 102" in first[0][0]
+    assert first == second and len(first[0]) == 2 and "at step 5" in first[0][0]
     assert len(first[1]) in (1, 2), first  # graphs of each call, of one or two parts

@@ -26,7 +26,12 @@ def _rungs(name: str, given: Any) -> tuple[str, ...]:
 class GuardTable:
     """`[guard]`: what `fp8compile.guard(model)` does. Steps are optimizer steps."""
 
-    every: int = key("Measure a call each so many steps.", partial(integer, least=50), 500, minimum=50)
+    every: int = key(
+        "Measure a call each so many steps, and before the first of them at steps 2, 3, 4, 8, 16 and so on.",
+        partial(integer, least=50),
+        500,
+        minimum=50,
+    )
     patience: int = key(
         "Move what is out of its band in so many measurements in a row.",
         partial(integer, least=2),
@@ -39,6 +44,11 @@ class GuardTable:
         ("rowwise", "blockwise", LAST),
     )
     most: int = key("Move at most so many layers at a time.", partial(integer, least=1), 4, minimum=1)
+
+    def measures(self, step: int) -> bool:
+        """Is this step measured? What fails from the beginning cannot wait for `every`."""
+        early = 1 < step < self.every and (step == 3 or step.bit_count() == 1)
+        return early or (step > 0 and step % self.every == 0)
 
     @property
     def rungs(self) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -36,6 +37,17 @@ def rules_of(model: nn.Module) -> tuple[Rule, ...]:
     """Those that were put for a model."""
     found = (find(parameter).extras.get(Moves) for parameter in model.parameters())
     return next((moved.rules for moved in found if moved is not None), ())
+
+
+@contextlib.contextmanager
+def tried(model: nn.Module, rules: Sequence[Rule]) -> Iterator[None]:
+    """With these rules in place of those that were put."""
+    before = rules_of(model)
+    put(model, rules)
+    try:
+        yield
+    finally:
+        put(model, before)
 
 
 def put(model: nn.Module, rules: Sequence[Rule]) -> None:
