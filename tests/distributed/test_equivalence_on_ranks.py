@@ -97,6 +97,15 @@ def recipe(name: str, **more: Any) -> dict[str, Any]:
     return {"recipe": name, **more}
 
 
+WINDOWS = {
+    "policy": {
+        "defaults": {"recipe": "delayed"},
+        "rules": [
+            {"module": "*.down", "during": "1..3", "fp8": "off"},
+            {"module": "*.up", "gemm": "dgrad", "during": "2..", "recipe": "rowwise"},
+        ],
+    }
+}
 CURRENT_WEIGHTS = recipe("delayed", current_scaling=(False, True, False))
 
 
@@ -147,6 +156,10 @@ REPLICAS = {
     ),
     "ddp cuts": Case(
         Way("ddp", recipe("delayed")), Way("replica", recipe("delayed"), compiled="around"), "fbs fbs",
+        "over buckets", check=cut,
+    ),
+    "ddp, windows": Case(
+        Way("ddp", WINDOWS), Way("replica", WINDOWS, compiled="around"), "fbs fbs afbs fbs e fbs",
         "over buckets", check=cut,
     ),
     "ddp, blocks": Case(
