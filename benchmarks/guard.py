@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import statistics
 import sys
 import sysconfig
@@ -98,6 +99,9 @@ CASES = {
         FOUND, "outlier tokens, from 2^8 to 2^18", tokens=lambda step, steps: 2.0 ** (4 + 5 * step / steps)
     ),
     "channel": Case(FOUND, "an outlier channel of 2^18", channel=2.0**18),
+    "tokens-long": Case(
+        FOUND, "outlier tokens of 2^18, longer", steps=3 * STEPS, tokens=lambda step, steps: 2.0**9
+    ),
     "head": Case(
         TRIED, "a head with std 1e-6, in FP8", head=1e-6, rules=[{"module": "lm_head", "fp8": "on"}]
     ),
@@ -341,6 +345,34 @@ def overview(rows: Sequence[Row], markdown: bool = False) -> str:
     return table(cells, head, markdown)
 
 
+def moved(rows: Sequence[Row], markdown: bool = False) -> str:
+    """What a guard moved in each case: in how many runs, at which steps, and where."""
+    cells = []
+    for name, case in CASES.items():
+        runs = [row["moves"] for row in rows if (row["case"], row["arm"]) == (name, "guarded")]
+        if runs:
+            found = [re.match(r"(.*)\.weight (\w+) moves to (\w+) at step (\d+)", x) for x in sum(runs, [])]
+            layers, gemms, rungs, steps = (
+                dict.fromkeys(match[i] for match in found if match is not None) for i in range(1, 5)
+            )
+            at = ", ".join(sorted(steps, key=int))
+            what = " and ".join(x.removeprefix("blocks.") for x in sorted(layers))
+            cells.append(
+                (
+                    case.what,
+                    case.kind,
+                    len(runs),
+                    sum(map(bool, runs)),
+                    at,
+                    what,
+                    ", ".join(gemms),
+                    ", ".join(rungs),
+                )
+            )
+    head = ("planted", "a guard", "runs", "with a move", "at step", "layers", "gemms", "to")
+    return table(cells, head, markdown)
+
+
 def looks(rows: Sequence[Row], markdown: bool = False) -> str:
     """What measured calls told: for each case, arm and role, and each number, the operand with the largest
     median over the run, and its median."""
@@ -411,7 +443,7 @@ def main(argv: list[str] | None = None) -> int:
         with interpreted():
             run_missing(args.only, args.arms, args.seeds, args.out)
     rows = [row for row in read(args.out) if row["case"] in args.only]
-    made = {"guard": overview, "measured": looks}
+    made = {"guard": overview, "moved": moved, "measured": looks}
     for name, make in made.items():
         if args.update:
             tables.update(args.update, name, make(rows, True) + "\n")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .passes.joint import Joint, Partitioned, Rewritten
     from .runtime.calls import Call
     from .runtime.compiled_graph import CompiledGraph
-    from .runtime.probe import CastKind, Look
+    from .runtime.probe import CastKind, MeasuredCall
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class GraphFeature:
         """The graph is about to serve calls. What has to see every call wraps `graph.function`; DDPOptimizer
         calls it with fake tensors, too."""
 
-    def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
+    def first_call(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
         """The first call with these weights. `args`: as the user holds them; `owners`: weights, by input."""
 
-    def measure(self, args: Sequence[Any], look: Look) -> None:
+    def measure(self, args: Sequence[Any], measuring: MeasuredCall) -> None:
         """A call that is measured begins."""
 
     def arguments(self, args: Sequence[Any], call: Call) -> Sequence[Tensor]:

@@ -61,10 +61,10 @@ class Interface:
 
 @dataclass(eq=False)
 class Call:
-    """A call in progress. `look`: set if it is measured. `state`: of the feature that decides whether it is
-    `cold`; None if none does. `own`: addresses of tensors that are saved without the user's hooks."""
+    """A call in progress. `measuring`: set if it is measured. `state`: of the feature that decides whether
+    it is `cold`; None if none does. `own`: addresses of tensors that are saved without the user's hooks."""
 
-    look: probe.Look | None = None
+    measuring: probe.MeasuredCall | None = None
     state: Any = None
     cold: bool = False
     own: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class Call:
     @property
     def how(self) -> How | None:
         """How to run it eagerly; None: run the compiled code."""
-        return How(self.cold, self.look) if self.cold or self.look is not None else None
+        return How(self.cold, self.measuring) if self.cold or self.measuring is not None else None
 
 
 class Calls:
@@ -80,7 +80,7 @@ class Calls:
 
     def __init__(self, interface: Interface):
         self.interface = interface
-        self.looking = probe.Looking()
+        self.measured_calls = probe.MeasuredCalls()
         self.groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
         self.decisions: tuple[str, ...] = ()  # about each matmul of a weight
         self.agreed = False  # the ranks of those groups have compared their graphs

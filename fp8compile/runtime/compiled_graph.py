@@ -64,13 +64,13 @@ class CompiledGraph:
         known = compat.flat.owners(args, interface.packed) if interface.packed else args
         if isinstance(known[interface.weights[0]], nn.Parameter):
             key = self.owners.key(known)
-            if key not in self.owners.met:
-                self._meet(key, known)
-        looked_at = bool(process.of(probe.Active) or self.calls.looking.open)
-        call = Call(self._looks(known) if looked_at else None)
-        if call.look is not None:
+            if key not in self.owners.known:
+                self._first_call(key, known)
+        looked_at = bool(process.of(probe.Active) or self.calls.measured_calls.pending)
+        call = Call(self._measuring(known) if looked_at else None)
+        if call.measuring is not None:
             for part in self.parts:
-                part.measure(known, call.look)
+                part.measure(known, call.measuring)
         given = self._given(known, first.device, call) if self.giving else ()
         if self.calls.groups and not self.calls.agreed and interface.trains and not is_dry():
             self.calls.agree()
@@ -90,8 +90,8 @@ class CompiledGraph:
 
     def forget(self) -> None:
         """Forget every call and its state: the next call is the first one."""
-        self.owners.met.clear()
-        self.calls.looking.open.clear()
+        self.owners.known.clear()
+        self.calls.measured_calls.pending.clear()
         for part in self.parts:
             part.forget()
 
@@ -105,22 +105,22 @@ class CompiledGraph:
         pairs = zip(self.giving, made, strict=True)
         return [x for part, found in pairs for x in (*found, *[unread] * (part.inputs - len(found)))]
 
-    def _meet(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
+    def _first_call(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """The first call with these parameters."""
         weights = [args[i] for i in self.interface.weights]
         share_records(weights)
         if self.interface.trains:
             for weight in weights:
                 record_of(weight).options = self.options
-        owners = self.owners.meet(key, args)
+        owners = self.owners.add(key, args)
         prefix = self._named(weights)
         if self.record is not None:
             process.of(Ledger).attach(self.record, weights, prefix)
         try:
             for part in self.parts:
-                part.meet(args, owners, self.record)
+                part.first_call(args, owners, self.record)
         except Exception:
-            self.owners.met.pop(key, None)  # the next call is the first one again
+            self.owners.known.pop(key, None)  # the next call is the first one again
             raise
 
     def _named(self, weights: Sequence[Any]) -> str:
@@ -133,13 +133,13 @@ class CompiledGraph:
             open_rules.add(place.model, self.options, self.record, self.sites)
         return prefix
 
-    def _looks(self, args: Sequence[Any]) -> probe.Look | None:
-        """The `Look` of a call that is measured, or runs beside one that is; None for any other call."""
+    def _measuring(self, args: Sequence[Any]) -> probe.MeasuredCall | None:
+        """Set for a call that is measured, or runs beside one that is; None for any other call."""
         interface = self.interface
         if not (interface.trains and self.converts) or compat.autograd.compiled_autograd():
             return None
         inside = compat.autograd.in_backward()
-        look = self.calls.looking.at(args, interface.weights, inside, not (inside or is_dry()))
-        for measurement in look.measurements if look is not None else ():
+        call = self.calls.measured_calls.at(args, interface.weights, inside, not (inside or is_dry()))
+        for measurement in call.measurements if call is not None else ():
             measurement.gemms |= {(record_of(args[i]), gemm) for i, gemm in self.gemms}
-        return look
+        return call

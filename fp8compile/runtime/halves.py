@@ -135,8 +135,8 @@ class Halves:
                 how = calls.marks.note(args[marker_at])
             else:
                 how = How(True) if cold else None
-            if how is not None and how.look is not None:
-                calls.looking.backward(how.look)
+            if how is not None and how.measuring is not None:
+                calls.measured_calls.backward(how.measuring)
             return eager(args, how) if how is not None and _on(device, args) else warm(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]

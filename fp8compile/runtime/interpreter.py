@@ -26,10 +26,10 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no aran
 
 class How(NamedTuple):
     """How a call runs eagerly, forward and backward. `cold`: since a feature does not know yet what the
-    compiled code needs, such as a scale. `look`: measures every cast."""
+    compiled code needs, such as a scale. `measuring`: measures every cast."""
 
     cold: bool
-    look: probe.Look | None = None
+    measuring: probe.MeasuredCall | None = None
 
 
 AS_COMPILED = How(False)
@@ -37,7 +37,7 @@ AS_COMPILED = How(False)
 
 class Eager(Interpreter):
     """Draws Inductor's random operators by their seed, as compiled code does, so that backward recomputes the
-    same dropout mask. Shows every cast to the `look` of a call."""
+    same dropout mask. `measuring` sees every cast."""
 
     how = AS_COMPILED
 
@@ -47,8 +47,8 @@ class Eager(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if self.how.look is not None and n.target in probe.CASTS:
-            self.how.look(n, self.fetch_args_kwargs_from_env(n)[0], result)
+        if self.how.measuring is not None and n.target in probe.CASTS:
+            self.how.measuring(n, self.fetch_args_kwargs_from_env(n)[0], result)
         return result
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:

@@ -128,7 +128,7 @@ def _fail(measurements: Sequence[Measurement]) -> None:
 
 
 @dataclass(eq=False)
-class Look:
+class MeasuredCall:
     """One call that runs eagerly: it is measured or, if `measurements` is empty, beside one that is."""
 
     key: tuple[int, ...]
@@ -177,55 +177,55 @@ class Look:
 
 
 @dataclass(eq=False)
-class Looking:
+class MeasuredCalls:
     """The measured calls of one graph whose backwards have not run yet, by their weights."""
 
-    open: dict[tuple[int, ...], Open] = field(default_factory=dict)
+    pending: dict[tuple[int, ...], PendingForwards] = field(default_factory=dict)
 
     def at(
         self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool
-    ) -> Look | None:
-        """The `Look` of a call that runs eagerly, else None. `may_begin`: it may begin a measurement."""
-        look = None
+    ) -> MeasuredCall | None:
+        """Set for a call that runs eagerly, else None. `may_begin`: it may begin a measurement."""
+        call = None
         with ending(ENDS, lambda: _fail(process.of(Active))):
-            look = self._at(args, weights, in_backward, may_begin)
-        return look
+            call = self._at(args, weights, in_backward, may_begin)
+        return call
 
     def _at(
         self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool
-    ) -> Look | None:
+    ) -> MeasuredCall | None:
         key = tuple(id(args[i]) for i in weights)
-        opened = self.open.get(key)
+        pending = self.pending.get(key)
         wanting: list[Measurement] = []
-        if opened is None or not in_backward:  # else it recomputes a measured call or one beside it
+        if pending is None or not in_backward:  # else it recomputes a measured call or one beside it
             active = list(process.of(Active)) if may_begin else []
             wanting = [measurement for measurement in active if measurement.wants(key)]
-            if not wanting and opened is None:
+            if not wanting and pending is None:
                 return None
             if wanting:
-                opened = self.open.setdefault(key, Open())
-                opened.patience = Open.patience
-            assert opened is not None
-            if opened.patience == 0:  # the backwards do not come
-                del self.open[key]
+                pending = self.pending.setdefault(key, PendingForwards())
+                pending.patience = PendingForwards.patience
+            assert pending is not None
+            if pending.patience == 0:  # the backwards do not come
+                del self.pending[key]
                 return None
-            opened.patience -= 1
-            opened.forwards += 1
+            pending.patience -= 1
+            pending.forwards += 1
         for measurement in wanting:
             measurement.done.add(key)
-        return Look(key, {i: weakref.ref(args[i]) for i in weights}, wanting)
+        return MeasuredCall(key, {i: weakref.ref(args[i]) for i in weights}, wanting)
 
-    def backward(self, look: Look) -> None:
+    def backward(self, call: MeasuredCall) -> None:
         """The backward of a call has begun."""
-        opened = self.open.get(look.key)
-        if opened is not None:
-            opened.forwards -= 1
-            if opened.forwards <= 0:
-                del self.open[look.key]
+        pending = self.pending.get(call.key)
+        if pending is not None:
+            pending.forwards -= 1
+            if pending.forwards <= 0:
+                del self.pending[call.key]
 
 
 @dataclass(eq=False)
-class Open:
+class PendingForwards:
     """Forwards that ran eagerly. Until their backwards have run, further forwards with the same weights run
     that way, too, because a recomputation cannot be attributed to one of them."""
 

@@ -33,7 +33,7 @@ from ...runtime.calls import Call, is_dry
 from ...runtime.ledger import Ledger
 from . import leftovers, loads, notices
 from .arena import Arenas, Where
-from .life import Book, PageSet
+from .life import PageSet, PageSets
 from .state import check_unwanted
 from .state_page import new_amaxes, new_scales, rows_for
 from .store import Slots, StateInputs
@@ -64,7 +64,7 @@ class DelayedGraph(GraphFeature):
         self.together = compat.inductor.changes_collectives(job.options.inductor)
         self.first = 0
         self.slots = Slots()
-        self.book: Book | None = None  # None if no tensor of the graph has a slot
+        self.page_sets: PageSets | None = None  # None if no tensor of the graph has a slot
         self.graph: CompiledGraph | None = None
 
     def place(self, first: int) -> None:
@@ -79,7 +79,9 @@ class DelayedGraph(GraphFeature):
         self.hears = bool(self.slots.keys)
         if self.hears:
             where = Where(torch.device("cpu"), self.history, self.slots.groups, self.fixed)
-            self.book = Book(self.slots.keys, where, not done.inference, self.slots.cast, self.together)
+            self.page_sets = PageSets(
+                self.slots.keys, where, not done.inference, self.slots.cast, self.together
+            )
 
     def half(self, graph: GraphModule) -> None:
         """Fp8CompileError if the state would learn nothing: the partitioner drops what fits no half."""
@@ -89,13 +91,13 @@ class DelayedGraph(GraphFeature):
             raise Fp8CompileError(LOST)
 
     def backward(self, names: Sequence[str]) -> Callable[[Sequence[Any]], bool] | None:
-        book = self.book
-        if book is None or self.slots.inputs[1] not in names:
+        page_sets = self.page_sets
+        if page_sets is None or self.slots.inputs[1] not in names:
             return None
         position = names.index(self.slots.inputs[1])
 
         def heard(args: Sequence[Any]) -> bool:
-            pages = book.by_pointer.get(args[position].data_ptr())
+            pages = page_sets.by_pointer.get(args[position].data_ptr())
             if pages is not None:
                 pages.begin_backward()
             return pages is not None and pages.runs_cold
@@ -105,31 +107,31 @@ class DelayedGraph(GraphFeature):
     def compiled(self, job: Job, graph: CompiledGraph) -> None:
         self.graph = graph
 
-    def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
-        if self.book is not None:
+    def first_call(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
+        if self.page_sets is not None:
             loads.listen_to_callers()
-        wanted = self.book.inputs if self.book is not None else ()
+        wanted = self.page_sets.inputs if self.page_sets is not None else ()
         check_unwanted([args[i] for i in owners], [args[i] for i in wanted])
 
     def forget(self) -> None:
-        if self.book is not None:
-            self.book.forget()
+        if self.page_sets is not None:
+            self.page_sets.forget()
 
     def stand_ins(self, device: torch.device) -> Sequence[torch.Tensor]:
         rows = rows_for(len(self.slots.keys))
-        return (new_scales(rows, device), new_amaxes(rows, device)) if self.book is not None else ()
+        return (new_scales(rows, device), new_amaxes(rows, device)) if self.page_sets is not None else ()
 
     def arguments(self, args: Sequence[Any], call: Call) -> Sequence[torch.Tensor]:
         """The scales and amaxes of the page for these arguments. Makes the call cold, or a recomputation of
         one that was."""
-        if self.book is None:
+        if self.page_sets is None:
             return ()
         assert self.graph is not None
         device, dry = args[self.graph.interface.weights[0]].device, is_dry()
         inside, hooked = compat.autograd.in_backward(), compat.autograd.recomputing()
         arenas = process.of(Arenas)
         moves = not hooked and arenas.move(alone=dry)
-        pages = self.book.open(args, device)
+        pages = self.page_sets.at(args, device)
         again = inside and pages.is_again(hooked)
         if not dry and not again:
             if pages.will_run_cold() and compat.autograd.capturing():

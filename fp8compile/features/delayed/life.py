@@ -7,7 +7,7 @@
 
 | event | method | after it |
 |---|---|---|
-| the first call of these parameters | `Book.open` | cold |
+| the first call of these parameters | `PageSets.at` | cold |
 | a call begins, and the state has moved | `decide` | a cold call is counted; warm if it was the last one |
 | weights were loaded (`loads`) | `take_changes` | cold |
 | a scaling state was loaded | `take_changes` | cold where its slots are |
@@ -150,7 +150,7 @@ class PageSet:
         return self.page.patience > 0 and self.page.cold(self.cast)
 
 
-class Book:
+class PageSets:
     """The pages of one compiled graph, found at each call by the identity of the call's parameters. `keys`:
     its slots; `where`: where their pages are, on whatever device; `cast`: the rows that it casts by."""
 
@@ -168,7 +168,7 @@ class Book:
         self.sets: dict[tuple[int, ...], PageSet] = {}
         self.by_pointer: dict[int, PageSet] = {}  # by the amaxes of their pages
 
-    def open(self, args: Sequence[Any], device: torch.device) -> PageSet:
+    def at(self, args: Sequence[Any], device: torch.device) -> PageSet:
         """The pages for a call with these inputs, with the state that earlier calls of any graph left."""
         key = tuple([id(args[i]) for i in self.inputs])
         with LOCK:
@@ -189,10 +189,10 @@ class Book:
         slots = [(owner[key.input], (key.role, key.use)) for key in self.keys]
         settings = tuple(key.settings for key in self.keys)
         check_loaded(list(zip(slots, settings, strict=True)), self.where.history)
-        page, book = page_for(slots, settings, replace(self.where, device=device)), weakref.ref(self)
+        page, page_sets = page_for(slots, settings, replace(self.where, device=device)), weakref.ref(self)
 
         def forget(_: Any) -> None:
-            if (alive := book()) is not None and (gone := alive.sets.pop(key, None)) is not None:
+            if (alive := page_sets()) is not None and (gone := alive.sets.pop(key, None)) is not None:
                 alive.by_pointer.pop(gone.amaxes.data_ptr(), None)
 
         refs = tuple(weakref.ref(owner, forget) for owner in owners)

@@ -27,7 +27,7 @@ class ForwardsOfGraph(GraphFeature):
             self.found = done.results.of(Forwards)
         self.learns = job.inputs.training and job.inputs.grad and not done.inference
 
-    def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
+    def first_call(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
         forwards.know(owners, self.found.by_input, self.learns)
 
 

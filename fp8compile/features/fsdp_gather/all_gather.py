@@ -338,7 +338,7 @@ class Gathers(GraphFeature):
             why = f"gathered in high precision: beside FP8 matmuls, it is {verdict.reason}"
             job.options.warn(f"fp8_all_gather: {self.sharded[i]} is {why}")
 
-    def meet(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
+    def first_call(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
         for i, verdicts in self.found.items():
             entry = find(args[i]).extras.get(Gathered)
             if entry is not None:
@@ -347,13 +347,13 @@ class Gathers(GraphFeature):
         if gathered and record is not None:
             process.of(Ledger).supersede(record, [x for x in args if isinstance(x, nn.Parameter)])
 
-    def measure(self, args: Sequence[Any], look: probe.Look) -> None:
+    def measure(self, args: Sequence[Any], measuring: probe.MeasuredCall) -> None:
         """Measure the weights that have arrived in FP8: no cast in the graph does."""
-        for i in self.found:
+        for i in self.found if measuring.measurements else ():
             entry = find(args[i]).extras.get(Gathered)
-            if isinstance(args[i], GatheredWeight) and look.measurements and entry is not None and entry.code:
+            if isinstance(args[i], GatheredWeight) and entry is not None and entry.code:
                 assert entry.scales is not None
-                look.note(args[i], WEIGHT, entry.scales.measured(entry.position))
+                measuring.note(args[i], WEIGHT, entry.scales.measured(entry.position))
 
 
 def forget() -> None:

@@ -57,7 +57,7 @@ class KeptCopies(GraphFeature):
 
     def arguments(self, args: Sequence[Any], call: Call) -> Sequence[torch.Tensor]:
         with compat.autograd.unseen():
-            return self.cache.copies(args, call.look) if self.cache is not None else ()
+            return self.cache.copies(args, call.measuring) if self.cache is not None else ()
 
 
 class CachedWeights(Feature):

@@ -196,11 +196,11 @@ class WeightCache:
         """Stand-ins for the copies, for a call with fake tensors."""
         return [layout.empty(device) for layout in self.layouts]
 
-    def copies(self, args: Sequence[Any], look: probe.Look | None = None) -> Sequence[Tensor]:
-        """The copies of these arguments of the graph; `look` measures their casts."""
+    def copies(self, args: Sequence[Any], measuring: probe.MeasuredCall | None = None) -> Sequence[Tensor]:
+        """The copies of these arguments of the graph; `measuring` measures their casts."""
         weights = [args[i] for i in self.inputs]
-        if look is not None:
-            return boxed(Eager(self.own.graph))([x.detach() for x in weights], How(False, look))
+        if measuring is not None:
+            return boxed(Eager(self.own.graph))([x.detach() for x in weights], How(False, measuring))
         self.called = True
         key, stamp = tuple(map(id, weights)), _stamp(weights)
         kept = self.kept.get(key)

@@ -304,25 +304,25 @@ def steps_of(model: nn.Module) -> int:
 @contextlib.contextmanager
 def measured_casts() -> Iterator[list[str]]:
     """The roles of the tensors that are measured inside: an entry for each cast."""
-    from fp8compile.runtime.probe import Look
+    from fp8compile.runtime.probe import MeasuredCall
 
     seen: list[str] = []
-    stock = Look.__call__
+    stock = MeasuredCall.__call__
 
-    def look(self: Look, node: torch.fx.Node, args: tuple, result: Any) -> None:
+    def look(self: MeasuredCall, node: torch.fx.Node, args: tuple, result: Any) -> None:
         if self.measurements and "fp8_operand" in node.meta:
             seen.append(node.meta["fp8_operand"].role)
         stock(self, node, args, result)
 
-    with mock.patch.object(Look, "__call__", look):
+    with mock.patch.object(MeasuredCall, "__call__", look):
         yield seen
 
 
 def slow_calls() -> Patched:
     """For each call of a half inside, whether it runs eagerly for a measurement."""
-    from fp8compile.runtime.probe import Looking
+    from fp8compile.runtime.probe import MeasuredCalls
 
-    return noting(Looking, "at", lambda look, *_, **__: look is not None)
+    return noting(MeasuredCalls, "at", lambda look, *_, **__: look is not None)
 
 
 def measured(parameter: torch.Tensor) -> dict[str, dict[str, float]]:
@@ -371,8 +371,8 @@ def remembered(parameter: torch.Tensor) -> tuple[int, int]:
     from fp8compile.runtime.ledger import Ledger
 
     graphs = [x for x in gc.get_objects() if type(x) is CompiledGraph and x.owners.casts]
-    (graph,) = [graph for graph in graphs if any(id(parameter) in key for key in graph.owners.met)]
-    return len(graph.owners.met), len(process.of(Ledger).graphs()[graph.record][1])
+    (graph,) = [graph for graph in graphs if any(id(parameter) in key for key in graph.owners.known)]
+    return len(graph.owners.known), len(process.of(Ledger).graphs()[graph.record][1])
 
 
 def capturing() -> Patched:

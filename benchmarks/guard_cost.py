@@ -1,0 +1,138 @@
+"""What a guard and a switch cost: CPU time of the steps of a small model, through Inductor, on one thread.
+
+    python -m benchmarks.guard_cost --update notes/accuracy.md
+
+The model is that of `benchmarks.guard`. Three trainings: with a guard that measures each 500th step, and
+nothing planted; with a rule that is in force in some steps (`WINDOW`); and with outlier tokens from
+the first step on, so that a move is tried, and its graph compiled. A step's time is compared with the median
+of the steps that neither measure nor switch. What is timed is the whole step with the optimizer: on a CPU
+compiled code is most of it, and a measured call runs eagerly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+
+from . import guard, machine, tables
+from .results import RESULTS
+from .show import table
+
+PATH = RESULTS / "guard_cost.json"
+EVERY, STEPS, FEW = 500, 501, 60
+WINDOW = (20, 40)  # the first step in it, and the first one after it
+DELAYED = {"defaults": {"recipe": "delayed"}}
+MOVED = {"module": "blocks.*.down", "gemm": ["fprop", "wgrad"], "recipe": "rowwise"}
+GUARD = {"every": EVERY, "patience": 2}
+
+
+def seconds(policy: dict[str, Any], steps: int, case: guard.Case, guarded: bool) -> list[float]:
+    """CPU seconds of each step, of one training."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, (text, _) = guard.Model(case), guard.load_text()
+    options: dict[str, Any] = {"policy": policy}
+    run: Any = torch.compile(model, backend="fp8", options=options, dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=guard.LR, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    fp8compile.set_step(0, model)
+    watching = fp8compile.guard(run) if guarded else None
+    found = []
+    for i in range(steps):
+        batch = guard.batch(text, generator)
+        outliers = torch.rand(guard.BATCH, guard.CONTEXT, 1, generator=generator) < guard.SHARE
+        tokens = torch.where(outliers, case.tokens(i, steps), 1.0)
+        began = time.process_time()
+        step(run, optimizer, *batch, tokens)
+        found.append(time.process_time() - began)
+    if watching is not None:
+        watching.close()
+    return found
+
+
+def step(
+    run: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, tokens: Tensor
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = run(inputs, targets, tokens, torch.ones(()), torch.ones(guard.BATCH, guard.CONTEXT))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure() -> dict[str, Any]:
+    policy = fp8compile.Policy.load({**DELAYED, "guard": GUARD})
+    assert policy.guard is not None
+    cases, measures = guard.CASES, policy.guard.measures
+    times = seconds({**DELAYED, "guard": GUARD}, STEPS, cases["healthy"], True)
+    looked = {i: t for i, t in enumerate(times, 1) if measures(i)}
+    usual = median(t for i, t in enumerate(times, 1) if i > 1 and not measures(i))
+    rule = {**MOVED, "name": "window", "during": "{}..{}".format(*WINDOW)}
+    switching = seconds({**DELAYED, "rules": [rule]}, FEW, cases["healthy"], False)
+    inside, outside = switching[WINDOW[0] + 1 : WINDOW[1]], switching[3 : WINDOW[0]]
+    moving = seconds({**DELAYED, "guard": GUARD}, 7, cases["tokens"], True)
+    return {
+        "step": usual,
+        "measured": median(looked.values()),
+        "early": sum(looked.values()) - looked[EVERY] - usual * (len(looked) - 1),
+        "into": switching[WINDOW[0]] - median(inside),
+        "out": switching[WINDOW[1]] - median(outside),
+        "tried": moving[2],
+        "compiled": moving[4],
+        "date": machine.now(),
+        **machine.commit(),
+        "versions": machine.versions(),
+    }
+
+
+def shown(found: dict[str, Any], markdown: bool = False) -> str:
+    one = found["step"]
+    measured = found["measured"] - one
+    cells = [
+        ("a step", f"{1e3 * one:.0f} ms", ""),
+        (
+            f"a measured step, each {EVERY}",
+            f"{measured / one:.1f} steps more",
+            f"{100 * measured / one / EVERY:.2f}%",
+        ),
+        ("the measured steps before the first of these", f"{found['early'] / one:.0f} steps more, once", ""),
+        (
+            "the first step in a window, the first after it",
+            f"{found['into'] / one:+.2f} and {found['out'] / one:+.2f} steps",
+            "",
+        ),
+        ("a measured step with a move that is tried", f"{found['tried'] / one:.0f} steps", ""),
+        ("the first step after a move: its graph is compiled", f"{found['compiled']:.0f} s", ""),
+    ]
+    return table(cells, ("what", "CPU time", "of a training"), markdown)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.guard_cost", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=PATH)
+    parser.add_argument("--show", action="store_true", help="only print the table")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table into this page")
+    args = parser.parse_args(argv)
+    if not args.show:
+        torch.set_num_threads(1)
+        args.out.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    found = json.loads(args.out.read_text(encoding="utf-8"))
+    if args.update:
+        tables.update(args.update, "guard_cost", shown(found, True) + "\n")
+    else:
+        print(shown(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
