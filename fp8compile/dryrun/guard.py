@@ -1,6 +1,6 @@
 """`fp8compile.guard(model)`: moves gemms that FP8 harms to another recipe, or to high precision, in training.
 
-    a measured call each `every` steps  ->  out of band `patience` times in a row  ->  a comparison
+    a measured call each `every` steps  ->  out of band `patience` times in a row  ->  the step, with the move
     ->  the first rung of the ladder that repairs the operands  ->  a rule from two steps later on, in the log
 
 What is watched: of each operand the error of its median row and of its median column, and the shares of
@@ -9,7 +9,8 @@ have the norm, and all others are lost.
 
 A large error need not harm: of an operand with an offset, or of a gradient that nearly cancels, high
 precision loses as much. So before a move, the step is taken in high precision, in FP8, and in FP8 with the
-move: nothing moves unless that takes a third of the error from the gradient of the whole model. Where the
+move: nothing moves unless that takes a third of the error from the gradient of the whole model. A gradient
+that is far from bf16's although no move would help, since the errors of many layers add, is a warning. Where the
 model cannot be called again (FSDP2 shards it), only numbers count that were out of band in no harmless
 training (`SURE`).
 
@@ -54,6 +55,7 @@ from ..runtime.named_weights import named_weights, unwrapped
 from ..runtime.optimizer_steps import each_step, steps_of
 from ..runtime.parameters import ParameterRecord, find
 from ..runtime.probe import COLUMNS, Measurement, Name, ending, measured
+from .observe import Watched
 from .watch import Comparing, Seen
 
 logger = get_logger(__name__)
@@ -66,6 +68,7 @@ SURE = {key: BANDS[key] for key in ("row_error", "overflows%")}
 REPAIRED = {**BANDS, "underflows%": 20.0}  # of a good median, half of the columns could be lost
 # So much of the gradient's error may be left after a move: 0.06 to 0.48 where FP8 failed, 0.88 to 1.1 else.
 HELPS = 2 / 3
+FAR, MUCH = 0.25, 3.0  # a warning if gradients are off by more than this, and so many times more than bf16's
 AHEAD = 2  # steps from a decision to the move, so that what is gathered for a step is known before it
 READERS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 Votes = dict[tuple[str, str], tuple[str, str]]  # weight and gemm -> rung, and why
@@ -255,22 +258,27 @@ class Guard:
         errors = self._comparing.of_seen(step, partial(self._errors, model, wanted, step))
         if errors is None:
             return False
-        before, after = errors
+        before, after, in_bf16 = errors
         names = ", ".join(dict.fromkeys(name for name, _ in wanted))
         what = f"out of band: {names}; with moves, gradients are off by {after:.3f} instead of {before:.3f}"
         logger.info("fp8: guard of %s: step %d: %s", self._name, step, what)
-        return after <= HELPS * before
+        helps = after <= HELPS * before
+        if not helps and before > max(FAR, MUCH * in_bf16):
+            what = f"gradients are off by {before:.2f} (bf16: {in_bf16:.2f}), and no single gemm is to blame"
+            logger.warning("fp8: guard of %s: step %d: %s", self._name, step, what)
+        return helps
 
-    def _errors(self, model: nn.Module, wanted: Votes, now: int, seen: Seen) -> tuple[float, float]:
-        """Of the step's gradient, without and with these moves."""
+    def _errors(self, model: nn.Module, wanted: Votes, now: int, seen: Seen) -> tuple[float, float, float]:
+        """Of the step's gradient: without and with these moves, and with the noise of bf16."""
         assert self._comparing is not None
         session, batch = self._comparing.session, (seen.args, seen.kwargs, seen.loss)
         step = session.taking(*batch)
         reference = step(HIGH_PRECISION, None)
         session.check_finite(reference)
+        in_bf16 = reference.error(step(HIGH_PRECISION, Watched({}, noise=True)))
         before = reference.error(step(FP8, None))
         with moves.tried(model, self._rules(Move(*gemm, now, *vote) for gemm, vote in wanted.items())):
-            return before, reference.error(session.taking(*batch)(FP8, None))
+            return before, reference.error(session.taking(*batch)(FP8, None)), in_bf16
 
     def _votes(
         self, ready: Mapping[Suspect, str], measurement: Measurement

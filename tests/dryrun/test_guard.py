@@ -145,6 +145,35 @@ def test_what_no_move_would_help_stays(caplog: pytest.LogCaptureFixture) -> None
     assert len(told) == 2
 
 
+class Cancelling(nn.Module):
+    """Returns its loss. Its output is nearly the target, so its gradient is all error, of all its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())])
+        self.planted = Planted(small=2.0**-20)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.planted(self.layers(x), x.new_ones(64, 1)), target)
+
+
+@pytest.mark.slow
+def test_no_single_gemm_is_to_blame(caplog: pytest.LogCaptureFixture) -> None:
+    model = make(Cancelling)
+    run = torch.compile(model, backend="fp8", dynamic=False, options={"policy": guarded()})
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with fp8compile.guard(run) as guard:
+        for i in range(3):
+            x = noise(64, 128, seed=i)
+            with torch.no_grad():
+                target = model.planted(model.layers(x), torch.ones(64, 1))
+            run(x, target + 0.1 * target.std() * noise(64, 128, seed=9)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert guard.moved == [] and len(told) == 1 and "no single gemm is to blame" in told[0], told
+
+
 @pytest.mark.slow
 def test_steps_that_cannot_be_taken_again(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing moves at that step. From then on only rows and saturation count, without another step."""
