@@ -10,8 +10,8 @@ have the norm, and all others are lost.
 A large error need not harm: of an operand with an offset, or of a gradient that nearly cancels, high
 precision loses as much. So before a move, the step is taken in high precision, in FP8, and in FP8 with the
 move: nothing moves unless that takes a third of the error from the gradient of the whole model. A gradient
-that is far from bf16's although no move would help, since the errors of many layers add, is a warning. Where the
-model cannot be called again (FSDP2 shards it), only numbers count that were out of band in no harmless
+that is far from bf16's although no move would help, since the errors of many layers add, is a warning. Where
+the model cannot be called again (FSDP2 shards it), only numbers count that were out of band in no harmless
 training (`SURE`).
 
 The rungs are tried on the operands that were measured, in the copy that keeps rows as they are: a recipe that
