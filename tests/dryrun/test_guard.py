@@ -182,7 +182,7 @@ def test_steps_that_cannot_be_taken_again(caplog: pytest.LogCaptureFixture) -> N
         run.steps(0, 5, size=1.0)
         assert guard.moved == [] and not guard.closed
         run.steps(5, 17)
-    assert [(x.step, x.rung) for x in guard.moved] == [(18, "rowwise")] * 2
+    assert [(x.step, x.rung) for x in guard.moved] == [(18, "blockwise")] * 2
     assert sum("steps are no longer taken" in x.message for x in caplog.records) == 1
 
 
