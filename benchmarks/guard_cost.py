@@ -5,8 +5,8 @@
 The model is that of `benchmarks.guard`. Three trainings: with a guard that measures each 500th step, and
 nothing planted; with a rule that is in force in some steps (`WINDOWS`); and with outlier tokens from the
 first step on, so that a move is tried, and its graph compiled, which is timed by the clock on the wall (it
-compiles in other processes). A step's time is compared with the median of steps that neither measure nor switch. It is
-that of the whole step, with the optimizer.
+compiles in other processes). A step's time is compared with the median of steps that neither measure nor
+switch. It is that of the whole step, with the optimizer.
 """
 
 from __future__ import annotations
