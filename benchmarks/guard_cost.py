@@ -29,7 +29,7 @@ from . import guard, machine, tables
 from .results import RESULTS
 from .show import table
 
-PATH = RESULTS / "guard_cost.json"
+PATH = RESULTS / "guard-cost.jsonl"
 EVERY, STEPS = 500, 501
 WINDOWS = [(i, i + 5) for i in range(10, 110, 10)]  # the first step in it, and the first one after it
 DELAYED = {"defaults": {"recipe": "delayed"}}
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.show:
         torch.set_num_threads(1)
-        args.out.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(measure()) + "\n", encoding="utf-8")
     found = json.loads(args.out.read_text(encoding="utf-8"))
     if args.update:
         tables.update(args.update, "guard_cost", shown(found, True) + "\n")
