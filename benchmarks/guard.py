@@ -29,7 +29,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,17 @@ def batch(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return text[at], text[at + 1]
 
 
+def inputs_of(case: Case, text: Tensor, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
+    """What the model is called with at each step, with what is planted."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for step in range(steps):
+        pair = batch(text, generator)
+        outliers = torch.rand(BATCH, CONTEXT, 1, generator=generator) < SHARE
+        tokens = torch.where(outliers, case.tokens(step, steps), 1.0)
+        weights = torch.exp2(case.weights * torch.rand(BATCH, CONTEXT, generator=generator))
+        yield *pair, tokens, torch.tensor(case.jump(step, steps)), weights
+
+
 # -- one run --
 
 
@@ -224,7 +235,6 @@ def train(name: str, arm: str, seed: int, steps: int = 0) -> Row:
     options: dict[str, Any] = {"policy": policy(ARMS[arm], case)}
     run: Any = torch.compile(model, backend="fp8", options=options, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    generator = torch.Generator().manual_seed(1000 + seed)
     drawn = torch.Generator().manual_seed(7)
     evaluated = [batch(held_out, drawn) for _ in range(HELD_OUT)]
     measured: list[Row] = []
@@ -234,16 +244,12 @@ def train(name: str, arm: str, seed: int, steps: int = 0) -> Row:
         guard = fp8compile.guard(run)
     elif seed == 0 and arm != BASELINE:
         monitor = fp8compile.monitor(run, every=EVERY, to=measured.extend)
-    for step in range(steps):
+    for step, given in enumerate(inputs_of(case, text, seed, steps)):
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARMUP) * (0.1 + 0.9 * (1 - step / steps))
-        inputs, targets = batch(text, generator)
-        outliers = torch.rand(BATCH, CONTEXT, 1, generator=generator) < SHARE
-        tokens = torch.where(outliers, case.tokens(step, steps), 1.0)
-        weights = torch.exp2(case.weights * torch.rand(BATCH, CONTEXT, generator=generator))
         scale = case.loss_scale(step, steps)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = run(inputs, targets, tokens, torch.tensor(case.jump(step, steps)), weights)
+            loss = run(*given)
         (loss * scale).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
@@ -357,18 +363,8 @@ def moved(rows: Sequence[Row], markdown: bool = False) -> str:
             )
             at = ", ".join(sorted(steps, key=int))
             what = " and ".join(x.removeprefix("blocks.") for x in sorted(layers))
-            cells.append(
-                (
-                    case.what,
-                    case.kind,
-                    len(runs),
-                    sum(map(bool, runs)),
-                    at,
-                    what,
-                    ", ".join(gemms),
-                    ", ".join(rungs),
-                )
-            )
+            first = case.what, case.kind, len(runs), sum(map(bool, runs))
+            cells.append((*first, at, what, ", ".join(gemms), ", ".join(rungs)))
     head = ("planted", "a guard", "runs", "with a move", "at step", "layers", "gemms", "to")
     return table(cells, head, markdown)
 

@@ -11,7 +11,6 @@ switch. It is that of the whole step, with the optimizer.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -21,18 +20,18 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import fp8compile
 
 from . import guard, machine, tables
+from .options import Parser
 from .results import RESULTS
 from .show import table
 
 PATH = RESULTS / "guard-cost.jsonl"
 EVERY, STEPS = 500, 501
 WINDOWS = [(i, i + 5) for i in range(10, 110, 10)]  # the first step in it, and the first one after it
-DELAYED = {"defaults": {"recipe": "delayed"}}
+DELAYED = guard.ARMS["delayed"]
 MOVED = {"module": "blocks.*.down", "gemm": ["fprop", "wgrad"], "recipe": "rowwise"}
 Clock = Callable[[], float]
 GUARD = {"every": EVERY, "patience": 2}
@@ -48,37 +47,28 @@ def seconds(
     options: dict[str, Any] = {"policy": policy}
     run: Any = torch.compile(model, backend="fp8", options=options, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=guard.LR, fused=True)
-    generator = torch.Generator().manual_seed(0)
     fp8compile.set_step(0, model)
     watching = fp8compile.guard(run) if guarded else None
     found = []
-    for i in range(steps):
-        batch = guard.batch(text, generator)
-        outliers = torch.rand(guard.BATCH, guard.CONTEXT, 1, generator=generator) < guard.SHARE
-        tokens = torch.where(outliers, case.tokens(i, steps), 1.0)
+    for given in guard.inputs_of(case, text, 0, steps):
         began = clock()
-        step(run, optimizer, *batch, tokens)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(*given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         found.append(clock() - began)
     if watching is not None:
         watching.close()
     return found
 
 
-def step(
-    run: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, tokens: Tensor
-) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = run(inputs, targets, tokens, torch.ones(()), torch.ones(guard.BATCH, guard.CONTEXT))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def measure() -> dict[str, Any]:
-    policy = fp8compile.Policy.load({**DELAYED, "guard": GUARD})
-    assert policy.guard is not None
-    cases, measures = guard.CASES, policy.guard.measures
-    times = seconds({**DELAYED, "guard": GUARD}, STEPS, cases["healthy"], True)
+    guarded = {**DELAYED, "guard": GUARD}
+    settings = fp8compile.Policy.load(guarded).guard
+    assert settings is not None
+    cases, measures = guard.CASES, settings.measures
+    times = seconds(guarded, STEPS, cases["healthy"], True)
     looked = {i: t for i, t in enumerate(times, 1) if measures(i)}
     usual = median(t for i, t in enumerate(times, 1) if i > 1 and not measures(i))
     windows = [f"{first}..{end}" for first, end in WINDOWS]
@@ -91,7 +81,7 @@ def measure() -> dict[str, Any]:
     def typical(steps: list[int]) -> float:
         return median(switching[i] for i in steps)
 
-    moving = seconds({**DELAYED, "guard": GUARD}, 7, cases["tokens"], True, time.perf_counter)
+    moving = seconds(guarded, 7, cases["tokens"], True, time.perf_counter)
     return {
         "step": usual,
         "measured": median(looked.values()),
@@ -133,7 +123,7 @@ def shown(found: dict[str, Any], markdown: bool = False) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.guard_cost", description=__doc__.split("\n")[0])
+    parser = Parser(prog="benchmarks.guard_cost", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=PATH)
     parser.add_argument("--show", action="store_true", help="only print the table")
     parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table into this page")

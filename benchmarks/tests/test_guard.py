@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 
 import pytest
 
 from benchmarks import guard, lines
 from benchmarks.interpreted import interpreted
+
+
+@pytest.fixture(autouse=True)
+def level() -> Iterator[None]:
+    """The command says less of what it trains; other tests read the log."""
+    logger = logging.getLogger("fp8compile")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 def row(case: str, arm: str, seed: int, late: float, **more: object) -> dict:

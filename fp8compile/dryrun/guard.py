@@ -1,7 +1,8 @@
 """`fp8compile.guard(model)`: moves gemms that FP8 harms to another recipe, or to high precision, in training.
 
-    a measured call each `every` steps  ->  out of band `patience` times in a row  ->  the step, with the move
-    ->  the first rung of the ladder that repairs the operands  ->  a rule from two steps later on, in the log
+    a measured call each `every` steps  ->  out of band `patience` times in a row
+    ->  the first rung of the ladder that repairs the operands  ->  the step, taken again with the move
+    ->  a rule from two steps later on, in the log
 
 What is watched: of each operand the error of its median row and of its median column, and the shares of
 elements that are flushed to zero and that saturate. A norm over the tensor hides what fails: outlier tokens

@@ -141,8 +141,7 @@ def test_what_no_move_would_help_stays(caplog: pytest.LogCaptureFixture) -> None
     with fp8compile.guard(run.call) as guard, caplog.at_level(logging.INFO, "fp8compile"):
         run.steps(0, 17, size=1.0)
     told = [x.message for x in caplog.records if "with moves, gradients are off by" in x.message]
-    assert guard.moved == [] and ["step 3:" in told[0], "step 8:" in told[1]] == [True, True], told
-    assert len(told) == 2
+    assert guard.moved == [] and [x.split("step ")[1].split(":")[0] for x in told] == ["3", "8"]
 
 
 class Cancelling(nn.Module):

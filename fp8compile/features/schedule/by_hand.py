@@ -21,7 +21,7 @@ from ...logs import get_logger, say_once
 from ...runtime.ledger import Ledger
 from ...runtime.optimizer_steps import STEPS, each_step, parameters_of
 from ...runtime.parameters import all_records, find, record_of
-from .moves import Moves
+from .moves import Moves, known
 
 logger = get_logger(__name__)
 
@@ -81,8 +81,8 @@ def set_rule(name: str, on: bool | None, model: nn.Module | None = None) -> None
     if name not in names and (graphs or len(process.of(Ledger))):
         allowed = "the name of a rule with 'during' in the policy of a compiled model"
         raise OptionError.of("name", name, allowed, near(str(name), [x for x in names if x is not None]))
-    switches = BY_HAND.switches.of if model is None else _switches_of(model)
-    before = switches.get(name)
+    switches = BY_HAND.switches if model is None else known(parameters_of(model), Switches)
+    before = switches.of.get(name) if switches is not None else None
     _switch(name, on, model)
     late = next((graph.late for graph in graphs if graph.late), None)
     if late:
@@ -95,11 +95,6 @@ def why_not_late(model: nn.Module) -> str:
     known = {id(parameter) for parameter in model.parameters()}
     graphs = [graph for graph in process.of(Scheduled).graphs if known & {*map(id, graph.known)}]
     return next((graph.why_not_late for graph in graphs if graph.why_not_late), "")
-
-
-def _switches_of(model: nn.Module) -> dict[str, bool | None]:
-    found = (find(parameter).extras.get(Switches) for parameter in parameters_of(model))
-    return next((switches.of for switches in found if switches is not None), {})
 
 
 def _switch(name: str, on: bool | None, model: nn.Module | None) -> None:

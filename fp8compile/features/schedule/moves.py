@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...config.policy import Policy, Rule
 from ...runtime.optimizer_steps import STEPS
 from ...runtime.parameters import find, record_of
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -35,8 +38,14 @@ def extended(policy: Policy, rules: Sequence[Rule]) -> Policy:
 
 def rules_of(model: nn.Module) -> tuple[Rule, ...]:
     """Those that were put for a model."""
-    found = (find(parameter).extras.get(Moves) for parameter in model.parameters())
-    return next((moved.rules for moved in found if moved is not None), ())
+    moved = known(model.parameters(), Moves)
+    return moved.rules if moved is not None else ()
+
+
+def known(parameters: Iterable[Tensor], kind: type[T]) -> T | None:
+    """What the first of these parameters that has such a fact knows."""
+    found = (find(parameter).extras.get(kind) for parameter in parameters)
+    return next((fact for fact in found if fact is not None), None)
 
 
 @contextlib.contextmanager

@@ -309,12 +309,12 @@ def measured_casts() -> Iterator[list[str]]:
     seen: list[str] = []
     stock = MeasuredCall.__call__
 
-    def look(self: MeasuredCall, node: torch.fx.Node, args: tuple, result: Any) -> None:
+    def measure(self: MeasuredCall, node: torch.fx.Node, args: tuple, result: Any) -> None:
         if self.measurements and "fp8_operand" in node.meta:
             seen.append(node.meta["fp8_operand"].role)
         stock(self, node, args, result)
 
-    with mock.patch.object(MeasuredCall, "__call__", look):
+    with mock.patch.object(MeasuredCall, "__call__", measure):
         yield seen
 
 
@@ -322,7 +322,7 @@ def slow_calls() -> Patched:
     """For each call of a half inside, whether it runs eagerly for a measurement."""
     from fp8compile.runtime.probe import MeasuredCalls
 
-    return noting(MeasuredCalls, "at", lambda look, *_, **__: look is not None)
+    return noting(MeasuredCalls, "at", lambda call, *_, **__: call is not None)
 
 
 def measured(parameter: torch.Tensor) -> dict[str, dict[str, float]]:
