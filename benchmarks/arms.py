@@ -47,13 +47,15 @@ _PROCESS = contextlib.ExitStack()  # its contexts stay open until the process en
 @dataclass(frozen=True)
 class Arm:
     """`prepare` may replace modules of the model. `how` is the arguments of Module.compile (None: eager).
-    `env`: variables of its process. `kind` is "bf16", "eager", "torchao" or "fp8"."""
+    `env`: variables of its process. `kind` is "bf16", "eager", "torchao" or "fp8". `packed`: the optimizer is
+    fp8compile.optim.AdamW, whose step also casts weights, and not torch's fused AdamW."""
 
     name: str
     kind: str
     how: Mapping[str, Any] | None = field(default_factory=dict)
     prepare: Callable[[nn.Module], None] = lambda model: None
     env: Mapping[str, str] = field(default_factory=dict)
+    packed: bool = False
 
     @property
     def mode(self) -> str:
@@ -125,11 +127,13 @@ def fp8(recipe: str, **options: Any) -> dict[str, Any]:
 
 
 GRAPHS = "reduce-overhead"
+IN_THE_UPDATE = {"cache_weights": True, "power_of_2_scale": True}  # the optimizer's step casts weights
 ARMS = {
     arm.name: arm
     for arm in (
         Arm("bf16", "bf16"),
         Arm("bf16-max-autotune", "bf16", {"mode": "max-autotune"}),
+        Arm("bf16-packed", "bf16", packed=True),
         Arm("bf16-graphs", "bf16", {"mode": GRAPHS}),
         Arm("eager-bf16", "eager", None),
         Arm("torchao-tensorwise", "torchao", prepare=torchao("tensorwise")),
@@ -148,6 +152,8 @@ ARMS = {
         Arm("fp8-delayed-cached", "fp8", fp8("delayed", cache_weights=True)),
         Arm("fp8-tensorwise-cached", "fp8", fp8("tensorwise", cache_weights=True)),
         Arm("fp8-rowwise-cached", "fp8", fp8("rowwise", cache_weights=True)),
+        Arm("fp8-delayed-packed", "fp8", fp8("delayed"), packed=True),
+        Arm("fp8-delayed-update", "fp8", fp8("delayed", **IN_THE_UPDATE), packed=True),
         Arm("fp8-delayed-all", "fp8", fp8("delayed", policy=ALL)),
         Arm("fp8-rowwise", "fp8", fp8("rowwise")),
         Arm("fp8-rowwise-all", "fp8", fp8("rowwise", policy=ALL)),

@@ -5,17 +5,18 @@ Nothing is executed and nothing is measured. The figures compare compilations of
 Inductor's schedule has them (each buffer once per kernel), matmul FLOPs by dtype, bytes kept for backward,
 and a roofline time, in which every kernel takes the longer of its bytes and its FLOPs, plus a launch
 (`dryrun.roofline`). Matmuls count in waves of tiles. `operands_once_ms` is that time if generated kernels
-moved each operand once (`Graph.operands_once`): what the best casts would give. The optimizer of the
-benchmark counts by its bytes, the same for every arm. Autotuning is ignored. With gradient accumulation, the
-graphs of a micro-batch count as often as it runs. A graph without a matmul (casts of weights that are kept,
-with `cache_weights`) and the optimizer count once.
+moved each operand once (`Graph.operands_once`): what the best casts would give. The optimizer counts by its
+bytes, at the rate that was measured of torch's, also ours, whose step may write the copies of weights, too.
+Autotuning is ignored. With gradient accumulation, the graphs of a micro-batch count as often as it runs. A
+graph without a matmul (casts of weights that are kept, with `cache_weights`) and the optimizer count once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from fp8compile.devices import catalog
 from fp8compile.dryrun import fake_gpu, roofline
+from fp8compile.features.weight_cache import weight_cache
 
 from . import arms
 from .cases.base import Point, Static
@@ -50,6 +52,29 @@ def optimizer_bytes(model: nn.Module) -> int:
     )
 
 
+def packed_bytes(model: nn.Module) -> float:
+    """The same of `fp8compile.optim.AdamW` without masters: it reads the gradient, and reads and writes the
+    weight, E4M3 and FP16, and their scales (`optim.states`). 12.1 bytes a parameter in bf16."""
+    states = 2 * (1 + 2 + 8 / 128)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum((3 * parameter.itemsize + states) * parameter.numel() for parameter in trained)
+
+
+@contextlib.contextmanager
+def casts_in_step() -> Iterator[list[int]]:
+    """The bytes of the copies that a step can write, of each graph that is compiled inside."""
+    found: list[int] = []
+    stock = weight_cache.WeightCache.__init__
+
+    def noted(self: Any, hoisted: Any, *given: Any) -> None:
+        stock(self, hoisted, *given)
+        if self.shared:
+            found.append(hoisted.bytes)
+
+    with mock.patch.object(weight_cache.WeightCache, "__init__", noted):
+        yield found
+
+
 def launches(step: Any, accumulate: int = 1) -> list[Any]:
     """The kernels of an optimizer step of so many micro-batches, from a trace of one."""
     return [kernel for graph in step.graphs for kernel in graph.kernels * times(graph, accumulate)]
@@ -57,7 +82,11 @@ def launches(step: Any, accumulate: int = 1) -> list[Any]:
 
 def times(graph: Any, accumulate: int) -> int:
     """How often a graph runs in a step of so many micro-batches."""
-    return accumulate if any(kernel.matmul is not None for kernel in graph.kernels) else 1
+    return accumulate if multiplies(graph) else 1
+
+
+def multiplies(graph: Any) -> bool:
+    return any(kernel.matmul is not None for kernel in graph.kernels)
 
 
 def figures(
@@ -104,11 +133,14 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
         with autocast:
             model(*batch)  # the backward is compiled with it
 
-    with mock.patch.dict(os.environ, arm.env):
+    with mock.patch.dict(os.environ, arm.env), casts_in_step() as copies:
         found = fake_gpu.trace(step, H200.gpu)
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
-    updated = optimizer_bytes(model) if point.optimizer else 0.0
+    updated = (packed_bytes if arm.packed else optimizer_bytes)(model) if point.optimizer else 0.0
+    if arm.packed and copies:  # written in the update, and not by a graph of casts
+        updated += sum(copies)
+        found = replace(found, graphs=tuple(filter(multiplies, found.graphs)))
     weights = {tuple(x.shape) for x in model.parameters() if x.dim() > 1}
     frozen = sum(x.nbytes for x in model.parameters() if not x.requires_grad)
     return {**figures(found, updated, point.accumulate, weights), "frozen_gb": frozen / 1e9}

@@ -50,7 +50,7 @@ class Worker:
         task = Task(point, self.device)
         how = arms.settings(arms.ARMS[arm], point.accumulate, self.interpreted)
         arms.apply(arms.ARMS[arm], task.model, how, point.compile == "block")
-        task.start()
+        task.start(arms.ARMS[arm].packed)
         self.runner = Runner(task)
         made = self.runner.warm_up(warmup)
         return {**made, "how": arms.describe(how), **self.runner.idle()}

@@ -21,7 +21,7 @@ So what a later process needs of the passes is in `joint.results`: plain data, f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +60,28 @@ class StoredScale(NamedTuple):
     scale_inv: float
     cold: bool
     counts: Mapping[str, int]
+
+
+class CastInStep(NamedTuple):
+    """How a step casts a weight that it updates, seen as rows of its last dimension, [R, C]: by the scale
+    with this `inverse` (float32 [1], a power of two as a rule), into `rows`, FP8 [R, C], and `columns`, FP8
+    [C, R], whose rows may be apart; None: not in this layout. `amax`, int32 [1], is raised to the bits of the
+    largest magnitude of the new weight."""
+
+    rows: Tensor | None
+    columns: Tensor | None
+    inverse: Tensor
+    amax: Tensor
+    fp8_max: float
+
+
+class Wrote(NamedTuple):
+    """A weight that a step has written, its amax (exact, without dimensions), and whether it was cast as
+    asked."""
+
+    weight: Tensor
+    amax: Tensor
+    cast: bool
 
 
 class GraphFeature:
@@ -181,15 +203,16 @@ class Feature:
         """Records of these parameters for the report of a model."""
         return ()
 
-    def wanted_amaxes(self, optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
-        """The parameters (ids) whose amaxes it can use at the end of this optimizer's step. None if it needs
-        none of this optimizer, and expects none."""
+    def wanted_casts(
+        self, optimizer: torch.optim.Optimizer, updated: Collection[int]
+    ) -> Mapping[int, CastInStep | None] | None:
+        """What it can use of this optimizer's step, which begins and updates these parameters (ids): for some
+        of them, a cast and the amax, or the amax alone. None if it needs nothing of this optimizer, and
+        expects nothing."""
         return None
 
-    def step_wrote(
-        self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]
-    ) -> None:
-        """A step has written these weights, and their amaxes, of one element each, are exact."""
+    def step_wrote(self, optimizer: torch.optim.Optimizer, written: Sequence[Wrote]) -> None:
+        """What a step has done of that."""
 
     def reset(self) -> None:
         """torch._dynamo.reset() was called: all graphs are gone."""

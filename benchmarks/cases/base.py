@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8compile.optim import AdamW
+
 from ..models import materialise
 
 Batch = tuple[Tensor, ...]
@@ -179,8 +181,13 @@ class Task:
         self.batches = point.batches(device, compute)
         self.optimizer: torch.optim.Optimizer | None = None
 
-    def start(self) -> None:
-        """Make the optimizer, torch's fused AdamW. Call it after the arm, which may replace modules."""
+    def start(self, packed: bool = False) -> None:
+        """Make the optimizer, torch's fused AdamW, or (`packed`) ours. Call it after the arm, which may
+        replace modules."""
         if self.point.optimizer:
-            how: dict[str, Any] = {"lr": self.point.lr, "betas": (0.9, 0.95), "fused": True}
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), **how)
+            how: dict[str, Any] = {"lr": self.point.lr, "betas": (0.9, 0.95)}
+            parameters = self.model.parameters()
+            if packed:
+                self.optimizer = AdamW(parameters, fp8_weights=True, **how)
+            else:
+                self.optimizer = torch.optim.AdamW(parameters, fused=True, **how)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .. import compat
+from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import CASTS, FLOATS, aten, is_tensor
 
@@ -276,6 +278,7 @@ _CONVERT = (
     "cvt.u32.u16 a, l; cvt.u32.u16 b, h; shl.b32 b, b, 16; or.b32 $0, a, b; }}"
 )
 _CONVERSIONS = {torch.float8_e4m3fn: "rn.satfinite.e4m3x2.f32", torch.float8_e5m2: "rn.satfinite.e5m2x2.f32"}
+E4M3_BY_PTX = _CONVERT.format(_CONVERSIONS[torch.float8_e4m3fn])  # for kernels that are written by hand
 
 
 def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
@@ -285,3 +288,9 @@ def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
     code = _CONVERT.format(_CONVERSIONS[dtype])
     bits = f'tl.inline_asm_elementwise("{code}", "=r,f,f,f,f", [{value}], tl.uint8, True, 4)'
     return f"{bits}.to({TRITON_DTYPE[dtype]}, bitcast=True)"
+
+
+def converts_by_ptx(device: torch.device) -> bool:
+    """Do kernels for this device convert to FP8 by PTX?"""
+    gpu = gpu_of(device)
+    return gpu is not None and not gpu.gfx and compat.triton.converts_wrongly(gpu.capability)

@@ -23,13 +23,11 @@ from dataclasses import dataclass
 import sympy
 from torch.fx import Node
 
-from .. import compat
-from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import arg
 from . import blocks
 from .block_scales import Tiles, magnitude
-from .expressions import TRITON_DTYPE, number_text, rounded
+from .expressions import TRITON_DTYPE, converts_by_ptx, number_text, rounded
 from .group import Group, Output, statistics_of, title
 from .indexing import sizes
 from .scales import SPAN, Scale, loaded_scale
@@ -63,8 +61,7 @@ class Writer(Values):
             fixed = ()  # a row and its sums look like values that no row changes
         width = blocks.configurations(group)[0][1] if self.whole else MOST_COLUMNS
         super().__init__(group, Masks.of(group.domain, width), fixed)
-        gpu = gpu_of(group.outputs[0].node.meta["val"].device)
-        self.by_ptx = gpu is not None and not gpu.gfx and compat.triton.converts_wrongly(gpu.capability)
+        self.by_ptx = converts_by_ptx(group.outputs[0].node.meta["val"].device)
         self.scales: dict[Node, str] = {}
         self.read: list[Node] = []  # what the kernel reads of them, in the order of its parameters
         for node, scale in group.scales.items():

@@ -89,7 +89,7 @@ _OF_MX = ScalingCost(copy_bytes=1 + 4 / 32)
 # From coarse to fine: a matmul whose operands are scaled in different ways costs as much as the finer way.
 # docs/cost-model.md has the sources of the costs.
 BUILT_IN = {
-    "delayed": BuiltIn(WHOLE, WHOLE, (False,), ScalingCost(amax_apart=True, once=4)),
+    "delayed": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(amax_apart=True, once=4)),
     "tensorwise": BuiltIn(WHOLE, WHOLE, (False, True), ScalingCost(walks=2, once=2)),
     "rowwise": BuiltIn(ROW, ROW, (False, True), ScalingCost(walks=2, for_each_layout=True), tile=WHOLE),
     "rowwise_with_gw_hp": BuiltIn(ROW, ROW, (False, True), None, tile=WHOLE),
@@ -257,8 +257,8 @@ class Recipe:
     )
     power_of_2_scale: bool | None = setting(
         None,
-        f"Round scales down to powers of two. Default: True with {_with_powers((True,), (True, False))} "
-        f"(always: {_with_powers((True,))}), else False (always: {_with_powers((False,))}).",
+        f"Round scales down to powers of two; with delayed, those of current amaxes. Default: True with "
+        f"{_with_powers((True,), (True, False))} (always: {_with_powers((True,))}), else False.",
         unless_none(boolean),
     )
     fp8_encoding: str = setting(
@@ -299,8 +299,7 @@ class Recipe:
             if self.serve == "none":  # else by GPU (`passes.resolve`)
                 self._set("power_of_2_scale", allowed[0])
         elif self.power_of_2_scale not in allowed:
-            why = ": its scales are powers of two" if allowed[0] else ""
-            self._refuse("power_of_2_scale", str(allowed[0]), why)
+            self._refuse("power_of_2_scale", str(allowed[0]), ": its scales are powers of two")
         if self.amax_group and self.fine:
             self._refuse("amax_group", "False", ", whose scales are of rows or blocks of a shard")
         if self.frozen == "fp8" and len({*self.weight_block}) > 1:
@@ -364,7 +363,7 @@ class Recipe:
             margin = (HEADROOM if wide else HEADROOM_OF_E4M3) if delayed and role == "gradient" else 0
         else:
             margin = self.margin if isinstance(self.margin, int) else self.margin[i]
-        powers = bool(self.power_of_2_scale)
+        powers = bool(self.power_of_2_scale) and not delayed
         least = LEAST[powers] if self.serve != "none" and role == "input" else 0.0
         return Scaling(delayed, block, wide, margin, powers, self.fp8_encoding, history, least)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,14 +12,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..devices.support import casts_to_e4m3
-from ..extension import features
+from ..extension import CastInStep, Wrote, features
 from ..logs import get_logger, say_once
 from .states import MASTERS, State, fresh, from_blocks, is_small, local, packed, to_blocks, vanilla
-from .update import compiled, factors, update, update_small, update_with_amax
+from .update import (
+    cast_into,
+    compiled,
+    factors,
+    launch_update,
+    on_host,
+    update,
+    update_small,
+    update_with_amax,
+)
 
 logger = get_logger(__name__)
 
 _OURS = ("master", "fp8_weights", "_compiled", "_stepped")
+Asked = Mapping[int, CastInStep | None]  # parameter (id) -> its cast; None: its amax is enough
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,9 +45,10 @@ class AdamW(Optimizer):
       the lower half of the float32 master weight, 2 bytes per parameter; exact, for bf16 weights. "float32":
       a float32 copy, 4 bytes. Weights in float32 need none.
     * `fp8_weights`: the step also makes the FP8 weights of the next step, for models that are compiled with
-      `backend="fp8"` and `cache_weights=True`. No forward casts a weight then, and results are bitwise the
-      same. After a write to `weight.data` after a step, call `fp8compile.refresh_weight_cache()`. Without
-      `cache_weights` it has no effect, and warns once.
+      `backend="fp8"` and `cache_weights=True`. No forward casts a weight then, and results are those of casts
+      in forward. With `power_of_2_scale=True`, and one scale a weight, the update itself casts. After a write
+      to `weight.data` after a step, call `fp8compile.refresh_weight_cache()`. Without `cache_weights` it has
+      no effect, and warns once.
     * `compiled`: False runs the update as plain torch operators, slower, without waiting for a compilation.
       So do NVIDIA's GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
     * `foreach`, `fused`: are accepted and have no effect; the update is always one kernel per parameter.
@@ -114,7 +125,7 @@ class AdamW(Optimizer):
                         f"{index} has one. Use torch.optim.SparseAdam for it, or "
                         "sparse=False in its embedding"
                     )
-        asked = self._asked() if self.fp8_weights else frozenset()
+        asked = self._asked(p for _, parameters in work for p in parameters) if self.fp8_weights else {}
         amaxes: dict[Tensor, Tensor] = {}  # of the blocks of weights
         for group, parameters in work:
             by_step = defaultdict(list)
@@ -125,42 +136,48 @@ class AdamW(Optimizer):
             for (step, _), members in by_step.items():
                 self._update(group, step, members, asked, amaxes)
         if self.fp8_weights:
-            self._hand_over(amaxes)
+            self._hand_over(amaxes, asked)
         return loss
 
-    def _asked(self) -> frozenset[int]:
-        """The parameters (ids) whose amaxes are used at the end of this step."""
-        asked = [ids for feature in features() if (ids := feature.wanted_amaxes(self)) is not None]
+    def _asked(self, updated: Iterable[Tensor]) -> Asked:
+        """What is wanted of this step."""
+        ids = frozenset(map(id, updated)) if type(self).step is AdamW.step else frozenset()
+        asked = [its for feature in features() if (its := feature.wanted_casts(self, ids)) is not None]
         if not asked and self._stepped:  # not in a first step, which may be torch.distributed.checkpoint's
             fix = "compile with options={'cache_weights': True}"
             why = f"no compiled graph keeps FP8 copies of these weights: {fix}"
             say_once(logger, logging.WARNING, f"fp8: AdamW's fp8_weights has no effect: {why}")
         self._stepped = True
-        return frozenset().union(*asked)
+        return {key: cast for its in asked for key, cast in its.items()}
 
-    def _hand_over(self, amaxes: dict[Tensor, Tensor]) -> None:
-        """The amaxes of weights, from those of their blocks."""
+    def _hand_over(self, amaxes: dict[Tensor, Tensor], asked: Asked) -> None:
+        """The amaxes of weights, from those of their blocks; and which ones were cast."""
         if type(self).step is not AdamW.step:  # it may write weights after this
             return
         alike = defaultdict(list)
         for p, of_blocks in amaxes.items():
             alike[of_blocks.device, of_blocks.dtype].append((p, of_blocks))
-        weights = [p for members in alike.values() for p, _ in members]
-        found: list[Tensor] = []
+        written: list[Wrote] = []
         for members in alike.values():
-            found += torch._foreach_max([of_blocks for _, of_blocks in members])
+            found = torch._foreach_max([of_blocks for _, of_blocks in members])
+            written += [Wrote(p, amax, False) for (p, _), amax in zip(members, found, strict=True)]
+        groups = (p for group in self.param_groups for p in group["params"])
+        for p in groups:
+            if p not in amaxes and (cast := asked.get(id(p))) is not None:
+                written.append(Wrote(p, cast.amax.view(torch.float32)[0], True))
         for feature in features():
-            feature.step_wrote(self, weights, found)
+            feature.step_wrote(self, written)
 
     def _update(
         self,
         group: dict[str, Any],
         step: int,
         members: list[tuple[Tensor, State]],
-        asked: frozenset[int],
+        asked: Asked,
         amaxes: dict[Tensor, Tensor],
     ) -> None:
-        """`amaxes` gets those of each block of the parameters in `asked`: [blocks] of the weight's dtype."""
+        """`amaxes` gets those of each block of the parameters in `asked` that are not cast: [blocks] of the
+        weight's dtype."""
         by = factors(group, step)
         compiles = self._compiled and casts_to_e4m3(local(members[0][0]).device)
         for p, state in members:
@@ -170,11 +187,20 @@ class AdamW(Optimizer):
             kept = state.get("remainder", state.get("master"))
             rows = to_blocks(weight).data  # without the view's base, whose shape Dynamo would guard
             moments = [state[key] for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")]
-            function: Callable[..., Tensor | None] = update_with_amax if id(p) in asked else update
-            call = compiled(function) if compiles else function
-            found = call(rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
-            if found is not None:
-                amaxes[p] = found
+            given = (rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
+            cast = asked.get(id(p))
+            if weight.is_cuda and not (compiles and on_host(by)):
+                cast = None  # the amax is enough
+            if cast is not None and weight.is_cuda:
+                launch_update(*given, cast, weight.shape[-1])  # type: ignore[call-arg]
+            else:
+                amax_too = id(p) in asked and cast is None
+                function: Callable[..., Tensor | None] = update_with_amax if amax_too else update
+                found = (compiled(function) if compiles else function)(*given)
+                if found is not None:
+                    amaxes[p] = found
+                if cast is not None:
+                    cast_into(rows.view(-1, weight.shape[-1]), cast)
             torch.autograd.graph.increment_version(p)  # `.data` does not count
             if rows.data_ptr() != weight.data_ptr():  # a copy: not contiguous, or its last block not full
                 weight.copy_(from_blocks(rows, weight.shape))
@@ -184,7 +210,12 @@ class AdamW(Optimizer):
             masters = [s["master"] if "master" in s else w.float() for w, _, s in small]
             first, second = [s["exp_avg"] for *_, s in small], [s["exp_avg_sq"] for *_, s in small]
             update_small(weights, gradients, first, second, masters, by)
-        amaxes.update({p: local(p).abs() for p, _ in members if id(p) in asked and is_small(p)})
+        for p, _ in members:
+            if is_small(p) and id(p) in asked:
+                if (wanted := asked[id(p)]) is not None:
+                    cast_into(local(p).view(-1, p.shape[-1]), wanted)
+                else:
+                    amaxes[p] = local(p).abs()
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's, with float32 moments: 8 bytes per parameter, newly allocated."""

@@ -28,6 +28,7 @@ from torch.nn import functional
 BLOCK = 128
 FIRST, SECOND = torch.float8_e4m3fn, torch.float16
 LARGEST = {FIRST: (0x600000, 8), SECOND: (0x7FE000, 15)}  # fraction, E: 1.75 * 2^8, (2 - 2^-10) * 2^15
+SMALLEST = torch.finfo(SECOND).smallest_normal * torch.finfo(SECOND).eps
 SMALL = 4096  # elements: below, packing saves nothing worth a kernel
 MASTERS = (None, "bf16+remainder", "float32")
 MASTER = "master_param"  # TransformerEngine's key for a float32 master weight
@@ -78,8 +79,7 @@ def pack(values: Tensor, dtype: torch.dtype) -> Packed:
     if dtype == FIRST:  # devices differ in what an infinity becomes
         scaled = torch.where(scaled.isinf(), torch.nan, scaled)
     if dtype == SECOND:
-        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        scaled = torch.where(values > 0, scaled.clamp(min=smallest), scaled)
+        scaled = torch.where(values > 0, scaled.clamp(min=SMALLEST), scaled)
     return Packed(scaled.to(dtype), scale)
 
 
@@ -108,9 +108,14 @@ def follow(master: Tensor, weight: Tensor) -> Tensor:
 
     By the distance, at most half a unit in the last place: Inductor may leave out the rounding in
     `master.to(weight.dtype)`."""
-    near, limits = weight.float(), torch.finfo(weight.dtype)
-    half = near.abs() * (limits.eps / 2) + limits.tiny * limits.eps
-    return torch.where((master - near).abs() <= half, master, near)
+    near, (half, least) = weight.float(), half_a_unit(weight.dtype)
+    return torch.where((master - near).abs() <= near.abs() * half + least, master, near)
+
+
+def half_a_unit(dtype: torch.dtype) -> tuple[float, float]:
+    """Half a unit in the last place of x, at most: this times abs(x), and that much more."""
+    limits = torch.finfo(dtype)
+    return limits.eps / 2, limits.tiny * limits.eps
 
 
 # -- the states of a parameter --

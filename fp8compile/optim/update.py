@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from .states import FIRST, SECOND, follow, join, pack, split, unpack
+from ..codegen.expressions import converts_by_ptx, saturates
+from ..extension import CastInStep
+from ..ir import ops
+from ..ir.scale import inverse_of
+from .states import BLOCK, FIRST, SECOND, follow, half_a_unit, join, pack, split, unpack
 
 
 class Factors(NamedTuple):
@@ -94,6 +98,70 @@ def update_with_amax(weight: Tensor, *others: Any) -> Tensor:
     variants of each."""
     update(weight, *others)
     return weight.abs().amax(1)
+
+
+def cast_into(weight: Tensor, cast: CastInStep) -> None:
+    """Cast an updated weight [R, C], and raise its amax, in plain torch."""
+    bits = weight.abs().amax().float().view(torch.int32)
+    cast.amax.copy_(torch.maximum(cast.amax, bits))
+    scale = inverse_of(cast.inverse)
+    for copy, turned in ((cast.rows, False), (cast.columns, True)):
+        if copy is not None:
+            made = ops.cast(weight, scale, copy.dtype, cast.fp8_max).view(torch.uint8)
+            copy.view(torch.uint8).copy_(made.t() if turned else made)
+
+
+TILE = (32, 8)  # rows of a program, each one block of states; warps
+
+
+def on_host(by: Factors) -> bool:
+    """Are the factors on the CPU? `launch_update` takes them as numbers."""
+    return all(x.device.type == "cpu" for x in by)
+
+
+def launch_update(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    second: Tensor,
+    second_scale: Tensor,
+    kept: Tensor | None,
+    by: Factors,
+    cast: CastInStep,
+    width: int,
+) -> None:
+    """`update` and `cast_into` in one walk over a weight, whose rows have `width` elements."""
+    from .triton_adamw import fp8_adamw
+
+    copy = cast.rows if cast.rows is not None else cast.columns
+    assert copy is not None
+    height = weight.numel() // width
+    with torch.cuda.device_of(weight):
+        fp8_adamw[-(-height // TILE[0]) * (width // BLOCK),](
+            weight,
+            gradient,
+            first,
+            first_scale,
+            second,
+            second_scale,
+            kept,
+            cast.rows,
+            cast.columns,
+            cast.inverse,
+            cast.amax,
+            *(x.item() for x in by),
+            height,
+            width,
+            cast.columns.stride(0) if cast.columns is not None else 0,
+            *half_a_unit(weight.dtype),
+            cast.fp8_max,
+            saturates(copy.dtype),
+            converts_by_ptx(weight.device),
+            TILE[0],
+            BLOCK,
+            num_warps=TILE[1],
+        )
 
 
 @functools.cache

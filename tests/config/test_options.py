@@ -130,7 +130,7 @@ def test_dashes_are_underscores_and_a_format_has_any_case():
         ("amax_group", (), "a dimension of a DeviceMesh"),
         ("current_scaling", "input", "inputs, weights, gradients"),
         ("on_overflow", "clip", "'current', 'saturate'"),
-        ("power_of_2_scale", True, "False with recipe 'delayed'"),
+        ("power_of_2_scale", "up", "True or False"),
         ("fp8_encoding", "e4m3fnuz", "'auto', 'ocp', 'fnuz'"),
         ("recast_weights", None, "True, False or 'auto'"),
         ("merge_matmuls", "yes", "True, False or 'auto'"),
@@ -341,17 +341,17 @@ def test_margins_and_scaling_are_those_of_the_reference(recipe):
         for role, gemm in itertools.product(ROLES, ("fprop", "dgrad", "wgrad")):
             found = ours.scaling(role, gemm)
             assert found.delayed is reference.delayed(role) and found.block == reference.block(role, gemm)
-            assert found.margin == reference.margin_of(role) and found.power_of_2 is reference.rounded
+            assert found.margin == reference.margin_of(role) and found.power_of_2 is reference.rounded(role)
             form = formats.pick(found.wide, found.encoding == "fnuz")
             assert (form.dtype, form.max) == reference.format(role)
 
 
 @pytest.mark.feature("delayed")
 def test_options_are_checked_with_the_recipe_of_the_policy():
-    policy = {"defaults": {"recipe": "tensorwise"}}
-    assert parse({"policy": policy, "power_of_2_scale": True}).recipe.power_of_2_scale is True
-    assert "power_of_2_scale" in error_of({"power_of_2_scale": True})  # the default recipe is delayed
-    rule = {"rules": [{"module": "a", "power_of_2_scale": True}]}
+    policy = {"defaults": {"recipe": "rowwise"}}
+    assert parse({"fp8_format": "hybrid"}).recipe.fp8_format == "hybrid"  # the default recipe is delayed
+    assert "fp8_format" in error_of({"policy": policy, "fp8_format": "hybrid"})
+    rule = {"rules": [{"module": "a", "recipe": "rowwise", "fp8_format": "hybrid"}]}
     assert "rule" in error_of({"policy": rule}) and "[defaults]" not in error_of({"policy": rule})
 
 

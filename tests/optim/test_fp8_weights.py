@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +23,23 @@ import fp8compile
 from fp8compile.optim import AdamW
 from tests.features.weight_cache.test_weight_cache import CHANGES, assign
 from tests.support import hooks
-from tests.support.cached import BF16, compiled, options_of, same, trained
+from tests.support.cached import BF16, compiled, layer, options_of, same, trained
 from tests.support.harness import ALL_FP8, grads_of, noise
 from tests.support.models import Mlp, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 Run = Callable[[Any, AdamW], list[dict[str, Tensor]]]
+
+
+@pytest.fixture(params=["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
+def recipe(request: pytest.FixtureRequest) -> str:
+    """With `delayed` the step itself casts; with `tensorwise` it computes amaxes for casts after it."""
+    return request.param
+
+
+def by(recipe: str, casts: list[str]) -> list[str]:
+    """Where a recipe's casts are, of those of `delayed`."""
+    return casts if recipe == "delayed" else [x.replace("update", "step+") for x in casts]
 
 
 def ours(model: nn.Module, early: bool, **more: Any) -> AdamW:
@@ -79,29 +91,76 @@ class Odd(nn.Module):
 
 @pytest.mark.cases(test=2, slow=3)
 @pytest.mark.parametrize(
-    ("build", "recipe", "master", "given"),
+    ("build", "recipe", "master", "casts"),
     [
-        (mlp, "delayed", None, "+"),
-        (mlp, "rowwise_with_gw_hp", None, "+"),  # one scale a weight in dgrad
-        (mlp, "blockwise", None, ""),
-        (mlp, "tensorwise", "bf16+remainder", "+"),
-        (lambda: make(Odd), "tensorwise", None, "+"),
+        (mlp, "delayed", None, "update"),
+        (mlp, "rowwise_with_gw_hp", None, "step+"),  # one scale a weight in dgrad
+        (mlp, "blockwise", None, "step"),
+        (layer, "delayed", "bf16+remainder", "update"),
+        (mlp, "tensorwise", None, "step+"),
+        (lambda: make(Odd), "delayed", None, "step+"),
     ],
 )
 def test_the_same_bits_and_no_cast_in_a_forward(
-    build: Callable[[], nn.Module], recipe: str, master: Any, given: str
+    build: Callable[[], nn.Module], recipe: str, master: Any, casts: str
 ) -> None:
     """Three micro-batches come before the first step, when nobody knows that there is an optimizer. "+":
-    amaxes of the weights are those that the update has computed."""
+    amaxes of the weights are those that the update has computed. "update": it has cast the weights itself,
+    but for the first ones, whose scales nobody knows yet."""
 
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
         return trained(model, compiled(model, True, recipe, policy={"rules": [{"fp8": "on"}]}), optimizer)
 
-    assert both(build, run, master=master) == ["forward"] * 3 + [f"step{given}"] * 3
+    assert both(build, run, master=master) == ["forward"] * 3 + [
+        "step+" if casts == "update" else casts,
+        casts,
+        casts,
+    ]
+
+
+def test_scales_that_change() -> None:
+    """Ten steps that let weights grow and shrink: what has another scale afterwards is cast again."""
+    scales: list[tuple[float, ...]] = []
+
+    def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        call, found = compiled(model, True, "delayed"), []
+        for number in range(10):
+            optimizer.param_groups[0]["weight_decay"] = -30.0 if number % 4 < 2 else 30.0
+            found += step(call, model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            scales.append(tuple(2.0 ** x.abs().max().log2().floor().item() for x in model.parameters()))
+        return found
+
+    assert both(mlp, run)[-8:] == ["update"] * 8
+    changes = [a != b for a, b in itertools.pairwise(scales[-9:])]
+    assert any(changes) and not all(changes)
+
+
+def test_cuda_graphs_find_what_a_step_wrote_at_the_old_addresses() -> None:
+    """And a backward that comes after the step is an error, as of a weight that was saved."""
+    results = []
+    for cache, early in ((False, False), (True, True)):
+        model: Any = mlp()
+        optimizer = ours(model, early)
+        options = {"triton.cudagraphs": True}
+        with hooks.copies_given() as given, hooks.casts_by_place() as found:
+            call = compiled(model, cache, "delayed", **options)
+            results.append(trained(model, call, optimizer, 3, 2))
+        if cache:
+            assert len({*given}) == 1 and len(given) == 6
+            assert [where for where, _ in found] == ["forward"] * 2 + ["update"] * 3
+    assert same(*results)
+    late = call(noise(1, 48, 128, dtype=BF16).requires_grad_())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.sum().backward()
 
 
 @pytest.mark.slow
-def test_several_graphs() -> None:
+def test_several_graphs(recipe: str) -> None:
     """Three, two of which read one weight."""
 
     def tied() -> nn.Module:
@@ -111,10 +170,11 @@ def test_several_graphs() -> None:
 
     def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
         for part in model:
-            part.compile(backend="fp8", options=options_of("tensorwise", cache_weights=True))
+            part.compile(backend="fp8", options=options_of(recipe, cache_weights=True))
         return trained(model, model, optimizer, 3, 2)
 
-    assert both(lambda: make(tied), run) == ["forward"] * 2 * 3 + ["step+"] * 3 * 3
+    casts = ["forward"] * 2 * 3 + ["step+"] * 3 + ["update", "step+", "update"] * 2
+    assert both(lambda: make(tied), run) == by(recipe, casts)
 
 
 # -- weights that others change --
@@ -125,15 +185,15 @@ def another_step(_: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [*(change for change in CHANGES if change is not assign), another_step])
-def test_a_change_between_step_and_forward(change: Callable[[nn.Module], None]) -> None:
+def test_a_change_between_step_and_forward(change: Callable[[nn.Module], None], recipe: str) -> None:
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call = compiled(model)
+        call = compiled(model, True, recipe)
         found = trained(model, call, optimizer, 2, 1)
         change(model)
         return found + trained(model, call, optimizer, 1, 2)
 
     # the first step knows no optimizer, and what the second one has cast is old
-    assert both(mlp, run) == ["forward", "step+", "step+", "forward", "step+"]
+    assert both(mlp, run) == by(recipe, ["forward", "step+", "update", "forward", "update"])
 
 
 def triple(model: nn.Module) -> None:
@@ -171,11 +231,13 @@ def by_its_class(model: nn.Module, optimizer: AdamW) -> Any:
         (by_its_class, ["step+", "forward"]),
     ],
 )
-def test_what_writes_after_the_update(write: Callable[[nn.Module, AdamW], Any], casts: list[str]) -> None:
+def test_what_writes_after_the_update(
+    write: Callable[[nn.Module, AdamW], Any], casts: list[str], recipe: str
+) -> None:
     """It may write to `.data`, which nobody notices."""
 
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call = compiled(model)
+        call = compiled(model, True, recipe)
         trained(model, call, optimizer, 1, 1)  # our hook is the first one
         with write(model, optimizer):
             return trained(model, call, optimizer, 2, 2)
@@ -183,11 +245,11 @@ def test_what_writes_after_the_update(write: Callable[[nn.Module, AdamW], Any], 
     assert both(mlp, run)[1:] == casts
 
 
-def test_without_some_gradients() -> None:
+def test_without_some_gradients(recipe: str) -> None:
     """Nobody has computed the amax of a weight that was not updated."""
 
     def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call, found = compiled(model), []
+        call, found = compiled(model, True, recipe), []
         for number in range(3):
             found += step(call, model, number)
             if number == 1:
@@ -196,7 +258,7 @@ def test_without_some_gradients() -> None:
             optimizer.zero_grad()
         return found
 
-    assert both(mlp, run) == ["forward", "step+", "step", "step+"]
+    assert both(mlp, run) == by(recipe, ["forward", "step+", "step", "update"])
 
 
 @pytest.mark.parametrize(("value", "recipe"), [(float("nan"), "delayed"), (float("inf"), "tensorwise")])
@@ -221,11 +283,11 @@ def test_a_step_on_nan(value: float, recipe: str) -> None:
             optimizer.zero_grad()
             after = step(call, model, 7)
         results.append([{name: x.nan_to_num(7, 8, 9) for name, x in one.items()} for one in after])
-    assert same(*results) and [where for where, _ in found] == ["step+"]
+    assert same(*results) and [where for where, _ in found] == by(recipe, ["update"])
 
 
 @pytest.mark.parametrize("split", ["by kind", "by layer"])
-def test_two_optimizers(split: str) -> None:
+def test_two_optimizers(split: str, recipe: str) -> None:
     """By kind: what the first one casts is old after the second one's step, so it stops to cast. By layer: a
     weight that an optimizer lacks is cast in forward, and so are all of its graph's."""
     results = []
@@ -237,7 +299,7 @@ def test_two_optimizers(split: str) -> None:
         optimizers: list[Any] = [AdamW(part, lr=1e-2, compiled=False, fp8_weights=early) for part in parts]
         if split == "by kind":
             optimizers[1] = torch.optim.SGD(parts[1], lr=1e-2)
-        call, made = compiled(model), []
+        call, made = compiled(model, True, recipe), []
         with hooks.casts_by_place() as found:
             for number in range(5):
                 made += step(call, model, number)
@@ -246,18 +308,18 @@ def test_two_optimizers(split: str) -> None:
                 model.zero_grad()
         results.append(made)
     assert same(*results)
-    by_kind = ["forward", "step+", "forward", "step+", "forward", "forward", "forward"]
+    by_kind = by(recipe, ["forward", "step+", "forward", "update", "forward", "forward", "forward"])
     assert [where for where, _ in found] == (by_kind if split == "by kind" else ["forward"] * 5)
 
 
 # -- what is called, kept and said --
 
 
-def test_a_graph_that_is_not_called_is_not_cast() -> None:
+def test_a_graph_that_is_not_called_is_not_cast(recipe: str) -> None:
     """Nor are its copies kept: another graph, for other sizes, may have taken its place."""
     model = mlp()
     optimizer = ours(model, True)
-    trained(model, compiled(model), optimizer, 1, 1)
+    trained(model, compiled(model, True, recipe), optimizer, 1, 1)
     with hooks.casts_by_place() as found:
         for _ in range(2):
             for p in model.parameters():
@@ -307,15 +369,15 @@ def test_phases() -> None:
                 results[-1] += trained(model, call, optimizer, 2, 2)
         casts.append([where for where, _ in found])
     assert same(results[0], results[1]) and same(results[0], results[2])
-    assert casts == [[], ["forward"] * 4, ["forward", "step+", "step+"] * 2]
+    assert casts == [[], ["forward"] * 4, ["forward", "update", "update"] * 2]
 
 
 @pytest.mark.slow
-def test_autocast_and_a_gradient_scaler_that_skips() -> None:
+def test_autocast_and_a_gradient_scaler_that_skips(recipe: str) -> None:
     """A step that is left out changes nothing, and the copies serve on."""
 
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call = compiled(model)
+        call = compiled(model, True, recipe)
         scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0), []
         for number in range(4):
             with torch.autocast("cpu", BF16):
@@ -329,4 +391,4 @@ def test_autocast_and_a_gradient_scaler_that_skips() -> None:
             optimizer.zero_grad()
         return found
 
-    assert both(lambda: mlp(torch.float32), run) == ["forward", "step+", "step+", "step+"]
+    assert both(lambda: mlp(torch.float32), run) == by(recipe, ["forward", "step+", "update", "update"])

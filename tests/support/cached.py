@@ -22,8 +22,9 @@ BF16 = torch.bfloat16
 
 
 def options_of(recipe: str, **options: Any) -> dict[str, Any]:
-    """Weights are scaled by their current amax, with the cache and without: `cache_weights` does that."""
-    own = {"current_scaling": (False, True, False)} if recipe == "delayed" else {}
+    """Weights are scaled by their current amax, with the cache and without: `cache_weights` does that. With
+    `delayed`, by powers of two, so that an optimizer's step can cast."""
+    own = {"current_scaling": (False, True, False), "power_of_2_scale": True} if recipe == "delayed" else {}
     return {"policy": ALL_FP8, "recipe": recipe, **own, **options}
 
 

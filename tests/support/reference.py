@@ -439,7 +439,7 @@ def _each(ctx: Any, gemm: str, tensor: Tensor, role: str) -> list[Quantized | No
     scale = ctx.scales[ROLES.index(role)]
     if scale is None and settings.block(role, gemm) == (0, 0):
         amax, fp8_max = amax_of(tensor if stack else tensor[ctx.inside]), settings.format(role)[1]
-        scale = scale_of(amax, fp8_max, settings.margin_of(role), settings.rounded)
+        scale = scale_of(amax, fp8_max, settings.margin_of(role), settings.rounded(role))
     parts = list(tensor) if stack else [tensor[group] for group in ctx.groups]
     parts = [part.t() for part in parts] if gemm == "wgrad" else parts
     return [settings.quantize(part, role, gemm, scale) if part.numel() else None for part in parts]

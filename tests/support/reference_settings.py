@@ -60,10 +60,9 @@ class Settings:
             return (11 if wide else 3) if role == "gradient" and self.delayed(role) else 0
         return self.margin if isinstance(self.margin, int) else self.margin[ROLES.index(role)]
 
-    @property
-    def rounded(self) -> bool:
-        """Whether current scales are powers of two."""
-        return (
+    def rounded(self, role: str) -> bool:
+        """Whether scales are powers of two: not those from a history."""
+        return not self.delayed(role) and (
             self.recipe in ("blockwise", "mxfp8") and self.serve == "none"
             if self.power_of_2_scale is None
             else self.power_of_2_scale
@@ -84,9 +83,9 @@ class Settings:
         """x [R, C], a tensor in this role, in FP8 for this gemm. `scale`: with delayed scaling its scale,
         else None."""
         if self.serve == "vllm" and role == "input":
-            return vllm_cast(x, self.block(role, gemm), self.rounded)
+            return vllm_cast(x, self.block(role, gemm), self.rounded(role))
         margin = self.margin_of(role)
-        return quantize(x, self.format(role), self.block(role, gemm), margin, self.rounded, scale)
+        return quantize(x, self.format(role), self.block(role, gemm), margin, self.rounded(role), scale)
 
     high_fprop = property(lambda self: self.override_linear_precision[0])
     high_dgrad = property(lambda self: self.override_linear_precision[1])

@@ -12,7 +12,7 @@ from ...passes.joint import Joint, Rewritten
 from .hoist import ROOM, Cache, Hoisted
 from .hoist import hoist as run_hoist
 from .in_place import write_in_place
-from .weight_cache import WeightCache, casts_of_step, step_wrote
+from .weight_cache import WeightCache, step_begins, step_wrote
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class CachedWeights(Feature):
         room = ROOM * sum(max(1, len(nodes[i].users)) for i in weights)
         return KeptCopies(weights, room, compat.inductor.cuda_graphs(job.options.inductor))
 
-    wanted_amaxes = staticmethod(casts_of_step)
+    wanted_casts = staticmethod(step_begins)
     step_wrote = staticmethod(step_wrote)
 
 

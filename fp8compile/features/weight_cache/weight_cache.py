@@ -46,6 +46,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from ... import compat
+from ...extension import CastInStep, Wrote
 from ...logs import get_logger, say_once
 from ...runtime import probe
 from ...runtime.inner import Inner
@@ -53,6 +54,7 @@ from ...runtime.interpreter import Eager, How, boxed
 from ...runtime.optimizer_steps import listen
 from .hoist import Hoisted, with_amaxes
 from .in_place import into_memory
+from .in_step import PendingCopies, casts_in_step
 
 logger = get_logger(__name__)
 
@@ -128,23 +130,29 @@ def refresh_weight_cache() -> None:
     _STEPS.changes += 1
 
 
-def casts_of_step(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
-    """The parameters (ids) whose amaxes the casts at the end of this optimizer's step can use. None if no
-    graph that was called has copies of any of its parameters, and no graph is still to be called."""
+def step_begins(
+    optimizer: torch.optim.Optimizer, updated: Collection[int]
+) -> dict[int, CastInStep | None] | None:
+    """What the step of this optimizer should do for the graphs that keep copies of its weights: see
+    `Feature.wanted_casts`. None if no graph that was called has copies of any of its parameters, and no graph
+    is still to be called."""
     ids, known = _ids(optimizer), False
-    found: set[int] = set()
+    found: dict[int, CastInStep | None] = {}
     for cache in list(_STEPS.caches.values()):
         known = known or not cache.called or any(i in ids for key in list(cache.kept) for i in key)
-        if cache.given is not None:
-            found.update(id(weights[i]) for _, weights in cache.due(ids) for i in cache.given.places)
-    return frozenset(found & ids) if known else None
+        for kept, weights in cache.due(ids):
+            its = set(map(id, weights))
+            if its <= set(updated) and not any(found.get(i) for i in its) and cache.begin(kept, weights):
+                found.update(kept.pending.casts(weights))  # type: ignore[union-attr]
+            elif cache.given is not None:
+                found = {**dict.fromkeys(id(weights[i]) for i in cache.given.places), **found}
+    return {i: cast for i, cast in found.items() if i in ids} if known else None
 
 
-def step_wrote(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
+def step_wrote(optimizer: torch.optim.Optimizer, written: Sequence[Wrote]) -> None:
     """To be called in a step: when it ends, the weights of this optimizer are cast for graphs that keep
-    copies. `weights` are some that the step has written, and `amaxes` theirs, exact, one element each."""
-    pairs = zip(weights, amaxes, strict=True)
-    _STEPS.written[optimizer] = {id(weight): (_mark(weight), amax) for weight, amax in pairs}
+    copies, but for those that the step has cast."""
+    _STEPS.written[optimizer] = {id(one.weight): (_mark(one.weight), one) for one in written}
 
 
 @dataclass
@@ -157,6 +165,7 @@ class CopiesOf:
     cast: tuple | None = None  # what the stamp was when they were made
     used: bool = True  # by a forward, since the last cast
     wasted: int = 0  # casts at the end of steps, the latest ones in a row, whose copies no forward could use
+    pending: PendingCopies | None = None  # a step has begun that writes them
 
     def old(self, static: bool) -> None:
         """A cast follows. The memory serves again: for new copies, or, if `static`, for the same ones."""
@@ -183,6 +192,7 @@ class WeightCache:
         self.own = _Casts(hoisted.graph)
         given = with_amaxes(hoisted)
         self.given = _Casts(*given) if given is not None else None
+        self.shared = casts_in_step(hoisted)
         self.kept: dict[tuple[int, ...], CopiesOf] = {}
         self.called = False
         self.lock = threading.Lock()
@@ -212,6 +222,7 @@ class WeightCache:
             kept = CopiesOf([weakref.ref(weight, lambda _: entries.pop(key, None)) for weight in weights])
         elif not kept.used:
             kept.wasted += 1
+        kept.pending = None  # of a step that failed
         kept.old(self.static)
         made, kept.used = self._cast(weights, kept, stamp), True
         if stamp is None:
@@ -236,15 +247,39 @@ class WeightCache:
                 found.append((kept, weights))
         return found
 
-    def cast_now(self, ids: Collection[int], written: Mapping[int, tuple[Mark, Tensor]]) -> None:
-        """Cast what is `due`. `written`: marks and amaxes of weights that the step wrote."""
+    def begin(self, kept: CopiesOf, weights: Sequence[Tensor]) -> bool:
+        """A step begins that can write these copies. False if it has to be done after it: there are no copies
+        yet, or of none that a step can write, or a CUDA graph is captured."""
+        kept.pending = None
+        if not self.shared or not kept.copies or _stamp(weights) is None:
+            return False
+        with compat.autograd.unseen():
+            used = torch.cat([kept.copies[one.inverse] for one in self.shared])
+            kept.old(self.static)
+            copies = kept.copies or self.empty(used.device)
+            kept.pending = PendingCopies(
+                self.shared, copies, used, used.new_zeros(len(weights), dtype=torch.int32)
+            )
+        return True
+
+    def cast_now(self, ids: Collection[int], written: Mapping[int, tuple[Mark, Wrote]]) -> None:
+        """Cast what is `due`, and what the step has not cast. `written`: the weights that it wrote, and their
+        marks."""
         for kept in list(self.kept.values()):  # a step makes all copies old
             kept.old(self.static)
         for kept, weights in self.due(ids):
-            stamp = _stamp(weights)
-            if stamp is not None and _STEPS.tell_of(weights):
+            stamp, pending = _stamp(weights), kept.pending
+            kept.pending = None
+            if stamp is None or not _STEPS.tell_of(weights):
+                continue
+            known = [written.get(id(weight)) for weight in weights]
+            if pending and all(x and x[1].cast and x[0] == _mark(x[1].weight) for x in known):
+                kept.copies, kept.cast = pending.settle(weights), stamp
+                if self.static:  # a backward may have saved what was there
+                    torch.autograd.graph.increment_version(kept.copies)
+            else:
                 kept.copies = self._cast(weights, kept, stamp, self._amaxes(weights, written))
-                kept.stamp, kept.used = stamp, False
+            kept.stamp, kept.used = stamp, False
 
     def rest(self) -> None:
         """Nothing reads the copies for now: give their memory back, unless they keep their addresses."""
@@ -253,11 +288,11 @@ class WeightCache:
             kept.used = False
 
     def _amaxes(
-        self, weights: Sequence[Tensor], written: Mapping[int, tuple[Mark, Tensor]]
+        self, weights: Sequence[Tensor], written: Mapping[int, tuple[Mark, Wrote]]
     ) -> Sequence[Tensor]:
         """Those of the weights at the `places` of `given`, or none if one is not known."""
         wanted = [weights[i] for i in self.given.places] if self.given is not None else []
-        found = [written[id(x)][1] for x in wanted if id(x) in written and written[id(x)][0] == _mark(x)]
+        found = [written[id(x)][1].amax for x in wanted if id(x) in written and written[id(x)][0] == _mark(x)]
         if len(found) == len(wanted):
             return found
         count = f"{len(wanted) - len(found)} of {len(wanted)}"

@@ -67,7 +67,7 @@ def written_for(gpu: Any, wrongly: bool | None = None) -> Iterator[None]:
     """Inside, kernels are written as for this GPU. `wrongly`: whether Triton's own conversions to FP8 are
     taken to be wrong there; None: whether they are."""
     conversions = mock.patch("fp8compile.compat.triton.converts_wrongly", lambda capability: wrongly)
-    here = mock.patch("fp8compile.codegen.kernel.gpu_of", lambda device: gpu)
+    here = mock.patch("fp8compile.codegen.expressions.gpu_of", lambda device: gpu)
     with here, conversions if wrongly is not None else contextlib.nullcontext():
         yield
 

@@ -122,8 +122,9 @@ def weight_casts() -> Patched:
 
 @contextlib.contextmanager
 def casts_by_place() -> Iterator[list[tuple[str, int]]]:
-    """Each cast of `cache_weights`: "forward" or "step", with a "+" if the update has given the amaxes; and
-    how many copies its cache held then."""
+    """Each cast of `cache_weights`: "forward" or "step", with a "+" if the update has given the amaxes, or
+    "update", if that has cast the weights; and how many copies its cache held then."""
+    from fp8compile.features.weight_cache.in_step import PendingCopies
     from fp8compile.features.weight_cache.weight_cache import WeightCache
 
     found: list[tuple[str, int]] = []
@@ -140,8 +141,21 @@ def casts_by_place() -> Iterator[list[tuple[str, int]]]:
         now(self, *args)
         where.pop()
 
+    def settled(self: PendingCopies, weights: Any) -> Any:
+        found.append(("update", 0))
+        return settle(self, weights)
+
+    settle = PendingCopies.settle
     with mock.patch.object(WeightCache, "_cast", noted), mock.patch.object(WeightCache, "cast_now", inside):
-        yield found
+        with mock.patch.object(PendingCopies, "settle", settled):
+            yield found
+
+
+def cast_in_step(rows: Any, columns: Any, inverse: Any) -> Any:
+    """What a step is asked to do with a weight."""
+    from fp8compile.extension import CastInStep
+
+    return CastInStep(rows, columns, inverse, inverse.new_zeros(1, dtype=torch.int32), 448.0)
 
 
 def copies_given() -> Patched:

@@ -1,0 +1,216 @@
+"""Copies that the step of an optimizer writes while it updates the weights.
+
+A cast after the step reads each weight again. A step that casts needs the scale before it has all of the new
+weight. So it takes the scale of the copies that are there: scales are powers of two, and as a weight's amax
+moves by less than a percent a step, its scale changes once in hundreds of steps. The step raises the amax of
+what it writes, and `settle` casts those weights again whose scale is another one now. The copies have the
+bits of a cast by the current amax, always, and no host waits for a device.
+
+`casts_in_step` finds where the copies of a graph lie. It is about whole matrices in row-major order with one
+scale; any other graph has its casts after the step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ...codegen.expressions import converts_by_ptx, saturates
+from ...config.recipe import WHOLE
+from ...extension import CastInStep
+from ...ir import merged, ops
+from ...ir.fx_utils import VIEWS, arg, behind, call_function, value
+from ...ir.scale import inverse_of, scale_of
+from ...ir.schemas import copies_at
+from .hoist import Hoisted
+
+UNIT = 128  # elements of a row that an optimizer takes together (`optim.states.BLOCK`)
+RECAST = (64, 128, 8)  # rows and columns of a tile, warps
+PROGRAMS = 1024  # most of which find nothing to do
+
+
+class WeightPlace(NamedTuple):
+    """The copies of a weight [R, C]: `rows`, [R, C] from a row on of a copy of the graph; `columns`, [C, R]
+    from a column on. (copy, first row or column); None: there is none in this layout."""
+
+    weight: int  # which of the graph's weights
+    rows: tuple[int, int] | None
+    columns: tuple[int, int] | None
+
+
+class Shared(NamedTuple):
+    """One scale: which copy of the graph is its inverse, the format's largest number, whose scale it is."""
+
+    inverse: int
+    fp8_max: float
+    margin: int
+    places: tuple[WeightPlace, ...]
+
+
+def casts_in_step(hoisted: Hoisted) -> tuple[Shared, ...]:
+    """Where a step can write all copies of a graph. Empty if there is one that it cannot write."""
+    (output,) = hoisted.graph.find_nodes(op="output")
+    copies = {node: i for i, node in enumerate(output.all_input_nodes)}
+    weights = list(hoisted.graph.find_nodes(op="placeholder"))
+    casts: dict[tuple[Node, Node], dict[bool, tuple[int, int]]] = {}  # by scale, weight, transposed?
+    inverses: dict[Node, int] = {}
+    for node, copy in copies.items():
+        if call_function(node, (ops.inverse,)):
+            inverses[arg(node, 0)] = copy
+            continue
+        for weight, scale, transposed, first in _parts(node):
+            if weight is None or weight not in weights or transposed in casts.get((scale, weight), ()):
+                return ()
+            casts.setdefault((scale, weight), {})[transposed] = copy, first
+    of_scale: dict[Node, list[WeightPlace]] = {}
+    for (scale, weight), its in casts.items():
+        of_scale.setdefault(scale, []).append(
+            WeightPlace(weights.index(weight), its.get(False), its.get(True))
+        )
+    read = [place.weight for places in of_scale.values() for place in places]
+    if of_scale.keys() != inverses.keys() or len(read) != len(set(read)) or len(read) != len(weights):
+        return ()
+    found = []
+    for scale, places in of_scale.items():
+        amax, fp8_max, margin, power_of_2 = (arg(scale, i) for i in range(4))
+        amaxes = arg(amax, 0) if call_function(amax, (merged.largest,)) else [amax]
+        own = [behind(arg(x, 0), VIEWS) if call_function(x, (ops.amax,)) else None for x in amaxes]
+        if not power_of_2 or sorted(map(id, own)) != sorted(id(weights[place.weight]) for place in places):
+            return ()
+        found.append(Shared(inverses[scale], fp8_max, margin, tuple(places)))
+    return tuple(found)
+
+
+def _parts(copy: Node) -> Iterator[tuple[Node | None, Node, bool, int]]:
+    """(weight, scale, transposed, first row or column) of the casts that are put together in a copy. The
+    weight is None where a step cannot write the cast."""
+    item = 0
+    if call_function(copy, (operator.getitem,)):
+        copy, item = arg(copy, 0), arg(copy, 1)
+    if call_function(copy, (merged.both_sides, merged.side_by_side)):
+        dim = item if copy.target is merged.both_sides else arg(copy, 1)
+        first = 0
+        for part in arg(copy, item):
+            for weight, scale, transposed, _ in _parts(part):
+                yield weight if dim == transposed else None, scale, transposed, first
+            first += value(part).shape[dim]
+        return
+    for made in copies_at(copy)[item : item + 1]:
+        source = value(made.source)
+        fits = made.block == WHOLE and made.rows is None and not made.divide
+        fits = fits and source.dim() == 2 and source.is_contiguous()
+        fits = fits and not source.shape[0] % 16 and not source.shape[1] % UNIT  # nothing is padded
+        yield behind(made.source, VIEWS) if fits else None, made.scale, made.transposed, 0
+
+
+@dataclass
+class PendingCopies:
+    """Copies that a step writes: their memory, the inverses of the scales by which it casts (float32
+    [scales]), and the amaxes of what it writes (int32 [weights], bits of magnitudes)."""
+
+    shared: tuple[Shared, ...]
+    copies: Sequence[Tensor]
+    used: Tensor
+    amaxes: Tensor
+
+    def casts(self, weights: Sequence[Tensor]) -> dict[int, CastInStep]:
+        """What the step has to do, by the id of each weight."""
+        return {
+            id(weights[place.weight]): CastInStep(
+                *_memory(place, weights[place.weight], self.copies),
+                self.used[i : i + 1],
+                self.amaxes[place.weight : place.weight + 1],
+                one.fp8_max,
+            )
+            for i, one in enumerate(self.shared)
+            for place in one.places
+        }
+
+    def settle(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The copies, after the step: cast again where the scale is another one now."""
+        for i, one in enumerate(self.shared):
+            its = [place.weight for place in one.places]
+            amax = self.amaxes[its[0] : its[0] + 1]
+            if len(its) > 1:
+                amax = torch.stack([self.amaxes[j] for j in its]).amax(0, keepdim=True)
+            for place in one.places:
+                weight = weights[place.weight]
+                rows, columns = _memory(place, weight, self.copies)
+                source = weight.detach().view(-1, weight.shape[-1])
+                function = launch_recast if weight.is_cuda else recast
+                function(source, rows, columns, self.copies[one.inverse], self.used[i : i + 1], amax, one)
+        return self.copies
+
+
+def _memory(
+    place: WeightPlace, weight: Tensor, copies: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where the copies of a weight are, in both layouts."""
+    height = weight.numel() // weight.shape[-1]
+    rows = copies[place.rows[0]].narrow(0, place.rows[1], height) if place.rows else None
+    columns = copies[place.columns[0]].narrow(1, place.columns[1], height) if place.columns else None
+    return rows, columns
+
+
+def recast(
+    weight: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    inverse: Tensor,
+    used: Tensor,
+    amax: Tensor,
+    how: Shared,
+) -> None:
+    """Write `inverse`, that of the scale from the amax (bits). If it is not `used`, cast the weight again."""
+    scale = scale_of(amax.view(torch.float32), how.fp8_max, how.margin, True)
+    inverse.copy_(inverse_of(scale))
+    if not torch.equal(inverse, used):
+        for copy, turned in ((rows, False), (columns, True)):
+            if copy is not None:
+                cast = ops.cast(weight, scale, copy.dtype, how.fp8_max)
+                copy.view(torch.uint8).copy_((cast.t() if turned else cast).view(torch.uint8))
+
+
+def launch_recast(
+    weight: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    inverse: Tensor,
+    used: Tensor,
+    amax: Tensor,
+    how: Shared,
+) -> None:
+    """`recast` on a GPU. Its programs leave at once where the scale is the same."""
+    from .triton_recast import fp8_recast
+
+    height, width = weight.shape
+    block_r, block_c, warps = RECAST
+    copy = rows if rows is not None else columns
+    assert copy is not None
+    tiles = -(-height // block_r) * -(-width // block_c)
+    with torch.cuda.device_of(weight):
+        fp8_recast[min(tiles, PROGRAMS),](
+            weight,
+            rows,
+            columns,
+            inverse,
+            used,
+            amax,
+            height,
+            width,
+            columns.stride(0) if columns is not None else 0,
+            how.fp8_max / 2.0**how.margin,
+            how.fp8_max,
+            saturates(copy.dtype),
+            converts_by_ptx(weight.device),
+            block_r,
+            block_c,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
