@@ -66,6 +66,13 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "short": (
         Step(85, f"{LAYERS},seq=2048 --arms bf16,torchao-tensorwise,fp8-delayed,fp8-delayed-kept", FEW),
     ),
+    "update": (
+        Step(
+            75,
+            f"{LAYERS},seq=2048 --arms bf16,bf16-packed,fp8-delayed-packed,fp8-delayed-update",
+            f"{FEW} --arms fp8-delayed-update",
+        ),
+    ),
     "held": (
         Step(
             60,

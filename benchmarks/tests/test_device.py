@@ -180,7 +180,7 @@ def test_commands_that_train_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path
             assert (args.size, args.torchao, args.caches) == ("full", tmp_path, device.CACHES)
             assert args.budget == (95 if part == "curve" else 80) and len(args.case) == 1
             assert "fp8" in {arm.kind for arm in args.arms}
-    assert len(found) == 9 and found["curve"].seconds == 240
+    assert len(found) == 10 and found["curve"].seconds == 240
     assert run.command("tests", device.PARTS["tests"][0], 100.0)[-3:] == ["--only", "test_a[b]", "test_c"]
     seconds = {part: sum(step.seconds for step in steps) for part, steps in device.PARTS.items()}
     seconds |= {name: sum(seconds[part] for part in parts) for name, parts in device.GROUPS.items()}

@@ -16,6 +16,7 @@ from torch import nn
 
 import fp8compile
 from fp8compile import compat
+from fp8compile.optim import AdamW
 from fp8compile.passes.pipeline import run_post_grad
 from tests.backend.test_agreement import BUILDS
 from tests.equivalence.features import MODELS
@@ -156,3 +157,29 @@ def test_generated_kernels(name: str, shape: tuple[int, int], device: str) -> No
     assert hooks.count_generated(fused.graph) == len(case.kernels)
     with hooks.uncontracted():
         check(case, Made(oracle, fused, (), ()), inputs, "normal")
+
+
+def test_a_step_that_casts_its_weights(device: str) -> None:
+    """Copies are those of the casts in the next forward, to the bit; weights are those of the update without
+    casts, but for the last place."""
+    results = []
+    for early in (False, True):
+        model = make(BUILDS["mlp"], torch.bfloat16, device)
+        optimizer = AdamW(model.parameters(), lr=1e-2, master="bf16+remainder", fp8_weights=early)
+        options = {"policy": ALL_FP8, "cache_weights": True, "power_of_2_scale": True}
+        call = torch.compile(model, backend="fp8", options=options)
+        with hooks.casts_by_place() as found:
+            for seed in range(4):
+                x = noise(2, 32, 128, seed=seed, dtype=torch.bfloat16, device=device)
+                y = call(x)
+                y.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if early:
+            assert [where for where, _ in found][-2:] == ["update", "update"]
+            kept = call(x).detach().clone()
+            fp8compile.refresh_weight_cache()
+            assert torch.equal(call(x), kept)
+        results.append([p.detach().float() for p in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 2**-6 * one.abs().max()
