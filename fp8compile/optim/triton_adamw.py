@@ -17,7 +17,7 @@ SECOND_LEAST = tl.constexpr(SMALLEST)
 
 # The same step in plain torch is `update.update`, and the cast `update.cast_into`: change both.
 # `test_the_kernel_is_the_update` in tests/optim/test_adamw_kernel.py compares them bitwise.
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["inverse", "amax"])  # elements of vectors
 def fp8_adamw(
     weight,
     gradient,

@@ -16,7 +16,7 @@ MANTISSA = tl.constexpr(arithmetic.MANTISSA)
 
 # The same in plain torch is `in_step.recast`: change both.
 # `test_the_kernel_casts_as_the_reference` in tests/features/weight_cache/test_in_step.py compares them.
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["inverse", "used", "amax"])  # elements of vectors
 def fp8_recast(
     weight,
     rows,
