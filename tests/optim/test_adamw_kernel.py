@@ -130,7 +130,7 @@ def test_the_kernel_is_the_update(
     ("weight", "kept"), [("*bf16", None), ("*bf16", "*i16"), ("*fp16", "*fp32"), ("*fp32", None)]
 )
 def test_it_compiles_to_machine_code(target: str, weight: str, kept: str | None) -> None:
-    """Nothing spills, and two programs fit into a multiprocessor: three on an H200 or B200, but for float32."""
+    """Nothing spills. Two programs fit into a multiprocessor; three on an H200 or B200, without float32."""
     amd = target.startswith("gfx")
     fp8 = "*fp8e4b8" if target == "gfx942" else "*fp8e4nv"
     types = dict.fromkeys(("weight", "gradient"), weight)
