@@ -75,15 +75,6 @@ class CastInStep(NamedTuple):
     fp8_max: float
 
 
-class Wrote(NamedTuple):
-    """A weight that a step has written, its amax (exact, without dimensions), and whether it was cast as
-    asked."""
-
-    weight: Tensor
-    amax: Tensor
-    cast: bool
-
-
 class GraphFeature:
     """A feature's part in one compiled graph. It lives as long as the compiled code, and must not keep the
     `Job`, which holds the inputs of the first call."""
@@ -205,14 +196,13 @@ class Feature:
 
     def wanted_casts(
         self, optimizer: torch.optim.Optimizer, updated: Collection[int]
-    ) -> Mapping[int, CastInStep | None] | None:
-        """What it can use of this optimizer's step, which begins and updates these parameters (ids): for some
-        of them, a cast and the amax, or the amax alone. None if it needs nothing of this optimizer, and
-        expects nothing."""
+    ) -> Mapping[int, CastInStep] | None:
+        """The casts that this optimizer's step, which begins and updates these parameters (ids), should make.
+        None if it needs nothing of this optimizer, and expects nothing."""
         return None
 
-    def step_wrote(self, optimizer: torch.optim.Optimizer, written: Sequence[Wrote]) -> None:
-        """What a step has done of that."""
+    def step_wrote(self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> None:
+        """A step has cast these weights so."""
 
     def reset(self) -> None:
         """torch._dynamo.reset() was called: all graphs are gone."""

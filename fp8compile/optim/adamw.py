@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..devices.support import casts_to_e4m3
-from ..extension import CastInStep, Wrote, features
+from ..extension import CastInStep, features
 from ..logs import get_logger, say_once
 from .states import MASTERS, State, fresh, from_blocks, is_small, local, packed, to_blocks, vanilla
 from .update import (
@@ -23,13 +23,12 @@ from .update import (
     on_host,
     update,
     update_small,
-    update_with_amax,
 )
 
 logger = get_logger(__name__)
 
 _OURS = ("master", "fp8_weights", "_compiled", "_stepped")
-Asked = Mapping[int, CastInStep | None]  # parameter (id) -> its cast; None: its amax is enough
+Asked = Mapping[int, CastInStep]  # by parameter (id)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,11 +43,10 @@ class AdamW(Optimizer):
     * `master`: what keeps the digits that a 16-bit weight loses in a step. None: nothing. "bf16+remainder":
       the lower half of the float32 master weight, 2 bytes per parameter; exact, for bf16 weights. "float32":
       a float32 copy, 4 bytes. Weights in float32 need none.
-    * `fp8_weights`: the step also makes the FP8 weights of the next step, for models that are compiled with
-      `backend="fp8"` and `cache_weights=True`. No forward casts a weight then, and results are those of casts
-      in forward. With `power_of_2_scale=True`, and one scale a weight, the update itself casts. After a write
-      to `weight.data` after a step, call `fp8compile.refresh_weight_cache()`. Without `cache_weights` it has
-      no effect, and warns once.
+    * `fp8_weights`: the step also writes the FP8 weights of the next forward, for models that are compiled
+      with `backend="fp8"`, `cache_weights=True` and `power_of_2_scale=True`, of one scale a weight. They are
+      those that a forward would cast. After a write to `weight.data` after a step, call
+      `fp8compile.refresh_weight_cache()`. Where no weight can be written, it has no effect, and warns once.
     * `compiled`: False runs the update as plain torch operators, slower, without waiting for a compilation.
       So do NVIDIA's GPUs before Ada (A100, RTX 30), for which Triton has no E4M3.
     * `foreach`, `fused`: are accepted and have no effect; the update is always one kernel per parameter.
@@ -126,7 +124,7 @@ class AdamW(Optimizer):
                         "sparse=False in its embedding"
                     )
         asked = self._asked(p for _, parameters in work for p in parameters) if self.fp8_weights else {}
-        amaxes: dict[Tensor, Tensor] = {}  # of the blocks of weights
+        written: list[Tensor] = []
         for group, parameters in work:
             by_step = defaultdict(list)
             for p in parameters:
@@ -134,39 +132,23 @@ class AdamW(Optimizer):
                 state["step"] += 1
                 by_step[int(state["step"]), local(p).device].append((p, state))
             for (step, _), members in by_step.items():
-                self._update(group, step, members, asked, amaxes)
-        if self.fp8_weights:
-            self._hand_over(amaxes, asked)
+                written += self._update(group, step, members, asked)
+        for feature in features() if written else ():
+            feature.step_wrote(self, written)
         return loss
 
     def _asked(self, updated: Iterable[Tensor]) -> Asked:
-        """What is wanted of this step."""
-        ids = frozenset(map(id, updated)) if type(self).step is AdamW.step else frozenset()
+        """The casts that are wanted of this step."""
+        if type(self).step is not AdamW.step:  # it may write weights after this
+            return {}
+        ids = frozenset(map(id, updated))
         asked = [its for feature in features() if (its := feature.wanted_casts(self, ids)) is not None]
         if not asked and self._stepped:  # not in a first step, which may be torch.distributed.checkpoint's
-            fix = "compile with options={'cache_weights': True}"
-            why = f"no compiled graph keeps FP8 copies of these weights: {fix}"
+            fix = "compile with options={'cache_weights': True, 'power_of_2_scale': True}"
+            why = f"no compiled graph has FP8 weights that a step can write: {fix}"
             say_once(logger, logging.WARNING, f"fp8: AdamW's fp8_weights has no effect: {why}")
         self._stepped = True
         return {key: cast for its in asked for key, cast in its.items()}
-
-    def _hand_over(self, amaxes: dict[Tensor, Tensor], asked: Asked) -> None:
-        """The amaxes of weights, from those of their blocks; and which ones were cast."""
-        if type(self).step is not AdamW.step:  # it may write weights after this
-            return
-        alike = defaultdict(list)
-        for p, of_blocks in amaxes.items():
-            alike[of_blocks.device, of_blocks.dtype].append((p, of_blocks))
-        written: list[Wrote] = []
-        for members in alike.values():
-            found = torch._foreach_max([of_blocks for _, of_blocks in members])
-            written += [Wrote(p, amax, False) for (p, _), amax in zip(members, found, strict=True)]
-        groups = (p for group in self.param_groups for p in group["params"])
-        for p in groups:
-            if p not in amaxes and (cast := asked.get(id(p))) is not None:
-                written.append(Wrote(p, cast.amax.view(torch.float32)[0], True))
-        for feature in features():
-            feature.step_wrote(self, written)
 
     def _update(
         self,
@@ -174,10 +156,9 @@ class AdamW(Optimizer):
         step: int,
         members: list[tuple[Tensor, State]],
         asked: Asked,
-        amaxes: dict[Tensor, Tensor],
-    ) -> None:
-        """`amaxes` gets those of each block of the parameters in `asked` that are not cast: [blocks] of the
-        weight's dtype."""
+    ) -> list[Tensor]:
+        """Returns the parameters that were cast, too."""
+        written = []
         by = factors(group, step)
         compiles = self._compiled and casts_to_e4m3(local(members[0][0]).device)
         for p, state in members:
@@ -190,20 +171,18 @@ class AdamW(Optimizer):
             given = (rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
             cast = asked.get(id(p))
             if weight.is_cuda and not (compiles and on_host(by)):
-                cast = None  # the amax is enough
+                cast = None
             if cast is not None and weight.is_cuda:
                 launch_update(*given, cast, weight.shape[-1])  # type: ignore[call-arg]
             else:
-                amax_too = id(p) in asked and cast is None
-                function: Callable[..., Tensor | None] = update_with_amax if amax_too else update
-                found = (compiled(function) if compiles else function)(*given)
-                if found is not None:
-                    amaxes[p] = found
+                (compiled(update) if compiles else update)(*given)
                 if cast is not None:
                     cast_into(rows.view(-1, weight.shape[-1]), cast)
             torch.autograd.graph.increment_version(p)  # `.data` does not count
             if rows.data_ptr() != weight.data_ptr():  # a copy: not contiguous, or its last block not full
                 weight.copy_(from_blocks(rows, weight.shape))
+            if cast is not None:
+                written.append(p)
         small = [(local(p), local(p.grad), s) for p, s in members if is_small(p) and local(p).numel()]  # type: ignore[arg-type]
         if small:
             weights, gradients = [weight for weight, *_ in small], [gradient for _, gradient, _ in small]
@@ -211,11 +190,10 @@ class AdamW(Optimizer):
             first, second = [s["exp_avg"] for *_, s in small], [s["exp_avg_sq"] for *_, s in small]
             update_small(weights, gradients, first, second, masters, by)
         for p, _ in members:
-            if is_small(p) and id(p) in asked:
-                if (wanted := asked[id(p)]) is not None:
-                    cast_into(local(p).view(-1, p.shape[-1]), wanted)
-                else:
-                    amaxes[p] = local(p).abs()
+            if is_small(p) and (wanted := asked.get(id(p))) is not None:
+                cast_into(local(p).view(-1, p.shape[-1]), wanted)
+                written.append(p)
+        return written
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's, with float32 moments: 8 bytes per parameter, newly allocated."""

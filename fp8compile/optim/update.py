@@ -90,16 +90,6 @@ def update(
     weight.copy_(master)
 
 
-def update_with_amax(weight: Tensor, *others: Any) -> Tensor:
-    """`update`, and the largest magnitude of each block of the new weight: [blocks] of its dtype, or NaN.
-
-    It is exact although Inductor may leave out the rounding in between: rounding is monotonic, so that the
-    rounded maximum is the maximum of rounded values. A function of its own, because torch.compile counts the
-    variants of each."""
-    update(weight, *others)
-    return weight.abs().amax(1)
-
-
 def cast_into(weight: Tensor, cast: CastInStep) -> None:
     """Cast an updated weight [R, C], and raise its amax, in plain torch."""
     bits = weight.abs().amax().float().view(torch.int32)
@@ -165,15 +155,15 @@ def launch_update(
 
 
 @functools.cache
-def compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """`update` or `update_with_amax`, compiled once for each combination of dtypes. Only the number of blocks
-    is dynamic: 128 must be a constant, or the kernel would loop over a block twice, once for its amax, and
-    read everything twice."""
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """`update`, compiled once for each combination of dtypes. Only the number of blocks is dynamic: 128 must
+    be a constant, or the kernel would loop over a block twice, once for its amax, and read everything
+    twice."""
     call = torch.compile(function)
 
-    def run(*args: Any) -> Tensor | None:
+    def run(*args: Any) -> None:
         compat.dynamo.rows_vary(*(x for x in args if isinstance(x, Tensor)))
-        return call(*args)
+        call(*args)
 
     return run
 

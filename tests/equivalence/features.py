@@ -49,6 +49,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 ONE_SCALE = ("delayed", "tensorwise")
 # how weights are scaled that are cast between calls
 CURRENT_WEIGHTS = {"current_scaling": (False, True, False)}
+POWERS = {"power_of_2_scale": True}
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,7 @@ FEATURES = (
     Feature(
         "fp8_weights",
         {"cache_weights": True},
-        {"delayed": CURRENT_WEIGHTS},
+        {"delayed": {**CURRENT_WEIGHTS, **POWERS}, "tensorwise": POWERS},
         models=tuple(name for name in MODELS if name != "experts"),
         optimizer=lambda model, on: AdamW(model.parameters(), lr=1e-2, compiled=False, fp8_weights=on),
         refuses=frozenset({"schedule"}),

@@ -31,17 +31,6 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 Run = Callable[[Any, AdamW], list[dict[str, Tensor]]]
 
 
-@pytest.fixture(params=["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
-def recipe(request: pytest.FixtureRequest) -> str:
-    """With `delayed` the step itself casts; with `tensorwise` it computes amaxes for casts after it."""
-    return request.param
-
-
-def by(recipe: str, casts: list[str]) -> list[str]:
-    """Where a recipe's casts are, of those of `delayed`."""
-    return casts if recipe == "delayed" else [x.replace("update", "step+") for x in casts]
-
-
 def ours(model: nn.Module, early: bool, **more: Any) -> AdamW:
     return AdamW(model.parameters(), lr=1e-2, fp8_weights=early, **{"compiled": False, **more})
 
@@ -61,9 +50,9 @@ def both(build: Callable[[], nn.Module], run: Run, **more: Any) -> list[str]:
         optimizer = ours(model, early, **more)
         with hooks.casts_by_place() as found:
             results.append([*run(model, optimizer), ends(model, optimizer)])
-        assert early or not any(where.startswith("step") for where, _ in found)
+        assert early or "update" not in found
     assert same(*results)
-    return [where for where, _ in found]
+    return found
 
 
 def step(call: Callable[..., Tensor], model: nn.Module, seed: int) -> list[dict[str, Tensor]]:
@@ -103,30 +92,22 @@ class Odd(nn.Module):
     ("build", "recipe", "master", "casts"),
     [
         (mlp, "delayed", None, "update"),
-        (mlp, "rowwise_with_gw_hp", None, "step+"),  # one scale a weight in dgrad
-        (mlp, "blockwise", None, "step"),
+        (mlp, "blockwise", None, "forward"),
         (uneven, "delayed", "bf16+remainder", "update"),
-        (mlp, "tensorwise", None, "step+"),
-        (lambda: make(Odd), "delayed", None, "step+"),
+        (mlp, "tensorwise", None, "forward"),
+        (lambda: make(Odd), "delayed", None, "forward"),
     ],
 )
-def test_the_same_bits_and_no_cast_in_a_forward(
-    build: Callable[[], nn.Module], recipe: str, master: Any, casts: str
-) -> None:
-    """Three micro-batches come before the first step, when nobody knows that there is an optimizer. "+":
-    amaxes of the weights are those that the update has computed. "update": it has cast the weights itself,
-    but for the first ones, whose scales nobody knows yet."""
+def test_the_same_bits(build: Callable[[], nn.Module], recipe: str, master: Any, casts: str) -> None:
+    """Three micro-batches come before the first step, when nobody knows that there is an optimizer, and no
+    scale."""
 
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
         merged = {"merge_matmuls": True} if recipe == "delayed" else {}
         call = compiled(model, True, recipe, policy={"rules": [{"fp8": "on"}]}, **merged)
         return trained(model, call, optimizer)
 
-    assert both(build, run, master=master) == ["forward"] * 3 + [
-        "step+" if casts == "update" else casts,
-        casts,
-        casts,
-    ]
+    assert both(build, run, master=master) == ["forward"] * 4 + [casts] * (2 if casts == "update" else 1)
 
 
 def test_scales_that_change() -> None:
@@ -160,7 +141,7 @@ def test_cuda_graphs_find_what_a_step_wrote_at_the_old_addresses() -> None:
             results.append(trained(model, call, optimizer, 3, 2))
         if cache:
             assert len({*given}) == 1 and len(given) == 6
-            assert [where for where, _ in found] == ["forward"] * 2 + ["update"] * 3
+            assert found == ["forward"] * 2 + ["update"] * 3
     assert same(*results)
     late = call(noise(1, 48, 128, dtype=BF16).requires_grad_())
     for p in model.parameters():
@@ -171,8 +152,8 @@ def test_cuda_graphs_find_what_a_step_wrote_at_the_old_addresses() -> None:
 
 
 @pytest.mark.slow
-def test_several_graphs(recipe: str) -> None:
-    """Three, two of which read one weight."""
+def test_several_graphs() -> None:
+    """Three, two of which read one weight: a step writes the copies of one of these."""
 
     def tied() -> nn.Module:
         model: Any = nn.Sequential(*(Mlp() for _ in range(3)))
@@ -181,11 +162,11 @@ def test_several_graphs(recipe: str) -> None:
 
     def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
         for part in model:
-            part.compile(backend="fp8", options=options_of(recipe, cache_weights=True))
+            part.compile(backend="fp8", options=options_of("delayed", cache_weights=True))
         return trained(model, model, optimizer, 3, 2)
 
-    casts = ["forward"] * 2 * 3 + ["step+"] * 3 + ["update", "step+", "update"] * 2
-    assert both(lambda: make(tied), run) == by(recipe, casts)
+    casts = ["forward"] * 9 + ["update"] * 2 + ["forward"] + ["update"] * 2
+    assert both(lambda: make(tied), run) == casts
 
 
 # -- weights that others change --
@@ -196,15 +177,15 @@ def another_step(_: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [*(change for change in CHANGES if change is not assign), another_step])
-def test_a_change_between_step_and_forward(change: Callable[[nn.Module], None], recipe: str) -> None:
+def test_a_change_between_step_and_forward(change: Callable[[nn.Module], None]) -> None:
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call = compiled(model, True, recipe)
+        call = compiled(model, True, "delayed")
         found = trained(model, call, optimizer, 2, 1)
         change(model)
         return found + trained(model, call, optimizer, 1, 2)
 
     # the first step knows no optimizer, and what the second one has cast is old
-    assert both(mlp, run) == by(recipe, ["forward", "step+", "update", "forward", "update"])
+    assert both(mlp, run) == ["forward", "forward", "update", "forward", "update"]
 
 
 def triple(model: nn.Module) -> None:
@@ -237,18 +218,16 @@ def by_its_class(model: nn.Module, optimizer: AdamW) -> Any:
 @pytest.mark.parametrize(
     ("write", "casts"),
     [
-        (of_the_optimizer, ["step+", "step", "step"]),  # amaxes that the update computed are not taken
-        (of_all_optimizers, ["step+", "forward"]),
-        (by_its_class, ["step+", "forward"]),
+        (of_the_optimizer, ["forward", "forward"]),
+        (of_all_optimizers, ["forward", "forward"]),
+        (by_its_class, ["forward", "forward"]),
     ],
 )
-def test_what_writes_after_the_update(
-    write: Callable[[nn.Module, AdamW], Any], casts: list[str], recipe: str
-) -> None:
+def test_what_writes_after_the_update(write: Callable[[nn.Module, AdamW], Any], casts: list[str]) -> None:
     """It may write to `.data`, which nobody notices."""
 
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call = compiled(model, True, recipe)
+        call = compiled(model, True, "delayed")
         trained(model, call, optimizer, 1, 1)  # our hook is the first one
         with write(model, optimizer):
             return trained(model, call, optimizer, 2, 2)
@@ -256,11 +235,11 @@ def test_what_writes_after_the_update(
     assert both(mlp, run)[1:] == casts
 
 
-def test_without_some_gradients(recipe: str) -> None:
+def test_without_some_gradients() -> None:
     """Nobody has computed the amax of a weight that was not updated."""
 
     def run(model: Any, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call, found = compiled(model, True, recipe), []
+        call, found = compiled(model, True, "delayed"), []
         for number in range(3):
             found += step(call, model, number)
             if number == 1:
@@ -269,17 +248,17 @@ def test_without_some_gradients(recipe: str) -> None:
             optimizer.zero_grad()
         return found
 
-    assert both(mlp, run) == by(recipe, ["forward", "step+", "step", "update"])
+    assert both(mlp, run) == ["forward", "forward", "forward", "update"]
 
 
-@pytest.mark.parametrize(("value", "recipe"), [(float("nan"), "delayed"), (float("inf"), "tensorwise")])
-def test_a_step_on_nan(value: float, recipe: str) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_on_nan(value: float) -> None:
     """A weight becomes NaN or infinite, and is what it would be without."""
     results = []
     for early in (False, True):
         model: Any = mlp()
         optimizer = ours(model, early)
-        call = compiled(model, True, recipe)
+        call = compiled(model, True, "delayed")
         trained(model, call, optimizer, 1, 1)
         with hooks.casts_by_place() as found:
             for seed in range(2):
@@ -294,11 +273,11 @@ def test_a_step_on_nan(value: float, recipe: str) -> None:
             optimizer.zero_grad()
             after = step(call, model, 7)
         results.append([{name: x.nan_to_num(7, 8, 9) for name, x in one.items()} for one in after])
-    assert same(*results) and [where for where, _ in found] == by(recipe, ["update"])
+    assert same(*results) and found == ["forward", "update"]
 
 
 @pytest.mark.parametrize("split", ["by kind", "by layer"])
-def test_two_optimizers(split: str, recipe: str) -> None:
+def test_two_optimizers(split: str) -> None:
     """By kind: what the first one casts is old after the second one's step, so it stops to cast. By layer: a
     weight that an optimizer lacks is cast in forward, and so are all of its graph's."""
     results = []
@@ -310,7 +289,7 @@ def test_two_optimizers(split: str, recipe: str) -> None:
         optimizers: list[Any] = [AdamW(part, lr=1e-2, compiled=False, fp8_weights=early) for part in parts]
         if split == "by kind":
             optimizers[1] = torch.optim.SGD(parts[1], lr=1e-2)
-        call, made = compiled(model, True, recipe), []
+        call, made = compiled(model, True, "delayed"), []
         with hooks.casts_by_place() as found:
             for number in range(5):
                 made += step(call, model, number)
@@ -319,18 +298,18 @@ def test_two_optimizers(split: str, recipe: str) -> None:
                 model.zero_grad()
         results.append(made)
     assert same(*results)
-    by_kind = by(recipe, ["forward", "step+", "forward", "update", "forward", "forward", "forward"])
-    assert [where for where, _ in found] == (by_kind if split == "by kind" else ["forward"] * 5)
+    by_kind = ["forward", "forward", "update", "forward", "update", "forward", "forward"]
+    assert found == (by_kind if split == "by kind" else ["forward"] * 5)
 
 
 # -- what is called, kept and said --
 
 
-def test_a_graph_that_is_not_called_is_not_cast(recipe: str) -> None:
+def test_a_graph_that_is_not_called_is_not_cast() -> None:
     """Nor are its copies kept: another graph, for other sizes, may have taken its place."""
     model = mlp()
     optimizer = ours(model, True)
-    trained(model, compiled(model, True, recipe), optimizer, 1, 1)
+    trained(model, compiled(model, True, "delayed"), optimizer, 1, 1)
     with hooks.casts_by_place() as found:
         for _ in range(2):
             for p in model.parameters():
@@ -342,11 +321,11 @@ def test_a_graph_that_is_not_called_is_not_cast(recipe: str) -> None:
 def test_old_copies_are_gone_before_new_ones_are_made() -> None:
     model = mlp()
     optimizer = ours(model, True)
-    call = compiled(model)
+    call = compiled(model, True, "delayed")
     trained(model, call, optimizer, 2, 1)
-    with hooks.casts_by_place() as found:
+    with hooks.copies_held() as held, hooks.casts_by_place() as found:
         trained(model, call, optimizer, 2, 1)
-    assert found == [("step+", 0)] * 2
+    assert held == [0] * 2 and found == ["update"] * 2
 
 
 def test_it_warns_once_and_only_without_cache_weights(caplog: pytest.LogCaptureFixture) -> None:
@@ -378,17 +357,17 @@ def test_phases() -> None:
             for precision in ("bf16", "fp8", "bf16", "fp8"):
                 fp8compile.set_precision(precision, model)
                 results[-1] += trained(model, call, optimizer, 2, 2)
-        casts.append([where for where, _ in found])
+        casts.append(found)
     assert same(results[0], results[1]) and same(results[0], results[2])
     assert casts == [[], ["forward"] * 4, ["forward", "update", "update"] * 2]
 
 
 @pytest.mark.slow
-def test_autocast_and_a_gradient_scaler_that_skips(recipe: str) -> None:
+def test_autocast_and_a_gradient_scaler_that_skips() -> None:
     """A step that is left out changes nothing, and the copies serve on."""
 
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
-        call = compiled(model, True, recipe)
+        call = compiled(model, True, "delayed")
         scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0), []
         for number in range(4):
             with torch.autocast("cpu", BF16):
@@ -402,4 +381,4 @@ def test_autocast_and_a_gradient_scaler_that_skips(recipe: str) -> None:
             optimizer.zero_grad()
         return found
 
-    assert both(lambda: mlp(torch.float32), run) == by(recipe, ["forward", "step+", "update", "update"])
+    assert both(lambda: mlp(torch.float32), run) == ["forward", "forward", "update", "update"]

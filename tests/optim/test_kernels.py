@@ -23,26 +23,22 @@ pytestmark = pytest.mark.skipif(fake_gpu.unavailable() is not None, reason=fake_
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    ("dtype", "master", "most", "with_amax"),
+    ("dtype", "master", "most"),
     [
         # the gradient; the weight, m and v are read and written
-        pytest.param(torch.bfloat16, None, 2 + 2 + 2 + 2 + 4, False, marks=pytest.mark.slow),
-        (torch.bfloat16, "bf16+remainder", 2 + 2 + 2 + 2 + 4 + 4, True),
-        pytest.param(torch.float32, None, 4 + 4 + 4 + 2 + 4, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, None, 2 + 2 + 2 + 2 + 4, marks=pytest.mark.slow),
+        (torch.bfloat16, "bf16+remainder", 2 + 2 + 2 + 2 + 4 + 4),
+        pytest.param(torch.float32, None, 4 + 4 + 4 + 2 + 4, marks=pytest.mark.slow),
     ],
 )
-def test_one_kernel_that_moves_each_byte_once(
-    dtype: torch.dtype, master: str | None, most: int, with_amax: bool
-) -> None:
+def test_one_kernel_that_moves_each_byte_once(dtype: torch.dtype, master: str | None, most: int) -> None:
     weight = torch.zeros(1024, 4096, dtype=dtype).requires_grad_()
     weight.grad = torch.zeros_like(weight)
-    optimizer = AdamW([weight], master=master, fp8_weights=with_amax)
     compiled.cache_clear()
-    with mock.patch.object(AdamW, "_asked", lambda *_: {id(weight): None}):
-        step = fake_gpu.trace(optimizer.step)
+    step = fake_gpu.trace(AdamW([weight], master=master).step)
     compiled.cache_clear()
     (kernel,) = step.kernels
-    assert kernel.bytes <= (most + 0.13 + with_amax * weight.itemsize / 128) * weight.numel()
+    assert kernel.bytes <= (most + 0.13) * weight.numel()
     # a loop over a block would read everything twice
     assert "triton_per_fused" in step.code and "r0_numel = 128" in step.code
 
@@ -62,15 +58,20 @@ def test_before_ada_the_update_is_not_compiled() -> None:
 
 @pytest.mark.weekly
 def test_the_plan_of_a_gpu() -> None:
-    """Executed on a CPU: casts between calls, and the update with its amaxes and the casts that take them,
-    whose bits are those without. The plan of a forward that casts rounds otherwise."""
+    """Executed on a CPU: casts between calls, and in the update, whose bits are those
+    without. The plan of a forward that casts rounds otherwise."""
     results = []
     for cache, early in ((False, False), (True, False), (True, True)):
         torch._dynamo.reset()
         compiled.cache_clear()
         model, found = layer(), []
         optimizer = AdamW(model.parameters(), lr=1e-2, master="bf16+remainder", fp8_weights=early)
-        options = {"policy": ALL_FP8, "recipe": "tensorwise", "cache_weights": cache}
+        options = {
+            "policy": ALL_FP8,
+            "recipe": "tensorwise",
+            "cache_weights": cache,
+            "power_of_2_scale": True,
+        }
         with executed(0), hooks.casts_by_place() as made:
             call = torch.compile(model, backend="fp8", options=options)
             for seed in range(2):
@@ -79,8 +80,8 @@ def test_the_plan_of_a_gpu() -> None:
                 found.append({"y": y.detach().clone(), **grads_of(model)})
                 optimizer.step()
                 optimizer.zero_grad()
-        casts = ["forward", "step+", "step+"] if early else ["forward"] * 2 * cache
-        assert [where for where, _ in made] == casts
+        casts = ["forward"] * 2 * cache + ["update"] * early
+        assert made == casts
         results.append([*found, dict(model.named_parameters())])
     compiled.cache_clear()
     without, cached, early_ones = results

@@ -215,36 +215,3 @@ def _extracted(copies: Sequence[Node], weights: Mapping[Node, int]) -> tuple[Gra
         twins[node].meta = dict(node.meta)
     made.output(tuple(twins[node] for node in copies))
     return made, tuple(index for node, index in weights.items() if node in needed)
-
-
-def with_amaxes(hoisted: Hoisted) -> tuple[Graph, tuple[int, ...]] | None:
-    """The casts, for an optimizer that computes the amaxes of the weights that it writes. A float32 vector of
-    these is one more input, so that each weight is read once:
-
-        amax_w = amax(w); scale_w = current_scale(amax_w, ..)  ->  scale_w = current_scale(amaxes[0:1], ..)
-
-    And the places, among the weights, of those whose amaxes it has. None if no amax is that of a whole
-    weight, as it lies there (amaxes of rows and blocks, of slices, of a weight that is cast first)."""
-    made = Graph()
-    twins: dict[Node, Node] = {}
-    made.output(made.graph_copy(hoisted.graph, twins))
-    weights = list(hoisted.graph.find_nodes(op="placeholder"))
-    readers: dict[int, list[Node]] = {}
-    for node in hoisted.graph.find_nodes(op="call_function", target=ops.amax):
-        source = behind(arg(node, 0), (*VIEWS, *PERMUTES, *SAME, aten.clone.default))
-        is_whole = source in weights and value(arg(node, 0)).numel() == value(source).numel()
-        if is_whole and len(node.all_input_nodes) == 1:
-            readers.setdefault(weights.index(source), []).append(twins[node])
-    if not readers:
-        return None
-    places = tuple(sorted(readers))
-    with made.inserting_after(twins[weights[-1]]):
-        vector = made.placeholder("amaxes")
-    for i, place in enumerate(places):
-        with made.inserting_after(vector):
-            amax = made.call_function(aten.slice.Tensor, (vector, 0, i, i + 1))
-        for node in readers[place]:
-            node.replace_all_uses_with(amax)
-            made.erase_node(node)
-    made.eliminate_dead_code()
-    return made, places

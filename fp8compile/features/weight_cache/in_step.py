@@ -1,13 +1,13 @@
 """Copies that the step of an optimizer writes while it updates the weights.
 
-A cast after the step reads each weight again. A step that casts needs the scale before it has all of the new
-weight. So it takes the scale of the copies that are there: scales are powers of two, and as a weight's amax
-moves by less than a percent a step, its scale changes once in hundreds of steps. The step raises the amax of
-what it writes, and `settle` casts those weights again whose scale is another one now. The copies have the
-bits of a cast by the current amax, always, and no host waits for a device.
+A cast in forward reads each weight twice, for its amax and for the cast. A step that casts needs the scale
+before it has all of the new weight. So it takes the scale of the copies that are there: scales are powers of
+two, and as a weight's amax moves by less than a percent a step, its scale changes once in hundreds of steps.
+The step raises the amax of what it writes, and `settle` casts those weights again whose scale is another one
+now. The copies have the bits of a cast by the current amax, always, and no host waits for a device.
 
 `casts_in_step` finds where the copies of a graph lie. It is about whole matrices in row-major order with one
-scale; any other graph has its casts after the step.
+scale; weights of any other graph are cast in forward.
 """
 
 from __future__ import annotations

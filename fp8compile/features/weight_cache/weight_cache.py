@@ -22,13 +22,12 @@ Where Inductor records CUDA graphs (`static`), a set of weights has one set of c
 over it: a recorded graph reads its inputs where they were. So a forward, a step, and then the backward of
 that forward is an error there, as it is with a weight that was saved for backward.
 
-`fp8compile.optim.AdamW(.., fp8_weights=True)` has the casts made at the end of its step (`step_wrote`), so
-that no forward casts. It hands over the amaxes of the weights that it wrote, so that the casts read each
-weight once. The copies are those that the next forward would make, bitwise. The forward casts, as ever, where
-a graph was not called since its last cast, where another optimizer has one of its weights or steps between,
-and where another library has a hook after all steps. Amaxes are computed anew if one of a graph's weights was
-not updated in this step (no gradient, frozen), was written since, or if a hook of the user's ran after the
-update. Only a write to `weight.data` after the step is not noticed: it needs `refresh_weight_cache`.
+`fp8compile.optim.AdamW(.., fp8_weights=True)` writes new copies while it updates the weights (`in_step`).
+They are those that the next forward would make, bitwise. The forward casts, as ever, where a step cannot
+write the copies, where a graph was not called since its last cast, where another optimizer has one of its
+weights or steps between, if one of its weights was not updated (no gradient, frozen) or was written since,
+and if a hook after the step may write to weights. Only a write to `weight.data` after the step is not
+noticed: it needs `refresh_weight_cache`.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from ... import compat
-from ...extension import CastInStep, Wrote
+from ...extension import CastInStep
 from ...logs import get_logger, say_once
 from ...runtime import probe
 from ...runtime.inner import Inner
 from ...runtime.interpreter import Eager, How, boxed
 from ...runtime.optimizer_steps import listen
-from .hoist import Hoisted, with_amaxes
+from .hoist import Hoisted
 from .in_place import into_memory
 from .in_step import PendingCopies, casts_in_step
 
@@ -105,22 +104,17 @@ def _steps_now(optimizer: torch.optim.Optimizer) -> None:
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
     _STEPS.inside.pop(optimizer, None)
-    ids = _STEPS.parameters[optimizer] = _ids(optimizer)
+    _STEPS.parameters[optimizer] = _ids(optimizer)
     _STEPS.changes += 1
-    written = _STEPS.written.pop(optimizer, None)
-    if written is None:
-        return
+    written = _STEPS.written.pop(optimizer, {})
     theirs, of_all = compat.autograd.hooks_after_step(optimizer)
-    if not all(getattr(hook, "__module__", "").startswith(PACKAGE) for hook in of_all):
-        text = "fp8_weights: forward casts weights, for a hook after all steps may write to them"
+    if written and (theirs or not all(getattr(x, "__module__", "").startswith(PACKAGE) for x in of_all)):
+        text = "fp8_weights: forward casts weights, as a hook after the step may write to them"
         say_once(logger, logging.INFO, text)
-        return
-    if theirs:
-        text = "fp8_weights: amaxes are computed again, as a hook after the step may write to weights"
-        say_once(logger, logging.INFO, text)
+        written = {}
     with compat.autograd.unseen():
         for cache in list(_STEPS.caches.values()):
-            cache.cast_now(ids, {} if theirs else written)
+            cache.end(written)
 
 
 def refresh_weight_cache() -> None:
@@ -130,29 +124,24 @@ def refresh_weight_cache() -> None:
     _STEPS.changes += 1
 
 
-def step_begins(
-    optimizer: torch.optim.Optimizer, updated: Collection[int]
-) -> dict[int, CastInStep | None] | None:
-    """What the step of this optimizer should do for the graphs that keep copies of its weights: see
-    `Feature.wanted_casts`. None if no graph that was called has copies of any of its parameters, and no graph
-    is still to be called."""
+def step_begins(optimizer: torch.optim.Optimizer, updated: Collection[int]) -> dict[int, CastInStep] | None:
+    """The casts that the step of this optimizer should make for the graphs that keep copies of its weights:
+    see `Feature.wanted_casts`. None if no graph that was called has copies of any of its parameters that a
+    step can write, and no graph is still to be called."""
     ids, known = _ids(optimizer), False
-    found: dict[int, CastInStep | None] = {}
+    found: dict[int, CastInStep] = {}
     for cache in list(_STEPS.caches.values()):
-        known = known or not cache.called or any(i in ids for key in list(cache.kept) for i in key)
-        for kept, weights in cache.due(ids):
-            its = set(map(id, weights))
-            if its <= set(updated) and not any(found.get(i) for i in its) and cache.begin(kept, weights):
+        writable = cache.shared and any(i in ids for key in list(cache.kept) for i in key)
+        known = known or not cache.called or bool(writable)
+        for kept, weights in cache.due(updated):
+            if found.keys().isdisjoint(map(id, weights)) and cache.begin(kept, weights):
                 found.update(kept.pending.casts(weights))  # type: ignore[union-attr]
-            elif cache.given is not None:
-                found = {**dict.fromkeys(id(weights[i]) for i in cache.given.places), **found}
-    return {i: cast for i, cast in found.items() if i in ids} if known else None
+    return found if known else None
 
 
-def step_wrote(optimizer: torch.optim.Optimizer, written: Sequence[Wrote]) -> None:
-    """To be called in a step: when it ends, the weights of this optimizer are cast for graphs that keep
-    copies, but for those that the step has cast."""
-    _STEPS.written[optimizer] = {id(one.weight): (_mark(one.weight), one) for one in written}
+def step_wrote(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> None:
+    """A step has cast these weights as it was asked to. To be called in the step."""
+    _STEPS.written[optimizer] = {id(weight): _mark(weight) for weight in weights}
 
 
 @dataclass
@@ -164,8 +153,13 @@ class CopiesOf:
     copies: Sequence[Tensor] = ()
     cast: tuple | None = None  # what the stamp was when they were made
     used: bool = True  # by a forward, since the last cast
-    wasted: int = 0  # casts at the end of steps, the latest ones in a row, whose copies no forward could use
+    wasted: int = 0  # casts of steps, the latest ones in a row, whose copies no forward could use
     pending: PendingCopies | None = None  # a step has begun that writes them
+
+    def weights(self) -> list[Tensor]:
+        """None of them, if one is gone."""
+        found = [weight for reference in self.references if (weight := reference()) is not None]
+        return found if len(found) == len(self.references) else []
 
     def old(self, static: bool) -> None:
         """A cast follows. The memory serves again: for new copies, or, if `static`, for the same ones."""
@@ -173,11 +167,11 @@ class CopiesOf:
 
 
 class _Casts:
-    """A graph from weights to copies. With `places`, one more input: a vector of those weights' amaxes.
-    `written` has the memory of the copies as its last inputs, and writes there."""
+    """A graph from weights to copies. `written` has the memory of the copies as its last inputs, and writes
+    there."""
 
-    def __init__(self, graph: Graph, places: tuple[int, ...] = ()):
-        self.graph, self.places = GraphModule({}, graph), places
+    def __init__(self, graph: Graph):
+        self.graph = GraphModule({}, graph)
         self.written = GraphModule({}, into_memory(graph))
         self.function: Callable[..., Any] | None = None
 
@@ -190,8 +184,6 @@ class WeightCache:
         self.inputs, self.layouts, self.static = hoisted.inputs, hoisted.copies, static
         self.inner, self.patches = inner, {**patches, "triton.cudagraphs": False}
         self.own = _Casts(hoisted.graph)
-        given = with_amaxes(hoisted)
-        self.given = _Casts(*given) if given is not None else None
         self.shared = casts_in_step(hoisted)
         self.kept: dict[tuple[int, ...], CopiesOf] = {}
         self.called = False
@@ -235,51 +227,43 @@ class WeightCache:
         kept.stamp, kept.copies = (stamp, made) if trusted else (None, made if self.static else ())
         return made
 
-    def due(self, ids: Collection[int]) -> list[tuple[CopiesOf, list[Tensor]]]:
-        """What is to be cast at the end of a step of the optimizer with these parameters: what a forward has
-        read since it was cast. The optimizer must have all weights that are trained, and one at least."""
+    def due(self, updated: Collection[int]) -> list[tuple[CopiesOf, list[Tensor]]]:
+        """What a step that updates these parameters is to cast: what a forward has read since it was cast."""
         found = []
         for kept in list(self.kept.values()):
-            weights = [weight for reference in kept.references if (weight := reference()) is not None]
-            trained = [weight for weight in weights if weight.requires_grad]
-            theirs = bool(trained) and all(id(weight) in ids for weight in trained)
-            if len(weights) == len(kept.references) and theirs and kept.used and kept.wasted < WASTED:
+            weights = kept.weights()
+            theirs = bool(weights) and all(id(weight) in updated for weight in weights)
+            if theirs and kept.used and kept.wasted < WASTED:
                 found.append((kept, weights))
         return found
 
     def begin(self, kept: CopiesOf, weights: Sequence[Tensor]) -> bool:
-        """A step begins that can write these copies. False if it has to be done after it: there are no copies
-        yet, or of none that a step can write, or a CUDA graph is captured."""
+        """A step begins that can write these copies. False if the forward has to cast: there are no copies
+        yet, none that a step can write, or a CUDA graph is captured."""
         kept.pending = None
         if not self.shared or not kept.copies or _stamp(weights) is None:
             return False
         with compat.autograd.unseen():
             used = torch.cat([kept.copies[one.inverse] for one in self.shared])
             kept.old(self.static)
+            if self.static:  # a backward may have saved what is there
+                torch.autograd.graph.increment_version(kept.copies)
             copies = kept.copies or self.empty(used.device)
             kept.pending = PendingCopies(
                 self.shared, copies, used, used.new_zeros(len(weights), dtype=torch.int32)
             )
         return True
 
-    def cast_now(self, ids: Collection[int], written: Mapping[int, tuple[Mark, Wrote]]) -> None:
-        """Cast what is `due`, and what the step has not cast. `written`: the weights that it wrote, and their
-        marks."""
-        for kept in list(self.kept.values()):  # a step makes all copies old
-            kept.old(self.static)
-        for kept, weights in self.due(ids):
-            stamp, pending = _stamp(weights), kept.pending
-            kept.pending = None
-            if stamp is None or not _STEPS.tell_of(weights):
-                continue
-            known = [written.get(id(weight)) for weight in weights]
-            if pending and all(x and x[1].cast and x[0] == _mark(x[1].weight) for x in known):
+    def end(self, written: Mapping[int, Mark]) -> None:
+        """A step has ended. `written`: the weights that it has cast, and their marks."""
+        for kept in list(self.kept.values()):
+            pending, kept.pending = kept.pending, None
+            weights = kept.weights()
+            stamp = _stamp(weights)
+            cast = all(written.get(id(weight)) == _mark(weight) for weight in weights)
+            if pending is not None and weights and cast and stamp is not None and _STEPS.tell_of(weights):
                 kept.copies, kept.cast = pending.settle(weights), stamp
-                if self.static:  # a backward may have saved what was there
-                    torch.autograd.graph.increment_version(kept.copies)
-            else:
-                kept.copies = self._cast(weights, kept, stamp, self._amaxes(weights, written))
-            kept.stamp, kept.used = stamp, False
+                kept.stamp, kept.used = stamp, False
 
     def rest(self) -> None:
         """Nothing reads the copies for now: give their memory back, unless they keep their addresses."""
@@ -287,32 +271,17 @@ class WeightCache:
             kept.old(self.static)
             kept.used = False
 
-    def _amaxes(
-        self, weights: Sequence[Tensor], written: Mapping[int, tuple[Mark, Wrote]]
-    ) -> Sequence[Tensor]:
-        """Those of the weights at the `places` of `given`, or none if one is not known."""
-        wanted = [weights[i] for i in self.given.places] if self.given is not None else []
-        found = [written[id(x)][1].amax for x in wanted if id(x) in written and written[id(x)][0] == _mark(x)]
-        if len(found) == len(wanted):
-            return found
-        count = f"{len(wanted) - len(found)} of {len(wanted)}"
-        missing = f"{count} weights were not updated in this step, or written since"
-        say_once(logger, logging.INFO, f"fp8_weights: a graph computes its amaxes again: {missing}")
-        return ()
-
     def _cast(
         self,
         weights: Sequence[Tensor],
         kept: CopiesOf,
         stamp: tuple | None,
-        amaxes: Sequence[Tensor] = (),
     ) -> Sequence[Tensor]:
-        casts = self.given if amaxes and self.given is not None else self.own
+        casts = self.own
         before, kept.cast = kept.cast, stamp
         copies = kept.copies or self.empty(weights[0].device)
         with torch.no_grad():
-            given = [torch.stack(list(amaxes)).float()] if amaxes else []
-            inputs = [*weights, *given, *(x.data for x in copies)]  # whose versions stay
+            inputs = [*weights, *(x.data for x in copies)]  # whose versions stay
             if casts.function is None:
                 with self.lock:
                     compile_fx = compat.inductor.compile_fx

@@ -121,34 +121,24 @@ def weight_casts() -> Patched:
 
 
 @contextlib.contextmanager
-def casts_by_place() -> Iterator[list[tuple[str, int]]]:
-    """Each cast of `cache_weights`: "forward" or "step", with a "+" if the update has given the amaxes, or
-    "update", if that has cast the weights; and how many copies its cache held then."""
+def casts_by_place() -> Iterator[list[str]]:
+    """Each cast of `cache_weights`: "forward", or "update" by the step of an optimizer."""
     from fp8compile.features.weight_cache.in_step import PendingCopies
     from fp8compile.features.weight_cache.weight_cache import WeightCache
 
-    found: list[tuple[str, int]] = []
-    cast, now = WeightCache._cast, WeightCache.cast_now
-    where = ["forward"]
+    found: list[str] = []
+    cast, settle = WeightCache._cast, PendingCopies.settle
 
-    def noted(self: WeightCache, weights: Any, kept: Any, stamp: Any, amaxes: Any = ()) -> Any:
-        held = sum(len(kept.copies) for kept in self.kept.values())
-        found.append((where[-1] + ("+" if len(amaxes) else ""), held))
-        return cast(self, weights, kept, stamp, amaxes)
-
-    def inside(self: WeightCache, *args: Any) -> None:
-        where.append("step")
-        now(self, *args)
-        where.pop()
+    def noted(self: WeightCache, *args: Any) -> Any:
+        found.append("forward")
+        return cast(self, *args)
 
     def settled(self: PendingCopies, weights: Any) -> Any:
-        found.append(("update", 0))
+        found.append("update")
         return settle(self, weights)
 
-    settle = PendingCopies.settle
-    with mock.patch.object(WeightCache, "_cast", noted), mock.patch.object(WeightCache, "cast_now", inside):
-        with mock.patch.object(PendingCopies, "settle", settled):
-            yield found
+    with mock.patch.object(WeightCache, "_cast", noted), mock.patch.object(PendingCopies, "settle", settled):
+        yield found
 
 
 def cast_in_step(rows: Any, columns: Any, inverse: Any) -> Any:
@@ -156,6 +146,15 @@ def cast_in_step(rows: Any, columns: Any, inverse: Any) -> Any:
     from fp8compile.extension import CastInStep
 
     return CastInStep(rows, columns, inverse, inverse.new_zeros(1, dtype=torch.int32), 448.0)
+
+
+def copies_held() -> Patched:
+    """How many copies a cache holds whenever it allocates new ones."""
+    from fp8compile.features.weight_cache.weight_cache import WeightCache
+
+    return noting(
+        WeightCache, "empty", lambda _, cache, *__: sum(len(kept.copies) for kept in cache.kept.values())
+    )
 
 
 def copies_given() -> Patched:

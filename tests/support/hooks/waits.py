@@ -78,7 +78,7 @@ def refusing_waits() -> Iterator[None]:
     with contextlib.suppress(ModuleNotFoundError):  # as above
         from fp8compile.features.weight_cache.weight_cache import WeightCache
 
-        places.append((WeightCache, "cast_now"))
+        places.append((WeightCache, "end"))
 
     def within(stock: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
