@@ -382,3 +382,64 @@ def test_autocast_and_a_gradient_scaler_that_skips() -> None:
         return found
 
     assert both(lambda: mlp(torch.float32), run) == ["forward", "forward", "update", "update"]
+
+
+class Viewed(nn.Module):
+    """Weights that are read as matrices with other rows than theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(256, 128, 1) / 8)
+        self.b = nn.Parameter(torch.randn(256, 256) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, self.a.view(256, 128))), self.b.view(256, 2, 128).view(256, 256))
+
+
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(128, 256) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.a.view(256, 128))
+
+
+class Product(nn.Module):
+    """A weight is the input of a matmul, too, so its amax is among what comes from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(128, 128) / 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.a), self.a @ self.b)
+
+
+@pytest.mark.parametrize("build", [Viewed, Halved, Product])
+def test_what_a_step_cannot_write(build: Callable[[], nn.Module]) -> None:
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        with hooks.copies_begin_with(123.0):
+            return trained(model, compiled(model, True, "delayed"), optimizer, 4, 1)
+
+    assert "forward" in both(lambda: make(build), run)
+
+
+def test_other_data_under_the_same_parameter() -> None:
+    """The graph of its former size is there, and its copies are not written."""
+    results = []
+    for early in (False, True):
+        model: Any = make(lambda: nn.Linear(128, 256, bias=False), BF16)
+        call, found = compiled(model, True, "delayed"), []
+        for rows in (256, 512):
+            if rows == 512:
+                step(call, model, 7)
+                model.weight.data = noise(rows, 128, seed=1, dtype=BF16)
+                model.weight.grad = None
+            optimizer = ours(model, early)
+            for seed in range(3):
+                found += step(call, model, seed)
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(found)
+    assert same(*results)

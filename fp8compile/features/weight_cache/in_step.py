@@ -64,7 +64,10 @@ def casts_in_step(hoisted: Hoisted) -> tuple[Shared, ...]:
         if call_function(node, (ops.inverse,)):
             inverses[arg(node, 0)] = copy
             continue
-        for weight, scale, transposed, first in _parts(node):
+        parts = list(_parts(node))
+        if not parts:  # such as an amax
+            return ()
+        for weight, scale, transposed, first in parts:
             if weight is None or weight not in weights or transposed in casts.get((scale, weight), ()):
                 return ()
             casts.setdefault((scale, weight), {})[transposed] = copy, first
@@ -104,9 +107,11 @@ def _parts(copy: Node) -> Iterator[tuple[Node | None, Node, bool, int]]:
     for made in copies_at(copy)[item : item + 1]:
         source = value(made.source)
         fits = made.block == WHOLE and made.rows is None and not made.divide
-        fits = fits and source.dim() == 2 and source.is_contiguous()
+        weight = behind(made.source, VIEWS)
+        fits = fits and source.dim() == 2 and source.shape[1] == value(weight).shape[-1]
+        fits = fits and source.is_contiguous() and value(weight).is_contiguous()
         fits = fits and not source.shape[0] % 16 and not source.shape[1] % UNIT  # nothing is padded
-        yield behind(made.source, VIEWS) if fits else None, made.scale, made.transposed, 0
+        yield weight if fits else None, made.scale, made.transposed, 0
 
 
 @dataclass

@@ -46,6 +46,7 @@ from torch.fx import Graph, GraphModule
 
 from ... import compat
 from ...extension import CastInStep
+from ...ir.fx_utils import value
 from ...logs import get_logger, say_once
 from ...runtime import probe
 from ...runtime.inner import Inner
@@ -185,6 +186,7 @@ class WeightCache:
         self.inner, self.patches = inner, {**patches, "triton.cudagraphs": False}
         self.own = _Casts(hoisted.graph)
         self.shared = casts_in_step(hoisted)
+        self.shapes = [tuple(value(x).shape) for x in hoisted.graph.find_nodes(op="placeholder")]
         self.kept: dict[tuple[int, ...], CopiesOf] = {}
         self.called = False
         self.lock = threading.Lock()
@@ -242,6 +244,13 @@ class WeightCache:
         yet, none that a step can write, or a CUDA graph is captured."""
         kept.pending = None
         if not self.shared or not kept.copies or _stamp(weights) is None:
+            return False
+        # a parameter may have been moved, or got other data, for which there is another graph
+        made_of = [mark[0] for mark in (kept.cast or (0,))[1:]]
+        same = made_of == [x.data_ptr() for x in weights] and all(x.is_contiguous() for x in weights)
+        if not same or any(x.device != kept.copies[0].device for x in weights):
+            return False
+        if [tuple(x.shape) for x in weights] != self.shapes:
             return False
         with compat.autograd.unseen():
             used = torch.cat([kept.copies[one.inverse] for one in self.shared])

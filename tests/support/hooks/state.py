@@ -157,6 +157,24 @@ def copies_held() -> Patched:
     )
 
 
+@contextlib.contextmanager
+def copies_begin_with(number: float) -> Iterator[None]:
+    """Inside, memory that is allocated for float32 copies holds this number."""
+    from fp8compile.features.weight_cache.weight_cache import WeightCache
+
+    stock = WeightCache.empty
+
+    def empty(self: WeightCache, device: Any) -> Any:
+        made = stock(self, device)
+        for copy in made:
+            if copy.dtype == torch.float32:
+                copy.fill_(number)
+        return made
+
+    with mock.patch.object(WeightCache, "empty", empty):
+        yield
+
+
 def copies_given() -> Patched:
     """The addresses of the copies that `cache_weights` gives each call."""
     from fp8compile.features.weight_cache.weight_cache import WeightCache
