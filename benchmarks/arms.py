@@ -127,7 +127,6 @@ def fp8(recipe: str, **options: Any) -> dict[str, Any]:
 
 
 GRAPHS = "reduce-overhead"
-IN_THE_UPDATE = {"cache_weights": True, "power_of_2_scale": True}  # the optimizer's step casts weights
 ARMS = {
     arm.name: arm
     for arm in (
@@ -153,7 +152,12 @@ ARMS = {
         Arm("fp8-tensorwise-cached", "fp8", fp8("tensorwise", cache_weights=True)),
         Arm("fp8-rowwise-cached", "fp8", fp8("rowwise", cache_weights=True)),
         Arm("fp8-delayed-packed", "fp8", fp8("delayed"), packed=True),
-        Arm("fp8-delayed-update", "fp8", fp8("delayed", **IN_THE_UPDATE), packed=True),
+        Arm(
+            "fp8-delayed-update",
+            "fp8",
+            fp8("delayed", cache_weights=True, power_of_2_scale=True),
+            packed=True,
+        ),
         Arm("fp8-delayed-all", "fp8", fp8("delayed", policy=ALL)),
         Arm("fp8-rowwise", "fp8", fp8("rowwise")),
         Arm("fp8-rowwise-all", "fp8", fp8("rowwise", policy=ALL)),

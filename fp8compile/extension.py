@@ -74,6 +74,16 @@ class CastInStep(NamedTuple):
     amax: Tensor
     fp8_max: float
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the copies: there is one at least."""
+        return next(copy.dtype for copy in (self.rows, self.columns) if copy is not None)
+
+    @property
+    def apart(self) -> int:
+        """How many elements the rows of `columns` are apart."""
+        return self.columns.stride(0) if self.columns is not None else 0
+
 
 class GraphFeature:
     """A feature's part in one compiled graph. It lives as long as the compiled code, and must not keep the

@@ -257,7 +257,7 @@ class Recipe:
     )
     power_of_2_scale: bool | None = setting(
         None,
-        f"Round scales down to powers of two; with delayed, those of current amaxes. Default: True with "
+        "Round scales down to powers of two; with delayed, those of current amaxes. Default: True with "
         f"{_with_powers((True,), (True, False))} (always: {_with_powers((True,))}), else False.",
         unless_none(boolean),
     )

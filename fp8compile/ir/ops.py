@@ -89,6 +89,15 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, divide: b
     return torch.where(x.abs() == float("inf"), float("nan"), scaled).to(dtype)
 
 
+def cast_into(x: Tensor, scale: Tensor, fp8_max: float, rows: Tensor | None, columns: Tensor | None) -> None:
+    """Write the cast of x [R, C] to the memory of its copies, FP8 [R, C] and [C, R]; None: not in this
+    layout."""
+    for copy, transposed in ((rows, False), (columns, True)):
+        if copy is not None:
+            made = cast(x, scale, copy.dtype, fp8_max).view(torch.uint8)
+            copy.view(torch.uint8).copy_(made.t() if transposed else made)
+
+
 def blocks(size, block: int):
     """How many blocks cover `size` elements."""
     return 1 if block == 0 else (size + block - 1) // block

@@ -15,15 +15,7 @@ from ..devices.support import casts_to_e4m3
 from ..extension import CastInStep, features
 from ..logs import get_logger, say_once
 from .states import MASTERS, State, fresh, from_blocks, is_small, local, packed, to_blocks, vanilla
-from .update import (
-    cast_into,
-    compiled,
-    factors,
-    launch_update,
-    on_host,
-    update,
-    update_small,
-)
+from .update import cast_into, compiled, factors, launch_update, on_host, update, update_small
 
 logger = get_logger(__name__)
 
@@ -173,7 +165,7 @@ class AdamW(Optimizer):
             if weight.is_cuda and not (compiles and on_host(by)):
                 cast = None
             if cast is not None and weight.is_cuda:
-                launch_update(*given, cast, weight.shape[-1])  # type: ignore[call-arg]
+                launch_update(given, cast, weight.shape[-1])
             else:
                 (compiled(update) if compiles else update)(*given)
                 if cast is not None:

@@ -4,10 +4,9 @@ imports this module: it needs Triton."""
 import triton
 import triton.language as tl
 
-from ..codegen.expressions import E4M3_BY_PTX
+from ..codegen.triton_casts import converted, fp8_of
 from .states import FIRST, LARGEST, SECOND, SMALLEST
 
-PTX = tl.constexpr(E4M3_BY_PTX)
 FIRST_BITS = tl.constexpr(0x7FFFFF - LARGEST[FIRST][0])
 FIRST_EXPONENT = tl.constexpr(LARGEST[FIRST][1])
 SECOND_BITS = tl.constexpr(0x7FFFFF - LARGEST[SECOND][0])
@@ -89,12 +88,7 @@ def fp8_adamw(
     tl.store(first_scale + block, (biased << 23).to(tl.float32, bitcast=True), mask=in_row)
     m = m * ((254 - biased) << 23).to(tl.float32, bitcast=True)[:, None]
     m = tl.where(tl.abs(m) == float("inf"), float("nan"), m)
-    if BY_PTX:
-        m8 = tl.inline_asm_elementwise(PTX, "=r,f,f,f,f", [m], tl.uint8, True, 4)
-        m8 = m8.to(tl.float8e4nv, bitcast=True)
-    else:
-        m8 = m.to(tl.float8e4nv)
-    tl.store(first + at, m8, mask=inside)
+    tl.store(first + at, converted(m, tl.float8e4nv, BY_PTX), mask=inside)
 
     largest = tl.max(tl.where(tl.abs(v) < float("inf"), tl.abs(v), 0.0), 1)
     biased = ((largest.to(tl.int32, bitcast=True) + SECOND_BITS) >> 23) - SECOND_EXPONENT
@@ -122,14 +116,8 @@ def fp8_adamw(
     bits = (254 << 23) - tl.load(inverse).to(
         tl.int32, bitcast=True
     )  # of the scale, if that is a power of two
-    y = tl.where(tl.abs(x) == float("inf"), float("nan"), x * bits.to(tl.float32, bitcast=True))
-    if not SATURATES:
-        y = tl.where(y > FP8_MAX, FP8_MAX, tl.where(y < -FP8_MAX, -FP8_MAX, y))
     to: tl.constexpr = (columns if rows is None else rows).dtype.element_ty
-    if BY_PTX:
-        y8 = tl.inline_asm_elementwise(PTX, "=r,f,f,f,f", [y], tl.uint8, True, 4).to(to, bitcast=True)
-    else:
-        y8 = y.to(to)
+    y8 = fp8_of(x, bits.to(tl.float32, bitcast=True), FP8_MAX, to, SATURATES, BY_PTX)
     if rows is not None:
         tl.store(rows + at, y8, mask=inside)
     if columns is not None:

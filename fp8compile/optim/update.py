@@ -94,11 +94,7 @@ def cast_into(weight: Tensor, cast: CastInStep) -> None:
     """Cast an updated weight [R, C], and raise its amax, in plain torch."""
     bits = weight.abs().amax().float().view(torch.int32)
     cast.amax.copy_(torch.maximum(cast.amax, bits))
-    scale = inverse_of(cast.inverse)
-    for copy, turned in ((cast.rows, False), (cast.columns, True)):
-        if copy is not None:
-            made = ops.cast(weight, scale, copy.dtype, cast.fp8_max).view(torch.uint8)
-            copy.view(torch.uint8).copy_(made.t() if turned else made)
+    ops.cast_into(weight, inverse_of(cast.inverse), cast.fp8_max, cast.rows, cast.columns)
 
 
 TILE = (32, 8)  # rows of a program, each one block of states; warps
@@ -109,33 +105,16 @@ def on_host(by: Factors) -> bool:
     return all(x.device.type == "cpu" for x in by)
 
 
-def launch_update(
-    weight: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    first_scale: Tensor,
-    second: Tensor,
-    second_scale: Tensor,
-    kept: Tensor | None,
-    by: Factors,
-    cast: CastInStep,
-    width: int,
-) -> None:
-    """`update` and `cast_into` in one walk over a weight, whose rows have `width` elements."""
+def launch_update(given: tuple[Any, ...], cast: CastInStep, width: int) -> None:
+    """`update` of these arguments and `cast_into`, in one walk over a weight, with rows of this width."""
     from .triton_adamw import fp8_adamw
 
-    copy = cast.rows if cast.rows is not None else cast.columns
-    assert copy is not None
+    *tensors, by = given
+    weight = tensors[0]
     height = weight.numel() // width
     with torch.cuda.device_of(weight):
         fp8_adamw[-(-height // TILE[0]) * (width // BLOCK),](
-            weight,
-            gradient,
-            first,
-            first_scale,
-            second,
-            second_scale,
-            kept,
+            *tensors,
             cast.rows,
             cast.columns,
             cast.inverse,
@@ -143,10 +122,10 @@ def launch_update(
             *(x.item() for x in by),
             height,
             width,
-            cast.columns.stride(0) if cast.columns is not None else 0,
+            cast.apart,
             *half_a_unit(weight.dtype),
             cast.fp8_max,
-            saturates(copy.dtype),
+            saturates(cast.dtype),
             converts_by_ptx(weight.device),
             TILE[0],
             BLOCK,

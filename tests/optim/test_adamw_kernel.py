@@ -13,27 +13,12 @@ from torch import Tensor
 from fp8compile.optim import triton_adamw, update
 from fp8compile.optim.states import BLOCK, fresh, to_blocks
 from tests.support import hooks
-from tests.support.interpreter import Interpreted
+from tests.support.interpreter import OnCpu
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
 
 E4M3 = torch.float8_e4m3fn
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 NAMES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
-
-
-class OnCpu:
-    """Stands for `fp8_adamw` in `launch_update`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.jitted = triton_adamw.fp8_adamw
-        monkeypatch.setattr(triton_adamw, "fp8_adamw", self)
-
-    def __getitem__(self, grid: Any) -> Any:
-        def run(*given: Any, **_: Any) -> None:
-            *arguments, rows, columns = given
-            Interpreted(self.jitted, (rows, columns))[grid](*arguments)
-
-        return run
 
 
 class Case:
@@ -56,7 +41,7 @@ class Case:
         width = self.weight.shape[-1]
         given = (to_blocks(self.weight), to_blocks(gradient), *moments, kept, by)
         if launched:
-            update.launch_update(*given, self.cast, width)
+            update.launch_update(given, self.cast, width)
         else:
             update.update(*given)
             update.cast_into(self.weight, self.cast)
@@ -98,7 +83,7 @@ def test_the_kernel_is_the_update(
 ) -> None:
     """Three steps, to the bit; nothing beside the copies is written. In the second one a weight is changed by
     hand, in the third one gradients are odd, or all zero in a row."""
-    OnCpu(monkeypatch)
+    OnCpu(monkeypatch, triton_adamw, "fp8_adamw")
     # torch's on a CPU may be the neighbour of the nearest number
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.sqrt(x.double()).float())
     generator = torch.Generator().manual_seed(0)

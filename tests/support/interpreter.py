@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
@@ -184,6 +185,19 @@ def _library(*modules: Any) -> dict[tuple[Any, str], Any]:
     return found
 
 
+def _modules(jitted: JITFunction) -> set[Any]:
+    """Of this package: the modules in which a jitted function finds others that it calls, and where these
+    find theirs."""
+    found: set[Any] = set()
+    waiting = [jitted]
+    while waiting:
+        module = sys.modules.get(waiting.pop().fn.__module__)
+        if module is not None and module not in found and module.__name__.startswith("fp8compile."):
+            found.add(module)
+            waiting += [x for x in vars(module).values() if isinstance(x, JITFunction)]
+    return found
+
+
 class Interpreted:
     """Stands for a JIT function: `kernel[grid](**arguments)` runs it here."""
 
@@ -196,10 +210,30 @@ class Interpreted:
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
             memory = Memory([*args, *kwargs.values()])
-            with interpreting(), _guarded(memory), _with_libdevice(self.jitted.fn.__globals__):
+            called = _modules(self.jitted)
+            with interpreting(*called), _guarded(memory), _with_libdevice(self.jitted.fn.__globals__):
                 InterpretedFunction(self.jitted.fn)[grid(self.block) if callable(grid) else grid](
                     *args, **kwargs, **self.block
                 )
+
+        return run
+
+
+class OnCpu:
+    """Stands for a JIT function of a module, whose last two arguments are BLOCK_R and BLOCK_C. `blocks`:
+    those of its launches; `told`: what else the launches say."""
+
+    def __init__(self, monkeypatch: Any, module: Any, name: str):
+        self.jitted, self.blocks = getattr(module, name), set[tuple[int, int]]()
+        self.told: list[dict[str, Any]] = []
+        monkeypatch.setattr(module, name, self)
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*given: Any, **told: Any) -> None:
+            *arguments, rows, columns = given
+            self.blocks.add((rows, columns))
+            self.told.append(told)
+            Interpreted(self.jitted, (rows, columns))[grid](*arguments)
 
         return run
 

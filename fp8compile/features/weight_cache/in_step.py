@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -114,105 +113,71 @@ def _parts(copy: Node) -> Iterator[tuple[Node | None, Node, bool, int]]:
         yield weight if fits else None, made.scale, made.transposed, 0
 
 
-@dataclass
 class PendingCopies:
-    """Copies that a step writes: their memory, the inverses of the scales by which it casts (float32
-    [scales]), and the amaxes of what it writes (int32 [weights], bits of magnitudes)."""
+    """Copies that a step writes, to the memory `copies`. `used`: the inverses of the scales by which it
+    casts, float32 [scales]. `casts`: what it has to do with each weight."""
 
-    shared: tuple[Shared, ...]
-    copies: Sequence[Tensor]
-    used: Tensor
-    amaxes: Tensor
-
-    def casts(self, weights: Sequence[Tensor]) -> dict[int, CastInStep]:
-        """What the step has to do, by the id of each weight."""
-        return {
-            id(weights[place.weight]): CastInStep(
-                *_memory(place, weights[place.weight], self.copies),
-                self.used[i : i + 1],
-                self.amaxes[place.weight : place.weight + 1],
-                one.fp8_max,
-            )
-            for i, one in enumerate(self.shared)
-            for place in one.places
-        }
+    def __init__(
+        self, shared: tuple[Shared, ...], weights: Sequence[Tensor], copies: Sequence[Tensor], used: Tensor
+    ):
+        self.shared, self.copies = shared, copies
+        self.amaxes = used.new_zeros(len(weights), dtype=torch.int32)  # bits of magnitudes
+        self.casts: dict[int, CastInStep] = {}
+        for i, one in enumerate(shared):
+            for weight, rows, columns in one.places:
+                height = weights[weight].numel() // weights[weight].shape[-1]
+                self.casts[weight] = CastInStep(
+                    copies[rows[0]].narrow(0, rows[1], height) if rows else None,
+                    copies[columns[0]].narrow(1, columns[1], height) if columns else None,
+                    used[i : i + 1],
+                    self.amaxes[weight : weight + 1],
+                    one.fp8_max,
+                )
 
     def settle(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """The copies, after the step: cast again where the scale is another one now."""
-        for i, one in enumerate(self.shared):
+        for one in self.shared:
             its = [place.weight for place in one.places]
-            amax = self.amaxes[its[0] : its[0] + 1]
+            amax = self.casts[its[0]].amax
             if len(its) > 1:
                 amax = torch.stack([self.amaxes[j] for j in its]).amax(0, keepdim=True)
-            for place in one.places:
-                weight = weights[place.weight]
-                rows, columns = _memory(place, weight, self.copies)
-                source = weight.detach().view(-1, weight.shape[-1])
+            for i in its:
+                weight = weights[i].detach().view(-1, weights[i].shape[-1])
                 function = launch_recast if weight.is_cuda else recast
-                function(source, rows, columns, self.copies[one.inverse], self.used[i : i + 1], amax, one)
+                function(weight, self.casts[i], amax, one.margin, self.copies[one.inverse])
         return self.copies
 
 
-def _memory(
-    place: WeightPlace, weight: Tensor, copies: Sequence[Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Where the copies of a weight are, in both layouts."""
-    height = weight.numel() // weight.shape[-1]
-    rows = copies[place.rows[0]].narrow(0, place.rows[1], height) if place.rows else None
-    columns = copies[place.columns[0]].narrow(1, place.columns[1], height) if place.columns else None
-    return rows, columns
-
-
-def recast(
-    weight: Tensor,
-    rows: Tensor | None,
-    columns: Tensor | None,
-    inverse: Tensor,
-    used: Tensor,
-    amax: Tensor,
-    how: Shared,
-) -> None:
-    """Write `inverse`, that of the scale from the amax (bits). If it is not `used`, cast the weight again."""
-    scale = scale_of(amax.view(torch.float32), how.fp8_max, how.margin, True)
+def recast(weight: Tensor, cast: CastInStep, amax: Tensor, margin: int, inverse: Tensor) -> None:
+    """Write `inverse`, that of the scale from the amax (bits). If the copies have another one, cast the
+    weight [R, C] again."""
+    scale = scale_of(amax.view(torch.float32), cast.fp8_max, margin, True)
     inverse.copy_(inverse_of(scale))
-    if not torch.equal(inverse, used):
-        for copy, turned in ((rows, False), (columns, True)):
-            if copy is not None:
-                cast = ops.cast(weight, scale, copy.dtype, how.fp8_max)
-                copy.view(torch.uint8).copy_((cast.t() if turned else cast).view(torch.uint8))
+    if not torch.equal(inverse, cast.inverse):
+        ops.cast_into(weight, scale, cast.fp8_max, cast.rows, cast.columns)
 
 
-def launch_recast(
-    weight: Tensor,
-    rows: Tensor | None,
-    columns: Tensor | None,
-    inverse: Tensor,
-    used: Tensor,
-    amax: Tensor,
-    how: Shared,
-) -> None:
+def launch_recast(weight: Tensor, cast: CastInStep, amax: Tensor, margin: int, inverse: Tensor) -> None:
     """`recast` on a GPU. Its programs leave at once where the scale is the same."""
     from .triton_recast import fp8_recast
 
     height, width = weight.shape
     block_r, block_c, warps = RECAST
-    copy = rows if rows is not None else columns
-    assert copy is not None
     tiles = -(-height // block_r) * -(-width // block_c)
     with torch.cuda.device_of(weight):
         fp8_recast[min(tiles, PROGRAMS),](
             weight,
-            rows,
-            columns,
+            cast.rows,
+            cast.columns,
             inverse,
-            used,
+            cast.inverse,
             amax,
             height,
             width,
-            columns.stride(0) if columns is not None else 0,
-            how.fp8_max / 2.0**how.margin,
-            how.fp8_max,
-            saturates(copy.dtype),
+            cast.apart,
+            cast.fp8_max / 2.0**margin,
+            cast.fp8_max,
+            saturates(cast.dtype),
             converts_by_ptx(weight.device),
             block_r,
             block_c,

@@ -4,10 +4,9 @@ this module: it needs Triton."""
 import triton
 import triton.language as tl
 
-from ...codegen.expressions import E4M3_BY_PTX
+from ...codegen.triton_casts import fp8_of
 from ...ir import scale as arithmetic
 
-PTX = tl.constexpr(E4M3_BY_PTX)
 LARGEST = tl.constexpr(arithmetic.LARGEST)
 SMALLEST = tl.constexpr(arithmetic.SMALLEST)
 EXPONENT = tl.constexpr(arithmetic.EXPONENT)
@@ -56,14 +55,8 @@ def fp8_recast(
             at = row[:, None] * WIDTH + col[None, :]
             inside = (row < HEIGHT)[:, None] & (col < WIDTH)[None, :]
             x = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-            y = tl.where(tl.abs(x) == float("inf"), float("nan"), x * scale)
-            if not SATURATES:
-                y = tl.where(y > FP8_MAX, FP8_MAX, tl.where(y < -FP8_MAX, -FP8_MAX, y))
             to: tl.constexpr = (columns if rows is None else rows).dtype.element_ty
-            if BY_PTX:
-                y8 = tl.inline_asm_elementwise(PTX, "=r,f,f,f,f", [y], tl.uint8, True, 4).to(to, bitcast=True)
-            else:
-                y8 = y.to(to)
+            y8 = fp8_of(x, scale, FP8_MAX, to, SATURATES, BY_PTX)
             if rows is not None:
                 tl.store(rows + at, y8, mask=inside)
             if columns is not None:

@@ -42,7 +42,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from ... import compat
 from ...extension import CastInStep
@@ -108,11 +108,12 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
     _STEPS.parameters[optimizer] = _ids(optimizer)
     _STEPS.changes += 1
     written = _STEPS.written.pop(optimizer, {})
-    theirs, of_all = compat.autograd.hooks_after_step(optimizer)
-    if written and (theirs or not all(getattr(x, "__module__", "").startswith(PACKAGE) for x in of_all)):
-        text = "fp8_weights: forward casts weights, as a hook after the step may write to them"
-        say_once(logger, logging.INFO, text)
-        written = {}
+    if written:
+        theirs, of_all = compat.autograd.hooks_after_step(optimizer)
+        if theirs or not all(getattr(x, "__module__", "").startswith(PACKAGE) for x in of_all):
+            text = "fp8_weights: forward casts weights, as a hook after the step may write to them"
+            say_once(logger, logging.INFO, text)
+            written = {}
     with compat.autograd.unseen():
         for cache in list(_STEPS.caches.values()):
             cache.end(written)
@@ -136,7 +137,7 @@ def step_begins(optimizer: torch.optim.Optimizer, updated: Collection[int]) -> d
         known = known or not cache.called or bool(writable)
         for kept, weights in cache.due(updated):
             if found.keys().isdisjoint(map(id, weights)) and cache.begin(kept, weights):
-                found.update(kept.pending.casts(weights))  # type: ignore[union-attr]
+                found.update({id(weights[i]): x for i, x in kept.pending.casts.items()})  # type: ignore[union-attr]
     return found if known else None
 
 
@@ -167,24 +168,17 @@ class CopiesOf:
         self.stamp, self.copies = None, self.copies if static else ()
 
 
-class _Casts:
-    """A graph from weights to copies. `written` has the memory of the copies as its last inputs, and writes
-    there."""
-
-    def __init__(self, graph: Graph):
-        self.graph = GraphModule({}, graph)
-        self.written = GraphModule({}, into_memory(graph))
-        self.function: Callable[..., Any] | None = None
-
-
 class WeightCache:
     """The copies that one graph reads, for each set of weights that it is called with (of many layers).
-    `static`: they keep their addresses."""
+    `static`: they keep their addresses. `graph`: from weights to copies; `written` has the memory of the
+    copies as its last inputs, and writes there."""
 
     def __init__(self, hoisted: Hoisted, inner: Inner, patches: Mapping[str, Any], static: bool):
         self.inputs, self.layouts, self.static = hoisted.inputs, hoisted.copies, static
         self.inner, self.patches = inner, {**patches, "triton.cudagraphs": False}
-        self.own = _Casts(hoisted.graph)
+        self.graph = GraphModule({}, hoisted.graph)
+        self.written = GraphModule({}, into_memory(hoisted.graph))
+        self.function: Callable[..., Any] | None = None
         self.shared = casts_in_step(hoisted)
         self.shapes = [tuple(value(x).shape) for x in hoisted.graph.find_nodes(op="placeholder")]
         self.kept: dict[tuple[int, ...], CopiesOf] = {}
@@ -194,7 +188,7 @@ class WeightCache:
 
     @property
     def casts(self) -> dict[tuple[int, probe.Name], probe.CastKind]:
-        return probe.casts_of(self.own.graph.graph)
+        return probe.casts_of(self.graph.graph)
 
     def empty(self, device: torch.device) -> Sequence[Tensor]:
         """Stand-ins for the copies, for a call with fake tensors."""
@@ -204,7 +198,7 @@ class WeightCache:
         """The copies of these arguments of the graph; `measuring` measures their casts."""
         weights = [args[i] for i in self.inputs]
         if measuring is not None:
-            return boxed(Eager(self.own.graph))([x.detach() for x in weights], How(False, measuring))
+            return boxed(Eager(self.graph))([x.detach() for x in weights], How(False, measuring))
         self.called = True
         key, stamp = tuple(map(id, weights)), _stamp(weights)
         kept = self.kept.get(key)
@@ -241,7 +235,7 @@ class WeightCache:
 
     def begin(self, kept: CopiesOf, weights: Sequence[Tensor]) -> bool:
         """A step begins that can write these copies. False if the forward has to cast: there are no copies
-        yet, none that a step can write, or a CUDA graph is captured."""
+        yet, a step cannot write them, or a CUDA graph is captured."""
         kept.pending = None
         if not self.shared or not kept.copies or _stamp(weights) is None:
             return False
@@ -258,19 +252,19 @@ class WeightCache:
             if self.static:  # a backward may have saved what is there
                 torch.autograd.graph.increment_version(kept.copies)
             copies = kept.copies or self.empty(used.device)
-            kept.pending = PendingCopies(
-                self.shared, copies, used, used.new_zeros(len(weights), dtype=torch.int32)
-            )
+            kept.pending = PendingCopies(self.shared, weights, copies, used)
         return True
 
     def end(self, written: Mapping[int, Mark]) -> None:
         """A step has ended. `written`: the weights that it has cast, and their marks."""
         for kept in list(self.kept.values()):
             pending, kept.pending = kept.pending, None
+            if pending is None:
+                continue
             weights = kept.weights()
             stamp = _stamp(weights)
             cast = all(written.get(id(weight)) == _mark(weight) for weight in weights)
-            if pending is not None and weights and cast and stamp is not None and _STEPS.tell_of(weights):
+            if weights and cast and stamp is not None and _STEPS.tell_of(weights):
                 kept.copies, kept.cast = pending.settle(weights), stamp
                 kept.stamp, kept.used = stamp, False
 
@@ -280,24 +274,18 @@ class WeightCache:
             kept.old(self.static)
             kept.used = False
 
-    def _cast(
-        self,
-        weights: Sequence[Tensor],
-        kept: CopiesOf,
-        stamp: tuple | None,
-    ) -> Sequence[Tensor]:
-        casts = self.own
+    def _cast(self, weights: Sequence[Tensor], kept: CopiesOf, stamp: tuple | None) -> Sequence[Tensor]:
         before, kept.cast = kept.cast, stamp
         copies = kept.copies or self.empty(weights[0].device)
         with torch.no_grad():
             inputs = [*weights, *(x.data for x in copies)]  # whose versions stay
-            if casts.function is None:
+            if self.function is None:
                 with self.lock:
                     compile_fx = compat.inductor.compile_fx
-                    casts.function = casts.function or compile_fx(
-                        casts.written, inputs, self.inner.compile, self.patches
+                    self.function = self.function or compile_fx(
+                        self.written, inputs, self.inner.compile, self.patches
                     )
-            casts.function(*inputs)
+            self.function(*inputs)
         if kept.copies and before != stamp:  # else the values are the same, and a backward may yet read them
             torch.autograd.graph.increment_version(copies)
         return copies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,30 +10,11 @@ import torch
 from fp8compile.features.delayed import move, state_page, triton_move
 from fp8compile.features.delayed.state_page import Rows, SlotSettings
 from tests.support import hooks
-from tests.support.interpreter import Interpreted
+from tests.support.interpreter import OnCpu
 
 CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan
 KEPT = 7.0  # in memory that a move does not own
-
-
-class OnCpu:
-    """Stands for `fp8_move` in `launch_move`. `blocks`: slots at a time, and numbers of a history; `told`:
-    what else the launches say."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.jitted, self.blocks = triton_move.fp8_move, set[tuple[int, int]]()
-        self.told: list[dict[str, Any]] = []
-        monkeypatch.setattr(triton_move, "fp8_move", self)
-
-    def __getitem__(self, grid: Any) -> Any:
-        def run(*given: Any, **told: Any) -> None:
-            *arguments, rows, columns = given
-            self.blocks.add((rows, columns))
-            self.told.append(told)
-            Interpreted(self.jitted, (rows, columns))[grid](*arguments)
-
-        return run
 
 
 def bits(amaxes: torch.Tensor) -> torch.Tensor:
@@ -81,7 +61,7 @@ def test_the_kernel_is_next_page(
     for start, size in table:
         by_row[start : start + size], inside[start : start + size] = start, True
     parts, owned = torch.tensor(table, dtype=torch.int32), torch.nonzero(inside).flatten()
-    on_cpu, generator = OnCpu(monkeypatch), torch.Generator().manual_seed(0)
+    on_cpu, generator = OnCpu(monkeypatch, triton_move, "fp8_move"), torch.Generator().manual_seed(0)
     page = state_page.new_page(slots, history, CPU, [recipes[i % 3] for i in range(slots)])
     expected, met = page.clone(), dict.fromkeys(("unseen", "stopped", "moved beside them", "forgot"), 0)
     # of the first part and the last one, which may be one part
@@ -124,7 +104,7 @@ def test_the_kernel_is_next_page(
 @pytest.mark.parametrize("bad", [0, 70, 129])
 def test_a_part_that_stops_stops_alone_in_the_kernel(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever block of its slots the bad amax is in."""
-    OnCpu(monkeypatch)
+    OnCpu(monkeypatch, triton_move, "fp8_move")
     page = state_page.new_page(260, 4, CPU, [SlotSettings(448.0, 4, 1)] * 260)
     parts = torch.tensor([(0, 130), (130, 130)], dtype=torch.int32)
     amaxes = state_page.new_amaxes(260, CPU)
@@ -137,7 +117,7 @@ def test_a_part_that_stops_stops_alone_in_the_kernel(bad: int, monkeypatch: pyte
 
 def test_a_long_history_takes_fewer_slots_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [move.configuration(history)[0] for history in (16, 1024, 4096)] == [64, 4, 1]
-    on_cpu = OnCpu(monkeypatch)
+    on_cpu = OnCpu(monkeypatch, triton_move, "fp8_move")
     page = state_page.new_page(9, 1024, CPU, [SlotSettings(448.0, 1024, 1)] * 9)
     amaxes = state_page.new_amaxes(9, CPU)
     amaxes[:, 0] = bits(torch.arange(1.0, 10.0))

@@ -4,33 +4,18 @@ without is in tests/optim/test_fp8_weights.py."""
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from fp8compile.features.weight_cache import in_step, triton_recast
-from fp8compile.features.weight_cache.in_step import Shared, launch_recast, recast
+from fp8compile.features.weight_cache.in_step import launch_recast, recast
 from fp8compile.ir.scale import inverse_of, scale_of
-from tests.support.interpreter import Interpreted
+from tests.support import hooks
+from tests.support.interpreter import OnCpu
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
 
 E4M3 = torch.float8_e4m3fn
-
-
-class OnCpu:
-    """Stands for `fp8_recast` in `launch_recast`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.jitted = triton_recast.fp8_recast
-        monkeypatch.setattr(triton_recast, "fp8_recast", self)
-
-    def __getitem__(self, grid: Any) -> Any:
-        def run(*given: Any, **_: Any) -> None:
-            *arguments, rows, columns = given
-            Interpreted(self.jitted, (rows, columns))[grid](*arguments)
-
-        return run
 
 
 @pytest.mark.cases(test=5, slow=10)
@@ -40,12 +25,11 @@ def test_the_kernel_casts_as_the_reference(
     layouts: str, amax: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the scale is another one; where it is the same, copies stay as they are."""
-    OnCpu(monkeypatch)
+    OnCpu(monkeypatch, triton_recast, "fp8_recast")
     weight = torch.randn(80, 256, generator=torch.Generator().manual_seed(0)) * min(amax, 4.0)
     weight[3, 4] = amax
     weight = weight.bfloat16()
     bits = weight.abs().amax().float().view(torch.int32).view(1)
-    how = Shared(0, 448.0, 1, ())
     now = inverse_of(scale_of(bits.view(torch.float32), 448.0, 1, True))
     for used in (now, now * 2, torch.tensor([0.3]), torch.tensor([math.nan])):
         found = []
@@ -54,7 +38,8 @@ def test_the_kernel_casts_as_the_reference(
             columns = torch.full((256, 96), 7.0).to(E4M3) if "c" in layouts else None
             inverse = torch.zeros(1)
             part = columns[:, 16:] if columns is not None else None
-            function(weight, rows, part, inverse, used, bits, how)
+            cast = hooks.cast_in_step(rows, part, used)
+            function(weight, cast, bits, 1, inverse)
             assert torch.equal(inverse, now)
             found.append([x.view(torch.uint8) for x in (rows, columns) if x is not None])
             changed = [bool((x.float() != 7).any()) for x in (rows, part) if x is not None]
