@@ -62,14 +62,13 @@ def packed_bytes(model: nn.Module) -> float:
 
 @contextlib.contextmanager
 def casts_in_step() -> Iterator[list[int]]:
-    """The bytes of the copies that a step can write, of each graph that is compiled inside."""
+    """The bytes of the copies that a step can write, of each graph that is compiled inside. 0: it cannot."""
     found: list[int] = []
     stock = weight_cache.WeightCache.__init__
 
     def noted(self: Any, hoisted: Any, *given: Any) -> None:
         stock(self, hoisted, *given)
-        if self.shared:
-            found.append(hoisted.bytes)
+        found.append(hoisted.bytes if self.shared else 0)
 
     with mock.patch.object(weight_cache.WeightCache, "__init__", noted):
         yield found
@@ -138,7 +137,7 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
     if not found.kernels:
         raise RuntimeError("nothing was compiled")
     updated = (packed_bytes if arm.packed else optimizer_bytes)(model) if point.optimizer else 0.0
-    if arm.packed and copies:  # written in the update, and not by a graph of casts
+    if arm.packed and copies and all(copies):  # written in the update, and not by a graph of casts
         updated += sum(copies)
         found = replace(found, graphs=tuple(filter(multiplies, found.graphs)))
     weights = {tuple(x.shape) for x in model.parameters() if x.dim() > 1}

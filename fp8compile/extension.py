@@ -205,9 +205,9 @@ class Feature:
         return ()
 
     def wanted_casts(
-        self, optimizer: torch.optim.Optimizer, updated: Collection[int]
+        self, optimizer: torch.optim.Optimizer, castable: Collection[int]
     ) -> Mapping[int, CastInStep] | None:
-        """The casts that this optimizer's step, which begins and updates these parameters (ids), should make.
+        """The casts that this optimizer's step should make. It begins, and can cast these parameters (ids).
         None if it needs nothing of this optimizer, and expects nothing."""
         return None
 

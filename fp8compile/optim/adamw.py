@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..devices.support import casts_to_e4m3
 from ..extension import CastInStep, features
 from ..logs import get_logger, say_once
 from .states import MASTERS, State, fresh, from_blocks, is_small, local, packed, to_blocks, vanilla
-from .update import cast_into, compiled, factors, launch_update, on_host, update, update_small
+from .update import cast_into, compiled, factors, launch_update, launches, update, update_small
 
 logger = get_logger(__name__)
 
@@ -115,7 +115,7 @@ class AdamW(Optimizer):
                         f"{index} has one. Use torch.optim.SparseAdam for it, or "
                         "sparse=False in its embedding"
                     )
-        asked = self._asked(p for _, parameters in work for p in parameters) if self.fp8_weights else {}
+        asked = self._asked(work) if self.fp8_weights else {}
         written: list[Tensor] = []
         for group, parameters in work:
             by_step = defaultdict(list)
@@ -129,18 +129,29 @@ class AdamW(Optimizer):
             feature.step_wrote(self, written)
         return loss
 
-    def _asked(self, updated: Iterable[Tensor]) -> Asked:
+    def _asked(self, work: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> Asked:
         """The casts that are wanted of this step."""
-        if type(self).step is not AdamW.step:  # it may write weights after this
-            return {}
-        ids = frozenset(map(id, updated))
-        asked = [its for feature in features() if (its := feature.wanted_casts(self, ids)) is not None]
-        if not asked and self._stepped:  # not in a first step, which may be torch.distributed.checkpoint's
-            fix = "compile with options={'cache_weights': True, 'power_of_2_scale': True}"
-            why = f"no compiled graph has FP8 weights that a step can write: {fix}"
+        why, asked = None, []
+        can = frozenset(id(p) for group, parameters in work for p in parameters if self._casts(group, p))
+        if getattr(type(self).step, "__wrapped__", None) is not _STEP:  # torch wraps it once, for its hooks
+            why = f"{type(self).__name__} has its own step, which may write to weights after the update"
+        elif not can and any(parameters for _, parameters in work):
+            why = "the update casts with compiled=True, an eps from 1e-12 on and a learning rate that is a "
+            why += "number or on the CPU, on AMD's GPUs and on NVIDIA's since Ada"
+        else:
+            asked = [its for feature in features() if (its := feature.wanted_casts(self, can)) is not None]
+            if not asked and self._stepped:  # the first step may be torch.distributed.checkpoint's
+                why = "no compiled graph has FP8 weights that a step can write: compile with "
+                why += "options={'cache_weights': True, 'power_of_2_scale': True}"
+        if why is not None:
             say_once(logger, logging.WARNING, f"fp8: AdamW's fp8_weights has no effect: {why}")
         self._stepped = True
         return {key: cast for its in asked for key, cast in its.items()}
+
+    def _casts(self, group: dict[str, Any], p: Tensor) -> bool:
+        """Can the update of a parameter cast it, too?"""
+        device = local(p).device
+        return device.type != "cuda" or (self._compiled and casts_to_e4m3(device) and launches(group))
 
     def _update(
         self,
@@ -162,8 +173,6 @@ class AdamW(Optimizer):
             moments = [state[key] for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")]
             given = (rows, to_blocks(local(p.grad)).data, *moments, kept, by)  # type: ignore[arg-type]
             cast = asked.get(id(p))
-            if weight.is_cuda and not (compiles and on_host(by)):
-                cast = None
             if cast is not None and weight.is_cuda:
                 launch_update(given, cast, weight.shape[-1])
             else:
@@ -241,6 +250,9 @@ class AdamW(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             group["decoupled_weight_decay"] = True
+
+
+_STEP = AdamW.step  # as long as there is no optimizer of this class
 
 
 def _name(group: dict[str, Any], index: int) -> str:

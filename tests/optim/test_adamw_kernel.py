@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile.optim import triton_adamw, update
 from fp8compile.optim.states import BLOCK, fresh, to_blocks
@@ -133,3 +134,11 @@ def test_it_compiles_to_machine_code(target: str, weight: str, kept: str | None)
     assert not took.spills and took.shared <= SHARED[target] // 3, took
     three = target in ("sm_90", "sm_100") and "*fp32" not in (weight, kept)
     assert amd or took.registers <= (80 if three else 128), took
+
+
+def test_steps_that_the_kernel_does_not_make() -> None:
+    """Its root flushes subnormals, and a learning rate on the device would be waited for."""
+    with FakeTensorMode():
+        on_device = torch.empty((), device="cuda")
+    assert update.launches(GROUP) and update.launches({**GROUP, "lr": torch.tensor(1e-2)})
+    assert not update.launches({**GROUP, "lr": on_device}) and not update.launches({**GROUP, "eps": 1e-20})

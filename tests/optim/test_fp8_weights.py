@@ -210,29 +210,55 @@ class Tripled(AdamW):
             p.data.mul_(3)
 
 
-def by_its_class(model: nn.Module, optimizer: AdamW) -> Any:
-    optimizer.__class__ = Tripled
-    return contextlib.nullcontext()
+def by_its_class(kind: type[AdamW]) -> Callable[[nn.Module, AdamW], Any]:
+    def write(_: nn.Module, optimizer: AdamW) -> Any:
+        optimizer.__class__ = kind
+        return contextlib.nullcontext()
+
+    return write
 
 
-@pytest.mark.parametrize(
-    ("write", "casts"),
-    [
-        (of_the_optimizer, ["forward", "forward"]),
-        (of_all_optimizers, ["forward", "forward"]),
-        (by_its_class, ["forward", "forward"]),
-    ],
-)
-def test_what_writes_after_the_update(write: Callable[[nn.Module, AdamW], Any], casts: list[str]) -> None:
+@pytest.mark.parametrize("write", [of_the_optimizer, of_all_optimizers, by_its_class(Tripled)])
+def test_what_writes_after_the_update(
+    write: Callable[[nn.Module, AdamW], Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """It may write to `.data`, which nobody notices."""
 
     def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
         call = compiled(model, True, "delayed")
         trained(model, call, optimizer, 1, 1)  # our hook is the first one
-        with write(model, optimizer):
-            return trained(model, call, optimizer, 2, 2)
+        with write(model, optimizer), hooks.copies_held() as held:
+            found = trained(model, call, optimizer, 2, 2)
+        assert len(held) == 2  # those of the two forwards: no step has prepared any
+        return found
 
-    assert both(mlp, run)[1:] == casts
+    assert both(mlp, run)[1:] == ["forward", "forward"]
+    assert caplog.text.count("fp8_weights has no effect") == 1
+
+
+def test_a_class_that_changes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first optimizer of this process: torch wraps the step of its class, not AdamW's."""
+    monkeypatch.setattr(AdamW, "step", AdamW.step.__wrapped__)  # type: ignore[attr-defined]
+    model, kind = mlp(), type("Renamed", (AdamW,), {})
+    optimizer = kind(model.parameters(), lr=1e-2, fp8_weights=True, compiled=False)
+    ours(model, False)
+    assert kind.step is not AdamW.step
+    with hooks.casts_by_place() as found:
+        trained(model, compiled(model, True, "delayed"), optimizer, 3, 1)
+    assert found == ["forward", "forward", "update", "update"]
+
+
+def test_an_update_that_cannot_cast(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `compiled=False` on a GPU, or a learning rate there."""
+    monkeypatch.setattr(AdamW, "_casts", lambda *_: False)
+
+    def run(model: nn.Module, optimizer: AdamW) -> list[dict[str, Tensor]]:
+        return trained(model, compiled(model, True, "delayed"), optimizer, 3, 1)
+
+    assert both(mlp, run) == ["forward"] * 3
+    assert caplog.text.count("the update casts with compiled=True") == 1
 
 
 def test_without_some_gradients() -> None:

@@ -108,12 +108,6 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
     _STEPS.parameters[optimizer] = _ids(optimizer)
     _STEPS.changes += 1
     written = _STEPS.written.pop(optimizer, {})
-    if written:
-        theirs, of_all = compat.autograd.hooks_after_step(optimizer)
-        if theirs or not all(getattr(x, "__module__", "").startswith(PACKAGE) for x in of_all):
-            text = "fp8_weights: forward casts weights, as a hook after the step may write to them"
-            say_once(logger, logging.INFO, text)
-            written = {}
     with compat.autograd.unseen():
         for cache in list(_STEPS.caches.values()):
             cache.end(written)
@@ -126,16 +120,21 @@ def refresh_weight_cache() -> None:
     _STEPS.changes += 1
 
 
-def step_begins(optimizer: torch.optim.Optimizer, updated: Collection[int]) -> dict[int, CastInStep] | None:
+def step_begins(optimizer: torch.optim.Optimizer, castable: Collection[int]) -> dict[int, CastInStep] | None:
     """The casts that the step of this optimizer should make for the graphs that keep copies of its weights:
     see `Feature.wanted_casts`. None if no graph that was called has copies of any of its parameters that a
     step can write, and no graph is still to be called."""
+    theirs, of_all = compat.autograd.hooks_after_step(optimizer)
+    if theirs or not all(getattr(x, "__module__", "").startswith(PACKAGE) for x in of_all):
+        text = "fp8: AdamW's fp8_weights has no effect: a hook after the step may write to weights"
+        say_once(logger, logging.WARNING, text)
+        return {}
     ids, known = _ids(optimizer), False
     found: dict[int, CastInStep] = {}
     for cache in list(_STEPS.caches.values()):
         writable = cache.shared and any(i in ids for key in list(cache.kept) for i in key)
         known = known or not cache.called or bool(writable)
-        for kept, weights in cache.due(updated):
+        for kept, weights in cache.due(castable):
             if found.keys().isdisjoint(map(id, weights)) and cache.begin(kept, weights):
                 found.update({id(weights[i]): x for i, x in kept.pending.casts.items()})  # type: ignore[union-attr]
     return found if known else None
@@ -223,12 +222,12 @@ class WeightCache:
         kept.stamp, kept.copies = (stamp, made) if trusted else (None, made if self.static else ())
         return made
 
-    def due(self, updated: Collection[int]) -> list[tuple[CopiesOf, list[Tensor]]]:
-        """What a step that updates these parameters is to cast: what a forward has read since it was cast."""
+    def due(self, castable: Collection[int]) -> list[tuple[CopiesOf, list[Tensor]]]:
+        """What a step that can cast these parameters should cast: what a forward has read since its cast."""
         found = []
         for kept in list(self.kept.values()):
             weights = kept.weights()
-            theirs = bool(weights) and all(id(weight) in updated for weight in weights)
+            theirs = bool(weights) and all(id(weight) in castable for weight in weights)
             if theirs and kept.used and kept.wasted < WASTED:
                 found.append((kept, weights))
         return found
