@@ -9,7 +9,7 @@
 # make features delete each feature in turn from a copy, and run the core's tests there (some 3 minutes each)
 # make mutants plant known faults one by one, and say which tests find them: make mutants ARGS="S1 S2"
 # make axolotl the tests with `axolotl train` itself and the versions that it pins, in an environment of 4 GB
-# make estimates  all that is estimated without a GPU anew, and the tables and pages with it (50 minutes of one core)
+# make estimates  all that is estimated without a GPU anew, and the tables and pages with it (an hour of one core)
 # make docs    the documentation site, into out/site; a link that leads nowhere is an error
 # make dist    the wheel and the sdist, into out/dist
 # make lint    ruff, mypy and import-linter alone

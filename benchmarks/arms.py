@@ -58,6 +58,11 @@ class Arm:
     packed: bool = False
 
     @property
+    def labels(self) -> dict[str, Any]:
+        """Of its row in a result."""
+        return {"arm": self.name, "kind": self.kind, "packed": self.packed, "point": ""}
+
+    @property
     def mode(self) -> str:
         return str((self.how or {}).get("mode", ""))
 
@@ -127,6 +132,8 @@ def fp8(recipe: str, **options: Any) -> dict[str, Any]:
 
 
 GRAPHS = "reduce-overhead"
+IN_UPDATE = {"cache_weights": True, "power_of_2_scale": True}  # the step of `packed` writes FP8 weights
+FAST = {"use_fast_accum": [True, True, True]}
 ARMS = {
     arm.name: arm
     for arm in (
@@ -142,7 +149,7 @@ ARMS = {
         Arm("fp8-tensorwise", "fp8", fp8("tensorwise")),
         Arm("fp8-delayed-save", "fp8", fp8("delayed", save="fp8")),
         Arm("fp8-delayed-kept", "fp8", fp8("delayed", recast_weights=False)),
-        Arm("fp8-delayed-fast-accum", "fp8", fp8("delayed", use_fast_accum=[True, True, True])),
+        Arm("fp8-delayed-fast-accum", "fp8", fp8("delayed", **FAST)),
         Arm("fp8-delayed-fast-dgrad", "fp8", fp8("delayed", use_fast_accum=[True, True, False])),
         Arm("fp8-delayed-swiglu-delayed", "fp8", fp8("delayed", policy=DELAYED)),
         Arm("fp8-delayed-no-fuse", "fp8", fp8("delayed"), env={"FP8COMPILE_SKIP": "fuse"}),
@@ -152,12 +159,8 @@ ARMS = {
         Arm("fp8-tensorwise-cached", "fp8", fp8("tensorwise", cache_weights=True)),
         Arm("fp8-rowwise-cached", "fp8", fp8("rowwise", cache_weights=True)),
         Arm("fp8-delayed-packed", "fp8", fp8("delayed"), packed=True),
-        Arm(
-            "fp8-delayed-update",
-            "fp8",
-            fp8("delayed", cache_weights=True, power_of_2_scale=True),
-            packed=True,
-        ),
+        Arm("fp8-delayed-update", "fp8", fp8("delayed", **IN_UPDATE), packed=True),
+        Arm("fp8-delayed-update-fast-accum", "fp8", fp8("delayed", **IN_UPDATE, **FAST), packed=True),
         Arm("fp8-delayed-all", "fp8", fp8("delayed", policy=ALL)),
         Arm("fp8-rowwise", "fp8", fp8("rowwise")),
         Arm("fp8-rowwise-all", "fp8", fp8("rowwise", policy=ALL)),

@@ -27,9 +27,11 @@ from . import results
 from .machine import ROOT
 
 PEERS = "torchao-tensorwise,torchao-rowwise"
-ARMS = f"bf16,{PEERS},fp8-delayed,fp8-tensorwise,fp8-rowwise,fp8-blockwise"
-CACHED = f"bf16,{PEERS},fp8-delayed,fp8-delayed-cached,fp8-tensorwise-cached,fp8-rowwise-cached"
-EXPERTS = "bf16,torchao-experts,fp8-delayed,fp8-delayed-fast-accum,fp8-delayed-all,fp8-rowwise-all"
+UPDATE = "bf16-packed,fp8-delayed-update"
+ARMS = f"bf16,{PEERS},fp8-delayed,fp8-tensorwise,fp8-rowwise,fp8-blockwise,{UPDATE}"
+CACHED = f"bf16,{PEERS},fp8-delayed,fp8-delayed-cached,fp8-tensorwise-cached,fp8-rowwise-cached,{UPDATE}"
+EXPERTS = "bf16,torchao-experts,fp8-delayed,fp8-delayed-fast-accum,fp8-delayed-all,fp8-rowwise-all,"
+EXPERTS += f"{UPDATE},fp8-delayed-update-fast-accum"
 HELD = "bf16,dequantized,fp8-held-blocks,fp8-held-rows,fp8-held-tensor"
 CASES = "gpt2-124m llama-8b-layers llama-8b-layers:seq=2048 ffn-half dit "
 CASES += "llama-8b-layers:ckpt=1 ffn-full llama-1b llama-3b"
@@ -53,9 +55,9 @@ def train(name: str, minutes: float, arms: str, cases: str, old: bool = False) -
 
 
 COMMANDS = (
-    train("steps", 25, ARMS, CASES),
-    train("accumulation", 4, CACHED, "llama-8b-layers:seq=2048,accum=8"),
-    train("experts", 6, EXPERTS, "moe moe:tokens=32768 moe:experts=mixtral", old=True),
+    train("steps", 32, ARMS, CASES),
+    train("accumulation", 5, CACHED, "llama-8b-layers:seq=2048,accum=8"),
+    train("experts", 8, EXPERTS, "moe moe:tokens=32768 moe:experts=mixtral", old=True),
     train("held", 4, HELD, "qwen3-8b-lora"),
     Command("kernels", 5, "kernels --static"),
     Command("tables", 0.2, f"tables --update {PAGES}"),

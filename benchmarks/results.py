@@ -41,15 +41,18 @@ def check(result: Mapping[str, Any]) -> None:
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
     """Add the ratios to every row; a ratio is None if the arm to compare with is missing.
 
-    `compiled_bf16` is the speed over the fastest compiled bf16 arm, `eager_bf16` the speed over eager. `busy`
-    is the device's busy time in compiled bf16 (in eager, if there is no compiled arm) over that of the row.
-    `memory` is the peak memory over that of compiled bf16. An estimate also has `ceiling`, the speed over
-    compiled bf16 if its generated kernels moved each operand once.
+    `compiled_bf16` is the speed over the fastest compiled bf16 arm, of those with the same optimizer if there
+    are any, `eager_bf16` the speed over eager. `busy` is the device's busy time in compiled bf16 (in eager,
+    if there is no compiled arm) over that of the row. `memory` is the peak memory over that of compiled bf16.
+    An estimate also has `ceiling`, the speed over compiled bf16 if its generated kernels moved each operand
+    once.
     """
     here = [row for row in rows if not row["error"]]
-    compiled = max((row for row in here if row["kind"] == "bf16"), key=speed, default=None)
+    bf16 = [row for row in here if row["kind"] == "bf16"]
     eager = next((row for row in here if row["kind"] == "eager"), None)
     for row in here:
+        alike = [other for other in bf16 if other.get("packed") == row.get("packed")]
+        compiled = max(alike or bf16, key=speed, default=None)
         row["ratio"] = {
             "compiled_bf16": speed(row) / speed(compiled) if compiled else None,
             "eager_bf16": speed(row) / speed(eager) if eager else None,

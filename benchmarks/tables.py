@@ -93,6 +93,9 @@ CEILING: list[Column] = [
     ("its ceiling: each operand once", lambda r: number(get(r, "fp8-delayed", "ratio", "ceiling"))),
     # torchao's experts are multiplied so, all three matmuls
     ("with fast accumulation", lambda r: number(_ratio(r, "fp8-delayed-fast-accum"))),
+    # over bf16 with the same optimizer, fp8compile.optim.AdamW
+    ("weights in the update", lambda r: number(_ratio(r, "fp8-delayed-update"))),
+    ("both", lambda r: number(_ratio(r, "fp8-delayed-update-fast-accum"))),
 ]
 
 

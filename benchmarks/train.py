@@ -206,7 +206,7 @@ class Bench:
         self.device = {"name": DEVICE, "memory": None, "capability": "9.0"}
         for arm in self.args.arms:
             say(f"{self.name} {arm.name}")
-            row: dict[str, Any] = {"arm": arm.name, "kind": arm.kind, "point": "", "error": None}
+            row: dict[str, Any] = {**arm.labels, "error": None}
             row |= {"tokens": self.point.tokens}
             try:
                 made = self.worker("static").ask("static", case=self.text, arm=arm.name)
@@ -273,7 +273,7 @@ def kill(workers: dict[str, Remote]) -> None:
 
 def row_of(run: ArmRun, point: Point, warmup: int, sampler: Sampler | None = None) -> dict[str, Any]:
     """One row of the results."""
-    row: dict[str, Any] = {"arm": run.arm.name, "kind": run.arm.kind, "point": "", "error": run.error}
+    row: dict[str, Any] = {**run.arm.labels, "error": run.error}
     row |= {"note": point.note, "tokens": point.tokens * point.accumulate, "how": run.how}
     if run.error is None and not run.turns:
         row["error"] = "no round was run"

@@ -15,7 +15,7 @@ from benchmarks.cases.base import parse_case
 
 def row(arm: str, rate: float) -> dict:
     """A measured row of an arm with `rate` tokens/s."""
-    made = {"arm": arm, "kind": arms.ARMS[arm].kind, "point": "", "error": None, "busy_ms": 5e3 / rate}
+    made = {**arms.ARMS[arm].labels, "error": None, "busy_ms": 5e3 / rate}
     made |= {"tokens_per_s": {"median": rate, "spread": 0.0001 * rate}, "memory": {"allocated": 10**9}}
     return {**made, "step_ms": {"total": 1e5 / rate}}
 
@@ -36,6 +36,19 @@ def test_ratios_are_over_the_faster_compiled_bf16():
     assert [r["ratio"]["compiled_bf16"] for r in rows] == pytest.approx([0.8, 1.0, 0.4, 1.2])
     assert [r["ratio"]["eager_bf16"] for r in rows] == pytest.approx([2.0, 2.5, 1.0, 3.0])
     assert rows[3]["ratio"]["over"] == "bf16-max-autotune" and rows[3]["ratio"]["busy"] == pytest.approx(1.2)
+
+
+def test_ratios_are_over_bf16_with_the_same_optimizer():
+    rows = [
+        row("bf16", 100),
+        row("bf16-packed", 110),
+        row("fp8-delayed", 150),
+        row("fp8-delayed-update", 165),
+    ]
+    results.add_ratios(rows)
+    assert [r["ratio"]["compiled_bf16"] for r in rows] == pytest.approx([1.0, 1.0, 1.5, 1.5])
+    results.add_ratios(rows[::3])
+    assert rows[3]["ratio"]["over"] == "bf16"
 
 
 def test_results_are_read_and_shown(tmp_path):
