@@ -148,7 +148,8 @@ def test_dimensions_of_a_mesh() -> None:
 
 
 def _alone(rank: int) -> dict[str, Any]:
-    """In the third step one rank goes another way through the model: it compiles a graph with other slots."""
+    """In the third step one rank goes another way through the model: it compiles a graph with other slots.
+    Who catches the error and calls again gets it again."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=24))
     model = Branches()
     run = torch.compile(model, backend="fp8", options={"reduce_amax": group})
@@ -160,11 +161,10 @@ def _alone(rank: int) -> dict[str, Any]:
         for step in range(2):
             found["errors"].append(error_of(run, batch(step, rank)))
         before = histories(model)
-        for _ in range(2):  # who catches the error and calls again gets it again
-            if rank == 1:
-                began = time.monotonic()
-                found["errors"].append(error_of(lambda x: run(x, second=True), batch(2, rank)))
-                found["seconds"].append(time.monotonic() - began)
+        for _ in range(1 + rank):
+            began = time.monotonic()
+            found["errors"].append(error_of(lambda x: run(x, second=rank == 1), batch(2, rank)))
+            found["seconds"].append(time.monotonic() - began)
     found["moved"] = {key: x for key, x in histories(model).items() if any(x[0])} != before
     found["said"] = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     return found
@@ -174,7 +174,7 @@ def _alone(rank: int) -> dict[str, Any]:
 def test_a_rank_that_compiles_other_slots_alone() -> None:
     """It cannot know whether the others come: it says for whom it waits, and gives up before they do."""
     first, second = on_ranks(2, _alone)
-    assert first["errors"] == ["", ""] and not first["moved"]
+    assert first["errors"] == ["", "", ""] and first["moved"]
     *before, once, again = second["errors"]
     assert before == ["", ""] and not second["moved"]
     for text in (once, again):

@@ -389,4 +389,4 @@ def test_bytes_kept_on_a_gpu() -> None:
     assert apart.kept_for_backward <= 0.62 * bf16.kept_for_backward
     assert together.kept_for_backward < 0.85 * auto.kept_for_backward
     assert len(together.kernels) <= len(auto.kernels) + 2
-    assert together.bytes_outside_matmuls <= 1.05 * auto.bytes_outside_matmuls
+    assert together.bytes_outside_matmuls <= 1.06 * auto.bytes_outside_matmuls

@@ -50,6 +50,16 @@ def cold(model: nn.Module) -> dict[tuple[str, str, int], bool]:
     return {key: bool(slot.numbers.cold) for key, slot in slots_of(model).items()}
 
 
+def keep_scale(slot: Slot, factor: float) -> None:
+    """Multiply its scale, and let no move compute another one."""
+    from fp8compile.features.delayed import state_page
+
+    row = slot.page.tensor[slot.row]
+    row[state_page.SCALE] *= factor
+    row[state_page.SCALE_INV] /= factor
+    row[state_page.INTERVAL], row[state_page.LIMIT] = 2.0**20, torch.inf
+
+
 def states_of_forwards() -> Patched:
     """The scales and amaxes that each forward is given. Keeps them alive: no two share memory by chance."""
     from fp8compile.features.delayed.graph import DelayedGraph
