@@ -7,7 +7,6 @@ An arm takes a vanilla model and compiles it in place, whole or region by region
 from __future__ import annotations
 
 import contextlib
-import glob
 import importlib
 import sys
 import zipfile
@@ -28,7 +27,7 @@ from fp8compile.dryrun.measure import by_torchao
 from fp8compile.ir import frozen
 from fp8compile.runtime import held
 
-from .models import LoRA
+from .models import Llama, LoRA
 
 # FP8 wherever the default policy allows it, without the cost model, which is compared with this
 ALL = Policy(
@@ -190,8 +189,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 def regions(model: nn.Module) -> list[nn.Module]:
     """The modules that are compiled one by one when a model is compiled block by block."""
-    found = getattr(model, "regions", None)
-    return found() if found else list(model.blocks)  # type: ignore[arg-type,union-attr]
+    return model.regions() if isinstance(model, Llama) else list(model.blocks)  # type: ignore[arg-type]
 
 
 def settings(arm: Arm, accumulate: int, interpreted: bool) -> dict[str, Any] | None:
@@ -236,16 +234,10 @@ def torchao_folder(path: Path, unpack: Path) -> Path:
     there is no torchao."""
     if (path / "torchao" / "__init__.py").is_file():
         return path
-    wheels = (
-        [str(path)]
-        if path.suffix == ".whl" and path.is_file()
-        else sorted(glob.glob(str(path / "torchao-*.whl")))
-    )
+    wheels = [path] if path.suffix == ".whl" and path.is_file() else sorted(path.glob("torchao-*.whl"))
     if not wheels:
-        raise ValueError(
-            f"--torchao {path}: neither a torchao wheel, nor a folder with one, nor one with the package"
-        )
-    target = unpack / Path(wheels[-1]).stem
+        raise ValueError(f"--torchao {path}: no wheel, no folder with one, and none with the package")
+    target = unpack / wheels[-1].stem
     if not (target / "torchao" / "__init__.py").is_file():
         with zipfile.ZipFile(wheels[-1]) as wheel:
             wheel.extractall(target)

@@ -91,36 +91,23 @@ def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dic
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="benchmarks.blocks", description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "--family",
-        nargs="+",
-        choices=tuple(POINTS),
-        metavar="NAME",
-        help=f"default: all: {', '.join(POINTS)}",
-    )
-    parser.add_argument(
-        "--blocks", type=count(1), metavar="N", help="the first N of each family; default: all"
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument("--processes", type=count(1), default=8)
-    parser.add_argument(
-        "--budget", type=count(1), default=600, metavar="SECONDS", help="begin nothing new after this time"
-    )
-    parser.add_argument("--json", type=Path, required=True, metavar="PATH.jsonl", help="lines are added")
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # of these processes
-    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
+    add, here = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+    add("--family", nargs="+", choices=tuple(POINTS), metavar="NAME", help=f"of {', '.join(POINTS)}")
+    add("--blocks", type=count(1), metavar="N", help="the first N of each family; default: all")
+    add("--device", choices=("cuda", "cpu"), default=here)
+    add("--processes", type=count(1), default=8)
+    add("--budget", type=count(1), default=600, help="begin nothing new after so many seconds")
+    add("--json", type=Path, required=True, metavar="PATH.jsonl", help="lines are added")
+    add("--part", type=int, help=argparse.SUPPRESS)  # of these processes
+    add("--turn", type=Path, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
     chosen = points(args.family or [*POINTS], args.blocks)
     if args.part is None:
         with tempfile.NamedTemporaryFile() as turn:
-            more = [
-                [*given, "--turn", turn.name, "--part", str(part)]
-                for part in range(min(args.processes, len(chosen)))
-            ]
-            made = [subprocess.Popen([sys.executable, "-m", "benchmarks.blocks", *each]) for each in more]
+            command = [sys.executable, "-m", "benchmarks.blocks", *given, "--turn", turn.name, "--part"]
+            parts = range(min(args.processes, len(chosen)))
+            made = [subprocess.Popen([*command, str(part)]) for part in parts]
             return max(process.wait() for process in made)
     end = time.monotonic() + args.budget
     with args.turn.open("a") as turn, interpreter() if args.device == "cpu" else contextlib.nullcontext():

@@ -17,32 +17,23 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import re
 import resource
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from .pool import ROOT, environment
 from .show import table
 
-ROOT = Path(__file__).resolve().parents[1]
 ARMS = "bf16,fp8-delayed,fp8-tensorwise,fp8-rowwise"
-_KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 
 
 def cpu_seconds() -> tuple[float, float]:
     """CPU seconds of this process, and of the children that it has waited for."""
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime, children.ru_utime + children.ru_stime
-
-
-def triton_sources(code: str) -> set[str]:
-    """The Triton sources in the code of a graph: a source that occurs twice is compiled once."""
-    return {source for _, source in _KERNEL.findall(code)}
 
 
 def described(arm: str, layers: int) -> dict[str, Any]:
@@ -53,6 +44,7 @@ def described(arm: str, layers: int) -> dict[str, Any]:
 
     from . import arms
     from .models import LLAMA_1B, FfnBlock, LlamaBlock, Stack, unallocated
+    from .worker import TRITON_SOURCE
 
     def compiled(build: Callable[[], Any]) -> Any:
         model = unallocated(build, torch.bfloat16)
@@ -64,7 +56,8 @@ def described(arm: str, layers: int) -> dict[str, Any]:
     began = sum(cpu_seconds())
     step = compiled(lambda: Stack(lambda: LlamaBlock(LLAMA_1B, 4096), layers))
     took = sum(cpu_seconds()) - began
-    return {"cpu_s": took, "launches": len(step.kernels), "kernels": len(triton_sources(step.code))}
+    sources = {source for _, source in TRITON_SOURCE.findall(step.code)}
+    return {"cpu_s": took, "launches": len(step.kernels), "kernels": len(sources)}
 
 
 def first_step(arm: str, layers: int) -> dict[str, Any]:
@@ -91,12 +84,9 @@ def first_step(arm: str, layers: int) -> dict[str, Any]:
 
 def measured(what: str, arm: str, layers: int, cache: str) -> dict[str, Any]:
     """The result of a process of its own."""
-    one = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
+    env = environment(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_CACHE_DIR=cache)
     command = [sys.executable, "-m", "benchmarks.compile_time", "--one", what, arm, str(layers)]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        command, env={**os.environ, **one, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{what} {arm}, {layers} layers: failed\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -108,15 +98,12 @@ def shown(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--arms", default=ARMS, help=f"the first is what the others are compared with (default: {ARMS})"
-    )
-    parser.add_argument("--layers", default="4,8,16", help="of the described model (default: 4,8,16)")
-    parser.add_argument("--cpu-layers", type=int, default=2, help="of the model on this machine (default: 2)")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog="benchmarks.compile_time", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--arms", default=ARMS, help=f"which are compared with the first one (default: {ARMS})")
+    add("--layers", default="4,8,16", help="of the described model (default: 4,8,16)")
+    add("--cpu-layers", type=int, default=2, help="of the model on this machine (default: 2)")
+    add("--one", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         what, arm, layers = given.one

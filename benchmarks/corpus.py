@@ -17,10 +17,12 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .pool import ROOT
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-VARIABLE, PATH = "FP8COMPILE_TOKENS", Path(__file__).resolve().parents[1] / "out" / "tokens.bin"
+VARIABLE, PATH = "FP8COMPILE_TOKENS", ROOT / "out" / "tokens.bin"
 VOCABULARY = 50304  # of GPT-2 as nanoGPT pads it
 ENTRIES = END = 50257  # what texts consist of; and the token after each
 MEGABYTES, MILLION = 56, 1_000_000

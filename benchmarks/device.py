@@ -26,13 +26,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import corpus, lines, show
+from .pool import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[1]
 CACHES = ROOT / "out" / "caches"
 TRAIN = "benchmarks.train --keep {work} --caches {caches} {torchao} {common} --case"
 LAYERS = f"{TRAIN} llama-8b-layers:layers=2"
 FEW = "--arms fp8-delayed --rounds 2 --steps 1 --warmup 1"
-SETTINGS = "kept fast-accum fast-dgrad swiglu-delayed no-fuse".split()
+SHORT = f"{LAYERS},seq=2048"
+HELD, GRAPHS = "fp8-held-blocks,fp8-held-rows", "fp8-delayed,fp8-delayed-graphs"
+NO_FUSE, PACKED = "fp8-delayed,fp8-delayed-no-fuse", "fp8-delayed-packed,fp8-delayed-update"
+SETTINGS = "fp8-delayed,fp8-delayed-kept,fp8-delayed-fast-accum,fp8-delayed-fast-dgrad,"
+SETTINGS += "fp8-delayed-swiglu-delayed,fp8-delayed-no-fuse"
 
 
 class Step(NamedTuple):
@@ -49,11 +53,7 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "kernels": (Step(90, "benchmarks.kernels {common}", "--family weight --shape 33x40"),),
     "layers": (Step(140, f"{LAYERS} --arms bf16,torchao-tensorwise,fp8-delayed", FEW),),
     "settings": (
-        Step(
-            140,
-            f"{LAYERS} --arms fp8-delayed,{','.join(f'fp8-delayed-{name}' for name in SETTINGS)}",
-            f"{FEW} --arms fp8-delayed-kept,fp8-delayed-no-fuse",
-        ),
+        Step(140, f"{LAYERS} --arms {SETTINGS}", f"{FEW} --arms fp8-delayed-kept,fp8-delayed-no-fuse"),
     ),
     "blocks": (
         Step(
@@ -63,39 +63,17 @@ PARTS: dict[str, tuple[Step, ...]] = {
             "--family rms-norm --processes 2",
         ),
     ),
-    "short": (
-        Step(85, f"{LAYERS},seq=2048 --arms bf16,torchao-tensorwise,fp8-delayed,fp8-delayed-kept", FEW),
-    ),
-    "update": (
-        Step(
-            75,
-            f"{LAYERS},seq=2048 --arms bf16,bf16-packed,fp8-delayed-packed,fp8-delayed-update",
-            f"{FEW} --arms fp8-delayed-update",
-        ),
-    ),
-    "held": (
-        Step(
-            60,
-            f"{TRAIN} qwen3-8b-lora --arms bf16,fp8-held-blocks,fp8-held-rows",
-            "--arms fp8-held-blocks,fp8-held-rows --rounds 2 --steps 1 --warmup 1",
-        ),
-    ),
+    "short": (Step(85, f"{SHORT} --arms bf16,torchao-tensorwise,fp8-delayed,fp8-delayed-kept", FEW),),
+    "update": (Step(75, f"{SHORT} --arms bf16,bf16-packed,{PACKED}", f"{FEW} --arms fp8-delayed-update"),),
+    "held": (Step(60, f"{TRAIN} qwen3-8b-lora --arms bf16,{HELD}", f"{FEW} --arms {HELD}"),),
     "moe": tuple(
         Step(55, f"{TRAIN} {case} --arms bf16,torchao-experts,fp8-delayed,fp8-delayed-fast-accum", FEW)
         for case in ("moe", "moe:experts=mixtral")
     ),
-    "gpt2": (
-        Step(
-            85, f"{TRAIN} gpt2-124m:compile=block,batch=16 --arms bf16,fp8-delayed,fp8-delayed-no-fuse", FEW
-        ),
-    ),
+    "gpt2": (Step(85, f"{TRAIN} gpt2-124m:compile=block,batch=16 --arms bf16,{NO_FUSE}", FEW),),
     "graphs": (
         Step(15, "benchmarks.gpu_tests {common} --only test_modes[reduce-overhead]", None),
-        Step(
-            45,
-            f"{LAYERS},seq=2048 --arms bf16,bf16-graphs,fp8-delayed,fp8-delayed-graphs",
-            f"{FEW} --arms fp8-delayed-graphs",
-        ),
+        Step(45, f"{SHORT} --arms bf16,bf16-graphs,{GRAPHS}", f"{FEW} --arms fp8-delayed-graphs"),
     ),
     "calibrate": (Step(30, "fp8compile calibrate", None),),
     "memory": tuple(
@@ -157,11 +135,8 @@ def stop(number: int, _frame: Any) -> None:
 def missing(parts: Sequence[str], device: str) -> list[str]:
     """What the parts need and is not there, by name."""
     packages = [*NEEDED, *(name for part in parts for name in NEEDED_BY.get(part, ()))]
-    found = [
-        f"{name} (a Python package)"
-        for name in dict.fromkeys(packages)
-        if importlib.util.find_spec(name) is None
-    ]
+    absent = [name for name in dict.fromkeys(packages) if importlib.util.find_spec(name) is None]
+    found = [f"{name} (a Python package)" for name in absent]
     folders = [name for name in ("tests", "examples") if not (ROOT / name).is_dir()]
     found += [f"{name}/ (this is no checkout)" for name in folders]
     if "curve" in parts and device == "cuda" and not corpus.place().is_file():
@@ -172,25 +147,17 @@ def missing(parts: Sequence[str], device: str) -> list[str]:
 class Run:
     """One run of parts: a scratch folder with their results, and the archive."""
 
-    def __init__(
-        self,
-        name: str,
-        out: Path,
-        device: str,
-        end: float,
-        more: Sequence[str],
-        only: Sequence[str] = (),
-        torchao: Path | None = None,
-    ):
+    def __init__(self, args: argparse.Namespace, device: str, end: float, more: Sequence[str]):
         self.device, self.end, self.more = device, end, more
-        self.only = shlex.join(["--only", *only]) if only else ""
-        self.torchao = shlex.join(["--torchao", str(torchao)]) if torchao else ""
+        self.only = shlex.join(["--only", *args.only]) if args.only else ""
+        self.torchao = shlex.join(["--torchao", str(args.torchao)]) if args.torchao else ""
         self.scratch = Path(tempfile.mkdtemp(prefix="fp8compile-device-"))
         self.caches = CACHES if device == "cuda" else self.scratch / "caches"
         self.results, self.work = self.scratch / "results", self.scratch / "work"
         self.results.mkdir()
         self.work.mkdir()
-        self.archive = out / f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
+        when = time.strftime("%Y%m%d-%H%M%S")
+        self.archive = args.out / f"{'-'.join(args.parts)}-{device}-{when}.tar.gz"
         self.packed = time.monotonic()
         self.steps: list[dict[str, Any]] = []
 
@@ -201,12 +168,8 @@ class Run:
         possible = [step.seconds if self.device == "cuda" else int(step.cpu is not None) for _, step in steps]
         for number, (part, step) in enumerate(steps):
             limit = (self.end - time.monotonic()) * possible[number] / max(1, sum(possible[number:]))
-            said = {
-                "part": part,
-                "command": step.command,
-                "status": "out of time: not begun",
-                "limit": round(limit, 1),
-            }
+            said = {"part": part, "command": step.command, "limit": round(limit, 1)}
+            said["status"] = "out of time: not begun"
             if not possible[number]:
                 said["status"] = "needs a GPU: not begun"
             elif stopped is not None:
@@ -249,8 +212,7 @@ class Run:
         command = self.command(part, step, limit - grace)
         said["command"] = shlex.join(["python", "-m", *command])
         print(f"\n== {part}: {said['command']} (at most {limit:.0f} s)", flush=True)
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.caches / part)}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        env = environment(PYTHONUNBUFFERED="1", TORCHINDUCTOR_CACHE_DIR=str(self.caches / part))
         if command[0] == "fp8compile":
             # what it writes, and no other part reads
             env["FP8COMPILE_DEVICES"] = str(self.results / "devices.toml")
@@ -324,30 +286,18 @@ def show_from(log: Path, position: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     began, given = time.monotonic(), list(sys.argv[1:] if argv is None else argv)
-    given, more = (
-        (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    )
+    at = given.index("--") if "--" in given else len(given)
+    given, more = given[:at], given[at + 1 :]
     names, device = [*PARTS, *GROUPS], os.environ.get("DEVICE", "cuda")
     usage = "%(prog)s PART ... [--limit SECONDS] [--only TEST ...] [--torchao PATH] [--out FOLDER]"
     usage += " [-- FLAG ...]"
     parser = argparse.ArgumentParser(prog="benchmarks/device.sh", usage=usage, allow_abbrev=False)
-    parser.add_argument(
-        "parts",
-        nargs="+",
-        metavar="PART",
-        help=f"{', '.join(names)}; FLAGs go to the commands of these parts",
-    )
-    parser.add_argument(
-        "--limit", type=float, metavar="SECONDS", help="for everything (default: what the parts need)"
-    )
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEST", help="of the part `tests`")
-    parser.add_argument("--torchao", type=Path, metavar="PATH", help="its wheel or folder, for its arms")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "out" / "device",
-        help="folder of the archive (default: out/device)",
-    )
+    add, out = parser.add_argument, ROOT / "out" / "device"
+    add("parts", nargs="+", metavar="PART", help=f"of {', '.join(names)}; FLAGs go to their commands")
+    add("--limit", type=float, metavar="SECONDS", help="for everything (default: what the parts need)")
+    add("--only", nargs="+", default=[], metavar="TEST", help="of the part `tests`")
+    add("--torchao", type=Path, metavar="PATH", help="its wheel or folder, for its arms")
+    add("--out", type=Path, default=out, help="folder of the archive (default: out/device)")
     args = parser.parse_args(given)
     for name, known in (*((part, names) for part in args.parts), (device, ("cuda", "cpu"))):
         if name not in known:
@@ -366,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = [(part, step._replace(seconds=ONLY) if part == "tests" else step) for part, step in steps]
     limit = args.limit or SPARE + sum(step.seconds for _, step in steps)
     end = began + limit - min(5.0, 0.05 * limit)
-    run = Run("-".join(args.parts), args.out, device, end, more, args.only, args.torchao)
+    run = Run(args, device, end, more)
     status = 0
     for number in SIGNALS:
         signal.signal(number, stop)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import results
-from .machine import ROOT
+from .pool import ROOT
 
 PEERS = "torchao-tensorwise,torchao-rowwise"
 UPDATE = "bf16-packed,fp8-delayed-update"

@@ -27,13 +27,11 @@ from typing import Any
 import pytest
 
 from . import lines
-from .pool import ROOT
+from .pool import ROOT, environment
 
 BOTH = ("tests/codegen/test_scaled_mm.py", "tests/devices/test_catalog.py")
-FILES = {
-    "cuda": ["-m", "gpu", "tests/backend/test_gpu.py", *BOTH],
-    "cpu": ["-k", "emulation_is or calibrate_this", *BOTH],
-}
+FILES = {"cuda": ["-m", "gpu", "tests/backend/test_gpu.py", *BOTH]}
+FILES["cpu"] = ["-k", "emulation_is or calibrate_this", *BOTH]
 LINES, PART = "FP8COMPILE_TEST_LINES", "FP8COMPILE_TEST_PART"  # variables: the file of lines; "0/8"
 ONLY = "FP8COMPILE_TEST_ONLY"  # a name a line
 UNUSABLE = 77  # exit status of a process that the device no longer serves
@@ -128,18 +126,12 @@ class Part:
         self.starts += 1
         flags = "-q --tb=short -o addopts= -W ignore -p no:cacheprovider --continue-on-collection-errors"
         command = [sys.executable, "-m", "pytest", *flags.split(), "-p", "benchmarks.gpu_tests"]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        env = {
-            **os.environ,
-            LINES: str(self.args.json),
-            PART: f"{self.number}/{self.args.processes}",
-            ONLY: "\n".join(self.args.only),
-            "PYTHONPATH": path,
-        }
-        env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # parallel are the processes
-        self.process = subprocess.Popen(
-            [*command, *self.args.tests], cwd=ROOT, env=env, stdin=subprocess.DEVNULL
-        )
+        part = f"{self.number}/{self.args.processes}"
+        # parallel are the processes
+        env = environment(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+        env |= {LINES: str(self.args.json), PART: part, ONLY: "\n".join(self.args.only)}
+        command += self.args.tests
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
 
     def running(self) -> bool:
         code = self.process.poll()
@@ -191,19 +183,14 @@ def summary(found: dict[str, dict[str, Any]], of: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu_tests", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("tests", nargs="*", help="files or names of tests, as for pytest")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of these tests, those named")
-    parser.add_argument(
-        "--device", choices=tuple(FILES), default="cuda", help="whose tests are run without names"
-    )
-    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
-    parser.add_argument(
-        "--budget", type=float, default=600.0, metavar="SECONDS", help="for everything (default: 600)"
-    )
-    parser.add_argument("--json", type=Path, required=True, metavar="PATH.jsonl")
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu_tests", allow_abbrev=False)
+    add = parser.add_argument
+    add("tests", nargs="*", help="files or names of tests, as for pytest")
+    add("--only", nargs="+", default=[], metavar="NAME", help="of these tests, those named")
+    add("--device", choices=tuple(FILES), default="cuda", help="whose tests are run without names")
+    add("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    add("--budget", type=float, default=600.0, metavar="SECONDS", help="for everything (default: 600)")
+    add("--json", type=Path, required=True, metavar="PATH.jsonl")
     args = parser.parse_args(argv)
     args.tests, args.json = args.tests or FILES[args.device], args.json.resolve()
     run(args)

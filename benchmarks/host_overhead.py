@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import subprocess
 import sys
 import time
@@ -34,9 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from .options import count
+from .pool import ROOT, environment
 from .show import table
 
-ROOT = Path(__file__).resolve().parents[1]
 CASES, RECIPES = "1,2,4,32,32 blocks", "tensorwise,delayed"
 WIDTH, ROWS, STEPS = 16, 16, 30
 PARTS = ("forward", "backward")
@@ -141,15 +140,9 @@ class Process:
     def __init__(self, tree: str, recipes: str):
         self.tree = tree
         command = [sys.executable, "-m", "benchmarks.host_overhead", "--worker", tree, "--recipes", recipes]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        one = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": path}
+        env = environment(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
         self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **one},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def ask(self, line: str = "") -> Any:
@@ -219,17 +212,14 @@ def shown(tree: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", default=CASES, help=f"default: {CASES}")
-    parser.add_argument("--recipes", default=RECIPES, help=f"default: {RECIPES}")
-    parser.add_argument(
-        "--turns", type=count(2), default=20, help=f"of {STEPS} steps for each arm (default: 20)"
-    )
-    parser.add_argument("--trees", default=str(ROOT), help="checkouts to compare (default: this one)")
-    parser.add_argument("--json", type=Path, help="also add a line for each checkout to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog="benchmarks.host_overhead", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--cases", default=CASES, help=f"default: {CASES}")
+    add("--recipes", default=RECIPES, help=f"default: {RECIPES}")
+    add("--turns", type=count(2), default=20, help=f"of {STEPS} steps for each arm (default: 20)")
+    add("--trees", default=str(ROOT), help="checkouts to compare (default: this one)")
+    add("--json", type=Path, help="also add a line for each checkout to this file")
+    add("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     cases, recipes = given.cases.split(","), given.recipes.split(",")
     if given.worker:

@@ -17,11 +17,10 @@ import argparse
 import contextlib
 import math
 import re
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -38,13 +37,14 @@ from fp8compile.runtime.interpreter import Eager, boxed
 
 from . import machine, results, tables
 from .families import FAMILIES, Family, Source, must_move
-from .options import Parser, count, destination
+from .options import Parser, destination
 from .static import DEVICE
 from .worker import one_line
 
 SHAPES = {"full": ("32768x4096", "8192x14336"), "tiny": ("48x64", "33x40")}
 PLANS = ("fp8", "inductor")
 GOAL = 0.9  # of a copy's bandwidth
+RUNS = 50  # of each plan, timed
 # Outputs may differ from those of the eager operators where a bfloat16 or a sum is rounded differently. The
 # error of the whole output must be smaller than that of one wrong element in a thousand. Each element may
 # differ by at most the distance to an FP8 neighbour (a quarter for E5M2).
@@ -80,10 +80,9 @@ class Plan:
 
     def _backend(self, gm: GraphModule, inputs: Sequence[Tensor]) -> Any:
         # no cache: a cached graph could come from another plan
-        patches = {
-            "post_grad_custom_post_pass": compat.inductor.GraphPass(self._lower, f"kernels-{self.fused}")
-        }
-        return compat.inductor.compile_fx(gm, inputs, self._compile, {**patches, "fx_graph_cache": False})
+        lower = compat.inductor.GraphPass(self._lower, f"kernels-{self.fused}")
+        patches = {"post_grad_custom_post_pass": lower, "fx_graph_cache": False}
+        return compat.inductor.compile_fx(gm, inputs, self._compile, patches)
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Tensor], **kwargs: Any) -> Any:
         if not self.interpreted:
@@ -103,14 +102,12 @@ def _name(function: Any) -> str:
     return getattr(function, "name", None) or function.__name__
 
 
-@contextlib.contextmanager
-def interpreter() -> Iterator[None]:
+def interpreter() -> contextlib.AbstractContextManager[Any]:
     """Inside the context, CPU graphs get generated kernels, which the tests' interpreter runs. Needs a
     checkout: an installed package has no tests."""
     from tests.support.interpreter import kernels_on_cpu
 
-    with kernels_on_cpu():
-        yield
+    return kernels_on_cpu()
 
 
 # -- checking and timing --
@@ -130,9 +127,8 @@ def compare(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> None:
             raise Wrong(f"output {i}: {wrong} of {a.numel()} elements are not those of the eager operators")
         error = noise.square_().sum(dtype=torch.float64).item()
         if error > power * 10 ** (-LEAST_DB / 10):
-            raise Wrong(
-                f"output {i} is {10 * math.log10(power / error):.0f} dB over its error, not {LEAST_DB:.0f}"
-            )
+            found = 10 * math.log10(power / error)
+            raise Wrong(f"output {i} is {found:.0f} dB over its error, not {LEAST_DB:.0f}")
 
 
 class Device:
@@ -164,9 +160,8 @@ class Device:
         """GB/s of a copy that moves `size` bytes: it reads half of them and writes half."""
         if size not in self.copies:
             source, target = (torch.zeros(size // 2, dtype=torch.uint8, device=self.device) for _ in range(2))
-            self.copies[size] = (
-                2 * (size // 2) / statistics.median(self.milliseconds(lambda: target.copy_(source))) / 1e6
-            )
+            ms = statistics.median(self.milliseconds(lambda: target.copy_(source)))
+            self.copies[size] = 2 * (size // 2) / ms / 1e6
         return self.copies[size]
 
     def profiled(self, call: Callable[[], Any], calls: int = 3) -> list[kernel_classes.MeasuredKernel]:
@@ -184,10 +179,8 @@ class Device:
         for name, microseconds, _ in self.profiled(call):
             if name not in self.flushes:
                 times.setdefault(name, []).append(microseconds)
-        return [
-            {"name": name[:200], "us": round(statistics.median(x), 2), "times": len(x)}
-            for name, x in times.items()
-        ]
+        medians = {name: round(statistics.median(x), 2) for name, x in times.items()}
+        return [{"name": name[:200], "us": us, "times": len(times[name])} for name, us in medians.items()]
 
     def timed(self, call: Callable[[], Any], size: int) -> dict[str, Any]:
         times = self.milliseconds(call)
@@ -210,10 +203,10 @@ class Bench:
         self.args = args
         self.cuda = args.device == "cuda" and not args.static
         self.deadline = time.monotonic() + (args.budget or math.inf)
-        self.timer = Device(args.runs) if self.cuda else None
+        self.timer = Device(RUNS) if self.cuda else None
         self.skipped = 0
         self.rows: list[dict[str, Any]] = []
-        self.began, self.clocks, self.date = time.monotonic(), machine.clocks(), machine.now()
+        self.session = results.Session("benchmarks.kernels", args.given)
 
     def run(self, ready: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Measures all rows and returns the result. After each family and shape, `ready` gets the result so
@@ -235,13 +228,8 @@ class Bench:
         rows, columns = map(int, shape.split("x"))
         found = []
         for plan in PLANS:
-            row: dict[str, Any] = {
-                "arm": plan,
-                "kind": "kernels",
-                "point": f"{family.name} {shape}",
-                "error": None,
-            }
-            row |= {"family": family.name, "shape": [rows, columns]}
+            row: dict[str, Any] = {"arm": plan, "kind": "kernels", "point": f"{family.name} {shape}"}
+            row |= {"error": None, "family": family.name, "shape": [rows, columns]}
             try:
                 row |= (self.estimated if self.args.static else self.measured)(family, plan, rows, columns)
             except Exception as error:
@@ -277,26 +265,18 @@ class Bench:
 
     def result(self) -> dict[str, Any]:
         args = self.args
+        self.session.clocks["after"] = machine.clocks()
         described_device = {"name": DEVICE, "memory": 0, "capability": None}
         return {
-            "schema": results.SCHEMA,
+            **self.session.common,
             "case": "kernels",
             "name": "kernels" if args.complete else "kernels:part",
             "title": "casts with their producers",
             "variant": {},
             "size": args.size,
             "static": args.static,
-            "date": self.date,
-            "command": shlex.join(["python", "-m", "benchmarks.kernels", *args.given]),
-            **machine.commit(),
             "device": described_device if args.static else machine.describe_device(args.device),
-            "versions": machine.versions(),
-            "clocks": {"before": self.clocks, "after": machine.clocks()},
-            "settings": {
-                "runs": args.runs,
-                "skipped_points": self.skipped,
-                "seconds": round(time.monotonic() - self.began, 1),
-            },
+            "settings": {"runs": RUNS, "skipped_points": self.skipped, "seconds": self.session.seconds()},
             "goal": None if args.static else GOAL,
             "rows": self.rows,
         }
@@ -310,7 +290,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--family", nargs="+", action="extend", metavar="NAME", help=f"default: all: {', '.join(FAMILIES)}")
     add("--shape", nargs="+", action="extend", metavar="RxC", help=f"default: {' '.join(SHAPES['full'])}")
-    add("--runs", type=count(30), default=50, help="timed runs of each plan, at least 30 (default: 50)")
     args = parser.parse(argv)
     args.complete = not args.family and not args.shape
     args.family, args.shape = args.family or [*FAMILIES], args.shape or [*SHAPES[args.size]]

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from .pool import ROOT
+
 CLOCKS = ["clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem"]
 CLOCKS += ["power.limit", "temperature.gpu", "driver_version"]
 
@@ -23,9 +24,8 @@ def output_of(*command: str, folder: Path = ROOT) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip()
     except (subprocess.SubprocessError, OSError):
         return None
 
@@ -58,9 +58,8 @@ def versions() -> dict[str, str | None]:
 def commit(tree: Path = ROOT) -> dict[str, Any]:
     """The commit of a checkout, and whether package, benchmarks or examples differ; None without git."""
     name = output_of("git", "rev-parse", "HEAD", folder=tree)
-    changed = output_of(
-        "git", "status", "--porcelain", "--", "fp8compile", "benchmarks", "examples", folder=tree
-    )
+    sources = ("fp8compile", "benchmarks", "examples")
+    changed = output_of("git", "status", "--porcelain", "--", *sources, folder=tree)
     return {"commit": name, "changed": None if changed is None else bool(changed)}
 
 
@@ -69,11 +68,8 @@ def describe_device(device: str) -> dict[str, Any]:
     if device == "cpu":
         return {"name": "cpu", "memory": 0, "capability": None}
     properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": properties.name,
-        "memory": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-    }
+    capability = f"{properties.major}.{properties.minor}"
+    return {"name": properties.name, "memory": properties.total_memory, "capability": capability}
 
 
 def now() -> str:

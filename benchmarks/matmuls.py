@@ -31,14 +31,9 @@ from . import machine, results, show
 from .options import Parser
 from .sampler import Sampler
 
-LAYERS = {
-    "q, o": (1, 1),
-    "k, v": (0.25, 1),
-    "q+k+v": (1.5, 1),
-    "gate, up": (3.5, 1),
-    "gate+up": (7, 1),
-    "down": (1, 3.5),
-}
+# n and k, in widths
+LAYERS: dict[str, tuple[float, float]] = {"q, o": (1, 1), "k, v": (0.25, 1), "q+k+v": (1.5, 1)}
+LAYERS |= {"gate, up": (3.5, 1), "gate+up": (7, 1), "down": (1, 3.5)}
 WIDTH = {"full": 4096, "tiny": 64}
 TOKENS = {"full": (8192, 2048), "tiny": (64,)}
 WAYS = ("bf16", "fp8", "fp8_precise")
@@ -65,12 +60,9 @@ def matmuls(size: str) -> Iterator[tuple[str, str, tuple[int, int, int]]]:
     for tokens in TOKENS[size]:
         for layer, sides in LAYERS.items():
             n, k = (int(side * WIDTH[size]) for side in sides)
-            for gemm, sizes in (
-                ("fprop", (tokens, n, k)),
-                ("dgrad", (tokens, k, n)),
-                ("wgrad", (n, k, tokens)),
-            ):
-                yield layer, gemm, sizes
+            yield layer, "fprop", (tokens, n, k)
+            yield layer, "dgrad", (tokens, k, n)
+            yield layer, "wgrad", (n, k, tokens)
 
 
 def row(
@@ -156,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def write(found: dict[str, Any]) -> None:
         if args.json:
-            results.store(found, args.json)
+            results.write(found, args.json)
 
     found = measure(device, args.size, began + (args.budget or math.inf), args.seed, write)
     print(table(found), flush=True)

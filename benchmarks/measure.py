@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Collection
 from typing import Any
@@ -26,11 +25,8 @@ class Runner(measure.Runner):
         super().__init__(task.device, self.next, self.finish, None, self.point.accumulate, self.point.tokens)
 
     def next(self) -> Tensor:
-        autocast = (
-            torch.autocast(self.device, torch.bfloat16) if self.point.autocast else contextlib.nullcontext()
-        )
         batch = next(self.task.batches)
-        with autocast:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.point.autocast):
             return self.task.model(*batch)
 
     def finish(self) -> None:

@@ -1,9 +1,9 @@
 """The models that are measured, in vanilla modules: Llama and Qwen3, a DiT block stack, stacked feed-forward
 blocks.
 
-None of them knows of FP8. A GPT-2 is in examples/train_gpt.py. Every model has `regions()`: the modules to
-compile when a model is compiled block by block instead of whole. In practice, large models are compiled block
-by block, because one compilation serves all blocks.
+None of them knows of FP8. A GPT-2 is in examples/train_gpt.py. Every model has `blocks`, or (`Llama`)
+`regions()`: the modules to compile when a model is compiled block by block instead of whole. In practice,
+large models are compiled block by block, because one compilation serves all blocks.
 
 A model is made on the meta device and filled by `materialise`, so that billions of parameters are drawn
 directly on their device and in their dtype.
@@ -11,6 +11,7 @@ directly on their device and in their dtype.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,16 +21,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def materialise(build: Callable[[], nn.Module], device: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+def materialise(build: Callable[[], nn.Module], device: str, dtype: torch.dtype) -> nn.Module:
     """`build()` with parameters of `dtype` on `device`: matrices are normal with deviation 0.02, norms one,
-    biases zero.
-
-    The same seed gives the same weights in every process on one kind of device.
+    biases zero. They are the same in every process on one kind of device.
     """
     with torch.device("meta"):
         model = build().to(dtype)
     model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
@@ -103,15 +102,14 @@ class Rotary(nn.Module):
     def __init__(self, length: int, head_dim: int, theta: float):
         super().__init__()
         self.length, self.head_dim, self.theta = length, head_dim, theta
-        self.register_buffer("cos", torch.empty(length, head_dim, dtype=torch.float32), persistent=False)
-        self.register_buffer("sin", torch.empty(length, head_dim, dtype=torch.float32), persistent=False)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(length, head_dim, dtype=torch.float32), persistent=False)
 
     def fill(self) -> None:
         """Write the tables in float32, also if `model.to(bfloat16)` has converted them before."""
         device = self.cos.device
-        frequencies = self.theta ** (
-            -torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
-        )
+        exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
+        frequencies = self.theta**-exponents
         angles = torch.arange(self.length, device=device, dtype=torch.float32)[:, None] * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         self.cos, self.sin = angles.cos(), angles.sin()
@@ -135,9 +133,8 @@ class LlamaBlock(nn.Module):
         self.k = nn.Linear(shape.width, kv, bias=False)
         self.v = nn.Linear(shape.width, kv, bias=False)
         self.o = nn.Linear(shape.width, shape.width, bias=False)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_dim, eps=1e-6) if shape.qk_norm else nn.Identity() for _ in range(2)
-        )
+        norm = functools.partial(nn.RMSNorm, self.head_dim, eps=1e-6) if shape.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
         self.rotary = Rotary(length, shape.head_dim, shape.theta)
         self.mlp_norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
@@ -231,20 +228,14 @@ class Stack(nn.Module):
             x = block(x, *conditions)
         return x.float().square().mean()
 
-    def regions(self) -> list[nn.Module]:
-        return list(self.blocks)
-
 
 class FfnBlock(nn.Module):
     """Linear, GELU, Linear, LayerNorm; [N, C] -> [N, C]."""
 
     def __init__(self, width: int):
         super().__init__()
-        self.up, self.down, self.norm = (
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-            nn.LayerNorm(width),
-        )
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.down(F.gelu(self.up(x))))
@@ -262,9 +253,6 @@ class SineRegression(nn.Module):
             x = block(x)
         return F.mse_loss(x.float(), target.float())
 
-    def regions(self) -> list[nn.Module]:
-        return list(self.blocks)
-
 
 class DitBlock(nn.Module):
     """A DiT block with adaLN-Zero: [B, T, C] and a condition [B, C] -> [B, T, C]."""
@@ -279,9 +267,8 @@ class DitBlock(nn.Module):
         self.modulation = nn.Linear(width, 6 * width)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = (
-            self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
-        )
+        modulation = self.modulation(F.silu(condition)).unsqueeze(1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)
         h = self.norm1(x) * (1 + scale1) + shift1
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)

@@ -35,14 +35,12 @@ def curves(result: Result, title: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(
-        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
-    )
+    plt.rcParams.update({"font.size": 9, "figure.dpi": 130})
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     rows = [row for row in result["rows"] if not row["error"] and row["losses"]]
     base = next((row for row in rows if row["kind"] in ("bf16", "eager")), None)
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(7.5, 6.4), sharex=True, height_ratios=(2, 1), layout="constrained"
-    )
+    how: dict[str, Any] = {"figsize": (7.5, 6.4), "layout": "constrained"}
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, height_ratios=(2, 1), **how)
     for row in rows:
         color, each = COLORS.get(row["arm"], "black"), row["tokens"] / 1e6
         end = f"{row['validation'][-1][1]:.4f} held out, " if row["validation"] else ""
@@ -53,9 +51,8 @@ def curves(result: Result, title: str, path: Path) -> None:
         if checked:
             above.plot(*zip(*checked, strict=True), "o", color=color, markersize=4)
         if base is not None and row is not base:
-            gap = [
-                100 * (b - a) / a for a, b in zip(smooth(base["losses"]), smooth(row["losses"]), strict=False)
-            ]
+            pairs = zip(smooth(base["losses"]), smooth(row["losses"]), strict=False)
+            gap = [100 * (b - a) / a for a, b in pairs]
             below.plot(steps[: len(gap)], gap, color=color, linewidth=1)
             theirs = dict(base["validation"])
             both = [(each * s, 100 * (x / theirs[s] - 1)) for s, x in row["validation"] if s in theirs]
@@ -87,12 +84,9 @@ def draw(found: list[Result], out: Path) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.plot", description="Draw what benchmarks.train wrote.")
-    parser.add_argument(
-        "paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "plots", help="default: benchmarks/plots"
-    )
+    add, plots = parser.add_argument, Path(__file__).parent / "plots"
+    add("paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders")
+    add("--out", type=Path, default=plots, help="default: benchmarks/plots")
     args = parser.parse_args(argv)
     try:
         made = draw(results.read(args.paths), args.out)

@@ -15,6 +15,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def environment(**more: str) -> dict[str, str]:
+    """The variables of a process that imports this checkout."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **more}
+
+
 class WorkerFailed(Exception):
     """A worker failed. The message is short enough for a table."""
 
@@ -25,7 +31,6 @@ class Remote:
     def __init__(self, name: str, cache: Path, log: Path, timeout: float, **start: Any):
         self.name, self.log, self.timeout = name, log, timeout
         ours, theirs = os.pipe()
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker", str(theirs)],
@@ -33,12 +38,7 @@ class Remote:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": path,
-                    "TORCHINDUCTOR_CACHE_DIR": str(cache),
-                    "PYTHONUNBUFFERED": "1",
-                },
+                env=environment(TORCHINDUCTOR_CACHE_DIR=str(cache), PYTHONUNBUFFERED="1"),
                 start_new_session=True,  # so that `kill` ends Inductor's compile workers, too
             )
         os.close(theirs)
@@ -74,7 +74,7 @@ class Remote:
 
     def _obituary(self) -> str:
         code = self.process.wait()
-        cause = f"exit status {code}" if code >= 0 else f"{signal.Signals(-code).name}"
+        cause = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"worker died ({cause}): {lines[-1][:200] if lines else 'no output'}"
 

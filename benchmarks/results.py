@@ -17,23 +17,37 @@ line of each name counts.
 from __future__ import annotations
 
 import json
+import shlex
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import lines
+from . import lines, machine
 from .cases import CASES
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
-TOP = (
-    "schema case name size static date command commit changed device versions clocks settings goal rows"
-).split()
+TOP = "schema case name size static date command commit changed device versions clocks settings goal rows"
+
+
+class Session:
+    """One run of a module of benchmarks, and what all its results have in common."""
+
+    def __init__(self, module: str, given: Sequence[str]):
+        self.began = time.monotonic()
+        self.clocks: dict[str, Any] = {"before": machine.clocks(), "after": None}
+        self.common = {"schema": SCHEMA, "date": machine.now(), **machine.commit()}
+        self.common |= {"command": shlex.join(["python", "-m", module, *given])}
+        self.common |= {"versions": machine.versions(), "clocks": self.clocks}
+
+    def seconds(self) -> float:
+        return round(time.monotonic() - self.began, 1)
 
 
 def check(result: Mapping[str, Any]) -> None:
     """ValueError if `result` does not have the format that this version writes."""
-    missing = [key for key in TOP if key not in result]
+    missing = [key for key in TOP.split() if key not in result]
     if missing or result["schema"] != SCHEMA:
         raise ValueError(f"not a result of schema {SCHEMA}: {', '.join(missing) or 'schema differs'}")
 
@@ -56,13 +70,13 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
         row["ratio"] = {
             "compiled_bf16": speed(row) / speed(compiled) if compiled else None,
             "eager_bf16": speed(row) / speed(eager) if eager else None,
-            "busy": _over((compiled or eager or {}).get("busy_ms"), row.get("busy_ms")),
-            "memory": _over(_allocated(row), _allocated(compiled)),
+            "busy": over((compiled or eager or {}).get("busy_ms"), row.get("busy_ms")),
+            "memory": over(_allocated(row), _allocated(compiled)),
             "over": compiled["arm"] if compiled else None,
         }
         if compiled and "static" in row:
             once = row["static"].get("operands_once_ms")
-            row["ratio"]["ceiling"] = _over(compiled["static"]["roofline_ms"], once)
+            row["ratio"]["ceiling"] = over(compiled["static"]["roofline_ms"], once)
 
 
 def speed(row: Mapping[str, Any]) -> float:
@@ -77,16 +91,11 @@ def _allocated(row: Mapping[str, Any] | None) -> float | None:
     return row["memory"]["allocated"] if row is not None and row.get("memory") else None
 
 
-def _over(a: float | None, b: float | None) -> float | None:
+def over(a: float | None, b: float | None) -> float | None:
     return a / b if a and b else None
 
 
 def write(result: Mapping[str, Any], path: Path) -> None:
-    check(result)
-    store(result, path)
-
-
-def store(result: Mapping[str, Any], path: Path) -> None:
     """Write a file of its own, or add a line to a `.jsonl`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
@@ -113,8 +122,5 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 def latest(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last result of each case, size and device, by case."""
     newest = {(r["device"]["name"], r["static"], r["size"], r["name"]): r for r in results}
-    order = list(CASES)
-    return sorted(
-        newest.values(),
-        key=lambda r: (order.index(r["case"]) if r["case"] in order else len(order), r["name"]),
-    )
+    order = {name: number for number, name in enumerate(CASES)}
+    return sorted(newest.values(), key=lambda r: (order.get(r["case"], len(order)), r["name"]))

@@ -19,12 +19,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-NUMBERS = {
-    "sm_mhz": "clocks.sm",
-    "memory_mhz": "clocks.mem",
-    "watts": "power.draw.instant",
-    "celsius": "temperature.gpu",
-}
+NUMBERS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem"}
+NUMBERS |= {"watts": "power.draw.instant", "celsius": "temperature.gpu"}
 REASONS = "clocks_event_reasons.active"  # of drivers since 535
 # bits of `REASONS`, by NVML's names
 BITS = (
@@ -147,9 +143,9 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any] | None:
     made: dict[str, Any] = {"samples": len(samples)}
     for name in NUMBERS:
         values = [value for _, numbers, _ in samples if (value := numbers[name]) is not None]
-        made[name] = (
-            {"median": statistics.median(values), "min": min(values), "max": max(values)} if values else None
-        )
+        made[name] = None
+        if values:
+            made[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     shares = {name: sum(name in reasons for _, _, reasons in samples) / len(samples) for name in BITS}
     made["reasons"] = {name: round(share, 3) for name, share in shares.items() if share}
     made["slowed"] = round(sum(bool(reasons & SLOWING) for _, _, reasons in samples) / len(samples), 3)

@@ -12,6 +12,5 @@ def table(rows: Sequence[Sequence[Any]], head: Sequence[str], markdown: bool = F
 
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     align = ["left", *["right"] * (len(head) - 1)]
-    return tabulate(
-        cells, head, tablefmt="github" if markdown else "simple", colalign=align, disable_numparse=True
-    )
+    layout = "github" if markdown else "simple"
+    return tabulate(cells, head, tablefmt=layout, colalign=align, disable_numparse=True)

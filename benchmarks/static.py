@@ -45,19 +45,14 @@ def optimizer_bytes(model: nn.Module) -> int:
     gradient and both moments, and writes parameter and both moments. The gradient has the parameter's dtype,
     and so have the moments, which `torch.optim.AdamW` makes by `zeros_like`: 14 bytes a parameter in bf16, 28
     in float32."""
-    return sum(
-        7 * parameter.numel() * parameter.itemsize
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    )
+    return sum(7 * parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def packed_bytes(model: nn.Module) -> float:
     """The same of `fp8compile.optim.AdamW` without masters: it reads the gradient, and reads and writes the
     weight, E4M3 and FP16, and their scales (`optim.states`). 12.1 bytes a parameter in bf16."""
     states = 2 * (1 + 2 + 8 / 128)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return sum((3 * parameter.itemsize + states) * parameter.numel() for parameter in trained)
+    return sum((3 * x.itemsize + states) * x.numel() for x in model.parameters() if x.requires_grad)
 
 
 @contextlib.contextmanager
@@ -126,10 +121,9 @@ def compile_point(point: Point, arm: arms.Arm) -> dict[str, float]:
     arms.apply(arm, model, arms.settings(arm, 1, interpreted=False), each=False)
     given = next(point.batches("meta", torch.bfloat16))
     batch = [torch.empty(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad) for x in given]
-    autocast = torch.autocast("cpu", torch.bfloat16) if point.autocast else contextlib.nullcontext()
 
     def step() -> None:
-        with autocast:
+        with torch.autocast("cpu", torch.bfloat16, enabled=point.autocast):
             model(*batch)  # the backward is compiled with it
 
     with mock.patch.dict(os.environ, arm.env), casts_in_step() as copies:

@@ -11,12 +11,10 @@ A cell is what is known of a GPU and a recipe. Nobody writes it by hand:
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from fp8compile.devices.gpu import Gpu
 
 from . import results
 from .arms import ARMS
-from .machine import ROOT
+from .pool import ROOT
 from .show import table
 
 PAGE = ROOT / "docs" / "support.md"
@@ -116,13 +114,11 @@ def target_of(gpu: Gpu, known: set[str]) -> str:
     """The architecture that kernels were compiled for: the GPU's own, or another one of its family."""
     if gpu.target in known:
         return gpu.target
-    family = {
-        name: Gpu(major=int(name[3:-1]), minor=int(name[-1]))
-        for name in sorted(known)
-        if name.startswith("sm_")
-    }
-    alike = [name for name, one in family.items() if one.architecture is gpu.architecture and not gpu.gfx]
-    return alike[0] if alike else gpu.target
+    for name in sorted(known):
+        if name.startswith("sm_") and not gpu.gfx:
+            if Gpu(major=int(name[3:-1]), minor=int(name[-1])).architecture is gpu.architecture:
+                return name
+    return gpu.target
 
 
 def cell(gpu: Gpu, recipe: str, tests: Mapping[str, set[str]], seen: set[str], checked: list[str]) -> str:
@@ -137,53 +133,39 @@ def cell(gpu: Gpu, recipe: str, tests: Mapping[str, set[str]], seen: set[str], c
     return f"{RAN} ({', '.join(sorted(seen))})" + (f"; {state} ({', '.join(rest)})" if rest else "")
 
 
+def quoted(names: Iterable[str], between: str = ", ") -> str:
+    return between.join(f"`{name}`" for name in names)
+
+
 def page(folder: Path = results.RESULTS) -> str:
-    tests, checked = compiled(), versions()
-    seen = ran(folder)
+    tests, checked, seen = compiled(), versions(), ran(folder)
     known = set.union(*(names for by_test in tests.values() for names in by_test.values()))
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    others: dict[str, None] = {}
     for device in catalog.shipped().values():
-        cells = [
-            cell(device.gpu, recipe, tests[recipe], seen.get((device.key, recipe), set()), checked)
-            for recipe in RECIPES
-        ]
-        groups[(device.gpu.target, *cells)].append(f"`{device.key}`")
-    rows = [[", ".join(titles), *cells] for cells, titles in groups.items()]
-    gpus = [device.gpu for device in catalog.shipped().values()]
-    same = {gpu.target: target_of(gpu, known) for gpu in gpus if gpu.architecture.fp8}
-    apart = [
-        f" For {target}, kernels were compiled as for {other}."
-        for target, other in same.items()
-        if target != other
-    ]
+        gpu, cells = device.gpu, []
+        for recipe in RECIPES:
+            cells.append(cell(gpu, recipe, tests[recipe], seen.get((device.key, recipe), set()), checked))
+        groups[(gpu.target, *cells)].append(device.key)
+        if gpu.architecture.fp8 and (other := target_of(gpu, known)) != gpu.target:
+            others[f" For {gpu.target}, kernels were compiled as for {other}."] = None
+    rows = [[quoted(titles), *cells] for cells, titles in groups.items()]
     alike: dict[str, list[str]] = defaultdict(list)
     for recipe, by in tests.items():
-        alike[
-            f"{'<br>'.join(f'`{test}`' for test in by)} | {', '.join(sorted(set.intersection(*by.values())))}"
-        ].append(recipe)
-    lines = [f"| {', '.join(f'`{recipe}`' for recipe in names)} | {rest} |" for rest, names in alike.items()]
-    devices = sorted({key for key, _ in seen})
-    ran_on = ", ".join(f"`{name}`" for name in devices)
-    summary = (
-        f"Steps have run on {ran_on}, and on no other GPU." if devices else "Nothing has run on a GPU yet."
+        everywhere = ", ".join(sorted(set.intersection(*by.values())))
+        alike[f"{quoted(by, '<br>')} | {everywhere}"].append(recipe)
+    lines = [f"| {quoted(recipes)} | {rest} |\n" for rest, recipes in alike.items()]
+    summary = "Nothing has run on a GPU yet."
+    if seen:
+        summary = f"Steps have run on {quoted(sorted({key for key, _ in seen}))}, and on no other GPU."
+    return TEMPLATE.read_text().format(
+        versions=f"{', '.join(checked[:-1])} and {checked[-1]}",
+        table=table(rows, ["GPU", "architecture", *map("`{}`".format, RECIPES)], markdown=True) + "\n",
+        tests="".join(lines),
+        others="".join(others),
+        summary=summary,
     )
-    parts = {
-        "versions": f"{', '.join(checked[:-1])} and {checked[-1]}",
-        "others": "".join(apart),
-        "summary": summary,
-    }
-    made = table(rows, ["GPU", "architecture", *(f"`{recipe}`" for recipe in RECIPES)], markdown=True) + "\n"
-    return TEMPLATE.read_text().format(table=made, tests="\n".join(lines) + "\n", **parts)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.support", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
-    parser.parse_args(argv)
-    PAGE.write_text(page())
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page())

@@ -11,94 +11,131 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import results
+from .results import over
 from .show import table
 
 SPREAD = 0.005  # of tokens/s over rounds: what this should be at most
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], Any]]
+Cell = Callable[[Row], str]
+Column = tuple[str, Cell]
 
 
 def number(value: float | None, spec: str = ".2f", scale: float = 1.0) -> str:
     return "" if value is None else format(value * scale, spec)
 
 
-def get(row: Row, *keys: str) -> Any:
-    """The value at a path of keys in a row; None if a key is missing."""
+def get(row: Row, path: str) -> Any:
+    """The value at a path of keys ("memory/allocated") in a row; None if a key is missing."""
     value: Any = row
-    for key in keys:
+    for key in path.split("/"):
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
+def cell(path: str, spec: str = ".2f", scale: float = 1.0) -> Cell:
+    return lambda row: number(get(row, path), spec, scale)
+
+
+def not_zero(path: str) -> Cell:
+    return lambda row: number(get(row, path) or None)
+
+
+def quotient(a: str, b: str, scale: float = 1.0) -> Cell:
+    return lambda row: number(over(get(row, a), get(row, b)), ".2f", scale)
+
+
+def flops(dtype: str) -> Cell:
+    return lambda row: number(row["static"].get(f"tflop.{dtype}", 0.0)) if "static" in row else ""
+
+
+def times(arm: str) -> Cell:
+    """The speed of an arm over compiled bf16, in a line that maps arms to their rows."""
+    return lambda rows: "" if (ratio := gain(rows, arm)) is None else f"{ratio:.2f}x"
+
+
+def gain(rows: Row, arm: str) -> float | None:
+    return get(rows, f"{arm}/ratio/compiled_bf16")
+
+
+def torchaos_best(rows: Row) -> float | None:
+    return max((x for arm in rows if arm.startswith("torchao") and (x := gain(rows, arm))), default=None)
+
+
+def fp8_count(row: Row) -> str:
+    seen, proof = get(row, "fp8/gemm_kernels"), get(row, "fp8/proof")
+    if seen is not None:
+        return f"{seen:g}"
+    if proof is None or not proof.startswith("not applicable"):
+        return ""
+    decided = get(row, "fp8/decisions")
+    return f"emulated ({decided['fp8']})" if decided else "emulated"
+
+
+def share(plans: Row) -> str:
+    """The share of a copy's bandwidth, marked "below" if it misses the goal."""
+    found, goal = get(plans, "fp8/share"), plans[""]["goal"]
+    return "" if found is None else f"{'below: ' if found < goal else ''}{found:.0%}"
+
+
 MEASURED: list[Column] = [
-    ("tokens/s", lambda r: number(get(r, "tokens_per_s", "median"), ",.0f")),
-    ("spread", lambda r: number(get(r, "tokens_per_s", "spread"), ".1%")),
-    ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
-    ("x eager", lambda r: number(get(r, "ratio", "eager_bf16"))),
-    ("step ms", lambda r: number(get(r, "step_ms", "total"))),
-    ("fwd", lambda r: number(get(r, "step_ms", "forward"))),
-    ("bwd", lambda r: number(get(r, "step_ms", "backward"))),
-    ("opt", lambda r: number(get(r, "step_ms", "optimizer"))),
-    ("peak GB", lambda r: number(get(r, "memory", "allocated"), ".2f", 1e-9)),
-    ("in step 1", lambda r: number(get(r, "memory", "first"), ".2f", 1e-9)),
-    ("reserved", lambda r: number(get(r, "memory", "reserved"), ".2f", 1e-9)),
-    ("x mem", lambda r: number(get(r, "ratio", "memory"))),
-    ("compile s", lambda r: number(get(r, "compile_s", "cold"), ".1f")),
-    ("warm s", lambda r: number(get(r, "compile_s", "warm"), ".1f")),
-    ("fp8 gemms", lambda r: fp8_count(r)),
-    ("MHz", lambda r: number(get(r, "clocks", "sm_mhz", "median"), ".0f")),
-    ("W", lambda r: number(get(r, "clocks", "watts", "median"), ".0f")),
-    ("slowed", lambda r: number(get(r, "clocks", "slowed"), ".0%")),
+    ("tokens/s", cell("tokens_per_s/median", ",.0f")),
+    ("spread", cell("tokens_per_s/spread", ".1%")),
+    ("x bf16", cell("ratio/compiled_bf16")),
+    ("x eager", cell("ratio/eager_bf16")),
+    ("step ms", cell("step_ms/total")),
+    ("fwd", cell("step_ms/forward")),
+    ("bwd", cell("step_ms/backward")),
+    ("opt", cell("step_ms/optimizer")),
+    ("peak GB", cell("memory/allocated", ".2f", 1e-9)),
+    ("in step 1", cell("memory/first", ".2f", 1e-9)),
+    ("reserved", cell("memory/reserved", ".2f", 1e-9)),
+    ("x mem", cell("ratio/memory")),
+    ("compile s", cell("compile_s/cold", ".1f")),
+    ("warm s", cell("compile_s/warm", ".1f")),
+    ("fp8 gemms", fp8_count),
+    ("MHz", cell("clocks/sm_mhz/median", ".0f")),
+    ("W", cell("clocks/watts/median", ".0f")),
+    ("slowed", cell("clocks/slowed", ".0%")),
 ]
+KERNEL_CLASSES = ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
 KERNELS: list[Column] = [
-    *(
-        (name.replace("_", " "), lambda r, name=name: number(get(r, "kernels", "classes", name, "ms")))
-        for name in ("fp8_gemm", "bf16_gemm", "cast", "attention", "other")
-    ),
-    ("busy ms", lambda r: number(get(r, "busy_ms"))),
-    ("kernels", lambda r: number(get(r, "kernels", "count"), ".0f")),
-    ("gaps ms", lambda r: number(get(r, "timeline", "gap_ms"))),
+    *((name.replace("_", " "), cell(f"kernels/classes/{name}/ms")) for name in KERNEL_CLASSES),
+    ("busy ms", cell("busy_ms")),
+    ("kernels", cell("kernels/count", ".0f")),
+    ("gaps ms", cell("timeline/gap_ms")),
 ]
 STATIC: list[Column] = [
-    ("kernels", lambda r: number(get(r, "static", "kernels"), ".0f")),
-    ("GB outside matmuls", lambda r: number(get(r, "static", "gb_outside_matmuls"))),
-    ("GB of frozen weights", lambda r: number(get(r, "static", "frozen_gb") or None)),
-    ("kept for backward, MB", lambda r: number(get(r, "static", "kept_mb"), ",.0f")),
-    ("x kept", lambda r: number(get(r, "ratio", "memory"))),
-    ("TFLOP in FP8", lambda r: number(get(r, "static", "tflop.fp8") or 0.0)),
-    ("TFLOP in bf16", lambda r: number(get(r, "static", "tflop.bfloat16") or 0.0)),
-    ("roofline ms", lambda r: number(get(r, "static", "roofline_ms"))),
-    ("of it optimizer", lambda r: number(get(r, "static", "optimizer_ms") or None)),
-    ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
-    (
-        "if operands moved once",
-        lambda r: number(get(r, "ratio", "ceiling")) if get(r, "kind") != "bf16" else "",
-    ),
+    ("kernels", cell("static/kernels", ".0f")),
+    ("GB outside matmuls", cell("static/gb_outside_matmuls")),
+    ("GB of frozen weights", not_zero("static/frozen_gb")),
+    ("kept for backward, MB", cell("static/kept_mb", ",.0f")),
+    ("x kept", cell("ratio/memory")),
+    ("TFLOP in FP8", flops("fp8")),
+    ("TFLOP in bf16", flops("bfloat16")),
+    ("roofline ms", cell("static/roofline_ms")),
+    ("of it optimizer", not_zero("static/optimizer_ms")),
+    ("x bf16", cell("ratio/compiled_bf16")),
+    ("if operands moved once", lambda row: "" if row["kind"] == "bf16" else cell("ratio/ceiling")(row)),
 ]
-COMPARED = ("bf16", "fp8-delayed")
+WITHOUT_WAVES = "static/roofline_ms_without_waves"
 # One line per case; a line maps arms to their rows, and "" to the result.
 CEILING: list[Column] = [
-    ("goal", lambda r: number(r[""]["goal"])),
-    ("torchao's best", lambda r: number(torchaos_best(r))),
-    ("fp8-delayed", lambda r: number(_ratio(r, "fp8-delayed"))),
-    (
-        "without waves",
-        lambda r: number(over(*(get(r, arm, "static", "roofline_ms_without_waves") for arm in COMPARED))),
-    ),
-    ("its ceiling: each operand once", lambda r: number(get(r, "fp8-delayed", "ratio", "ceiling"))),
+    ("goal", cell("/goal")),
+    ("torchao's best", lambda rows: number(torchaos_best(rows))),
+    ("fp8-delayed", cell("fp8-delayed/ratio/compiled_bf16")),
+    ("without waves", quotient(f"bf16/{WITHOUT_WAVES}", f"fp8-delayed/{WITHOUT_WAVES}")),
+    ("its ceiling: each operand once", cell("fp8-delayed/ratio/ceiling")),
     # torchao's experts are multiplied so, all three matmuls
-    ("with fast accumulation", lambda r: number(_ratio(r, "fp8-delayed-fast-accum"))),
+    ("with fast accumulation", cell("fp8-delayed-fast-accum/ratio/compiled_bf16")),
     # over bf16 with the same optimizer, fp8compile.optim.AdamW
-    ("weights in the update", lambda r: number(_ratio(r, "fp8-delayed-update"))),
-    ("both", lambda r: number(_ratio(r, "fp8-delayed-update-fast-accum"))),
+    ("weights in the update", cell("fp8-delayed-update/ratio/compiled_bf16")),
+    ("both", cell("fp8-delayed-update-fast-accum/ratio/compiled_bf16")),
 ]
-
-
 # rows of README's table, and the cases that they show
 GAINS = {
     "Llama-3-8B layers, 8192 tokens": "llama-8b-layers",
@@ -113,13 +150,13 @@ EXPERTS = {
     "the same, 32,768 tokens": "moe:tokens=32768",
     "Mixtral 8x7B, 8,192 tokens": "moe:experts=mixtral",
 }
-EXPERT_ARMS = {
-    "torchao": "torchao-experts",
-    "`delayed` everywhere": "fp8-delayed-all",
-    "`rowwise` everywhere": "fp8-rowwise-all",
-    "`delayed`, as the cost model decides": "fp8-delayed",
-    "the same, fast accumulation": "fp8-delayed-fast-accum",
-}
+EXPERT_COLUMNS: list[Column] = [
+    ("torchao", times("torchao-experts")),
+    ("`delayed` everywhere", times("fp8-delayed-all")),
+    ("`rowwise` everywhere", times("fp8-rowwise-all")),
+    ("`delayed`, as the cost model decides", times("fp8-delayed")),
+    ("the same, fast accumulation", times("fp8-delayed-fast-accum")),
+]
 HELD = {
     "bf16": "bf16",
     "FP8, dequantized in forward and in backward": "dequantized",
@@ -128,119 +165,66 @@ HELD = {
     "FP8, multiplied: one scale": "fp8-held-tensor",
 }
 HELD_COLUMNS: list[Column] = [
-    ("held, GB", lambda r: number(get(r, "static", "frozen_gb"), ".1f")),
-    ("moved outside matmuls, GB", lambda r: number(get(r, "static", "gb_outside_matmuls"), ".0f")),
-    ("moved in all, GB", lambda r: number(get(r, "static", "gb"), ".0f")),
-    ("kernels", lambda r: number(get(r, "static", "kernels"), ",.0f")),
-    ("ms a step", lambda r: number(get(r, "static", "roofline_ms"), ".0f")),
-    ("x bf16", lambda r: number(get(r, "ratio", "compiled_bf16"))),
+    ("held, GB", cell("static/frozen_gb", ".1f")),
+    ("moved outside matmuls, GB", cell("static/gb_outside_matmuls", ".0f")),
+    ("moved in all, GB", cell("static/gb", ".0f")),
+    ("kernels", cell("static/kernels", ",.0f")),
+    ("ms a step", cell("static/roofline_ms", ".0f")),
+    ("x bf16", cell("ratio/compiled_bf16")),
 ]
-
-
 # The table has a line per family and shape. It maps each plan's name to its row, and "" to common values.
 KERNEL: list[Column] = [
-    ("MB that must move", lambda r: number(get(r, "", "bytes"), ",.1f", 1e-6)),
-    ("copy GB/s", lambda r: number(get(r, "fp8", "copy_gb_per_s"), ",.0f")),
-    ("GB/s", lambda r: number(get(r, "fp8", "gb_per_s"), ",.0f")),
-    ("of copy", lambda r: share(r)),
-    ("Inductor GB/s", lambda r: number(get(r, "inductor", "gb_per_s"), ",.0f")),
-    ("x Inductor", lambda r: number(over(get(r, "inductor", "ms", "median"), get(r, "fp8", "ms", "median")))),
-    ("MB", lambda r: number(get(r, "fp8", "static", "gb"), ",.1f", 1e3)),
-    ("x must", lambda r: number(over(get(r, "fp8", "static", "gb"), get(r, "", "bytes")), ".2f", 1e9)),
-    ("kernels", lambda r: number(get(r, "fp8", "static", "kernels"), ".0f")),
-    ("Inductor MB", lambda r: number(get(r, "inductor", "static", "gb"), ",.1f", 1e3)),
-    (
-        "Inductor x must",
-        lambda r: number(over(get(r, "inductor", "static", "gb"), get(r, "", "bytes")), ".2f", 1e9),
-    ),
-    ("Inductor kernels", lambda r: number(get(r, "inductor", "static", "kernels"), ".0f")),
+    ("MB that must move", cell("/bytes", ",.1f", 1e-6)),
+    ("copy GB/s", cell("fp8/copy_gb_per_s", ",.0f")),
+    ("GB/s", cell("fp8/gb_per_s", ",.0f")),
+    ("of copy", share),
+    ("Inductor GB/s", cell("inductor/gb_per_s", ",.0f")),
+    ("x Inductor", quotient("inductor/ms/median", "fp8/ms/median")),
+    ("MB", cell("fp8/static/gb", ",.1f", 1e3)),
+    ("x must", quotient("fp8/static/gb", "/bytes", 1e9)),
+    ("kernels", cell("fp8/static/kernels", ".0f")),
+    ("Inductor MB", cell("inductor/static/gb", ",.1f", 1e3)),
+    ("Inductor x must", quotient("inductor/static/gb", "/bytes", 1e9)),
+    ("Inductor kernels", cell("inductor/static/kernels", ".0f")),
 ]
 
 
-def _ratio(rows: Row, arm: str) -> float | None:
-    return get(rows, arm, "ratio", "compiled_bf16")
+def grid(lines: Mapping[str, Row], columns: Sequence[Column], markdown: bool = True, first: str = "") -> str:
+    """A table with these lines, without empty columns."""
+    used = [(name, value) for name, value in columns if any(map(value, lines.values()))]
+    cells = [[title, *(value(row) for _, value in used)] for title, row in lines.items()]
+    return table(cells, [first, *(name for name, _ in used)], markdown)
 
 
-def torchaos_best(rows: Row) -> float | None:
-    return max((x for arm in rows if arm.startswith("torchao") and (x := _ratio(rows, arm))), default=None)
-
-
-def arms_of(result: dict[str, Any]) -> Row:
+def good(result: Row) -> Row:
     """The rows of a result without an error, by their arms."""
     return {row["arm"]: row for row in result["rows"] if not row["error"]}
 
 
-def by_name(found: list[dict[str, Any]]) -> dict[str, Row]:
-    return {result["name"]: arms_of(result) for result in found}
-
-
-def experts(found: list[dict[str, Any]]) -> str:
-    rows = by_name(found)
-    made = []
-    for title, case in EXPERTS.items():
-        over = [_ratio(rows.get(case, {}), arm) for arm in EXPERT_ARMS.values()]
-        made.append([title, *("" if x is None else f"{x:.2f}x" for x in over)])
-    return table(made, ["layer", *EXPERT_ARMS], True) + "\n"
-
-
-def held(found: list[dict[str, Any]]) -> str:
-    """A line for each way to hold the frozen weights of the case `qwen3-8b-lora`."""
-    rows = by_name(found).get("qwen3-8b-lora", {})
-    made = [
-        [title, *(value(rows[arm]) for _, value in HELD_COLUMNS)]
-        for title, arm in HELD.items()
-        if arm in rows
-    ]
-    return table(made, ["weights", *(name for name, _ in HELD_COLUMNS)], True) + "\n"
-
-
-def gains(pages: Sequence[Path], found: list[dict[str, Any]]) -> None:
-    """Write the rows of `GAINS` anew in the pages that have them."""
-    rows = by_name(found)
+def gains(pages: Sequence[Path], rows: Mapping[str, Row]) -> None:
+    """Write the rows of `GAINS` anew in the pages that have them. `rows`: of each case, those of its arms."""
     for page in pages:
         text = page.read_text()
         for title, case in GAINS.items():
             of = rows.get(case, {})
-            if ours := _ratio(of, "fp8-delayed"):
-                theirs, kept = torchaos_best(of), get(of, "fp8-delayed", "ratio", "memory")
+            if ours := gain(of, "fp8-delayed"):
+                theirs, kept = torchaos_best(of), get(of, "fp8-delayed/ratio/memory")
                 cells = f"| {title} | {ours:.2f}x | {number(theirs)}x | {number(kept)} |"
                 text = re.sub(rf"^\| {re.escape(title)} \| \d.*$", cells, text, flags=re.M)
         page.write_text(text)
 
 
-def ceilings(found: list[dict[str, Any]]) -> str:
-    """A table of goals, estimates and ceilings."""
-    made = []
-    for result in found:
-        rows = arms_of(result)
-        if _ratio(rows, "fp8-delayed"):
-            made.append([result["name"], *(value({"": result, **rows}) for _, value in CEILING)])
-    return table(made, ["", *(name for name, _ in CEILING)], True) + "\n" if made else "No results.\n"
-
-
-def over(a: float | None, b: float | None) -> float | None:
-    return a / b if a and b else None
-
-
-def share(plans: Row) -> str:
-    """The share of a copy's bandwidth, marked "below" if it misses the goal."""
-    found, goal = get(plans, "fp8", "share"), plans[""]["goal"]
-    return "" if found is None else f"{'below: ' if found < goal else ''}{found:.0%}"
-
-
-def kernel_table(result: dict[str, Any], markdown: bool = False) -> str:
-    """A table with a line for each family and shape, without empty columns."""
+def by_point(result: Row) -> dict[str, Row]:
+    """A line of `KERNEL` for each family and shape."""
     lines: dict[str, Row] = {}
     for row in result["rows"]:
         if not row["error"]:
             line = lines.setdefault(row["point"], {"": {"bytes": row["bytes"], "goal": result["goal"]}})
             line[row["arm"]] = row
-    used = [(name, value) for name, value in KERNEL if any(value(line) for line in lines.values())]
-    made = [[point, *(value(line) for _, value in used)] for point, line in lines.items()]
-    return table(made, ["", *(name for name, _ in used)], markdown)
+    return lines
 
 
-def kernel_footnote(result: dict[str, Any]) -> str:
+def kernel_footnote(result: Row) -> str:
     if result["static"]:
         said = "bytes as Inductor's scheduler counts them, each buffer once a kernel"
         return f"{said}; nothing was run on a device"
@@ -249,35 +233,14 @@ def kernel_footnote(result: dict[str, Any]) -> str:
     return f"of copy: {result['goal']:.0%} is the goal"
 
 
-def fp8_count(row: Row) -> str:
-    seen = get(row, "fp8", "gemm_kernels")
-    if seen is not None:
-        return f"{seen:g}"
-    decided, proof = get(row, "fp8", "decisions"), get(row, "fp8", "proof")
-    if proof is not None and not proof.startswith("not applicable"):
-        return ""
-    return f"emulated ({decided['fp8']})" if decided else "emulated"
-
-
-def rows_table(result: dict[str, Any], columns: Sequence[Column], markdown: bool = False) -> str:
-    """A table of the rows of a result, without empty columns. In Markdown, also without arms that failed."""
-    good = [row for row in result["rows"] if not row["error"]]
-    used = [(name, value) for name, value in columns if any(value(row) for row in good)]
-    made = []
-    for row in good if markdown else result["rows"]:
-        cells = ["" for _ in used] if row["error"] else [value(row) for _, value in used]
-        made.append([row["arm"], *cells])
-    return table(made, ["", *(name for name, _ in used)], markdown)
-
-
-def failures(result: dict[str, Any]) -> list[str]:
+def failures(result: Row) -> list[str]:
     """One line for each different failure of an arm."""
     where = "{point} {arm}" if result["case"] == "kernels" else "{arm}"
     found = {(where.format(**row), row["error"]) for row in result["rows"] if row["error"]}
     return [f"{arm}: {error}" for arm, error in sorted(found)]
 
 
-def heading(result: dict[str, Any]) -> str:
+def heading(result: Row) -> str:
     notes = " / ".join(dict.fromkeys(row["note"] for row in result["rows"] if row.get("note")))
     parts = [result["name"], result.get("title", ""), notes, result["size"], result["device"]["name"]]
     if result["goal"]:
@@ -285,57 +248,54 @@ def heading(result: dict[str, Any]) -> str:
     return " | ".join(filter(None, parts))
 
 
-def text(result: dict[str, Any]) -> str:
-    """The text that a run prints at its end."""
-    good = [row for row in result["rows"] if not row["error"]]
-    parts = [heading(result), *body(result)]
-    if result["case"] != "kernels" and any(row.get("kernels") for row in good):
-        parts.append(f"\nms a step by kernel class\n{rows_table(result, KERNELS)}")
+def text(result: Row) -> str:
+    """The text that a run prints at its end. Arms that failed have empty cells."""
+    rows = {row["arm"]: row for row in result["rows"]}
+    parts = [heading(result), *body(result, rows)]
+    if result["case"] != "kernels" and any(row.get("kernels") for row in rows.values()):
+        parts.append(f"\nms a step by kernel class\n{grid(rows, KERNELS, False)}")
     if result["static"]:
         parts.append("an estimate: nothing was run on a device")
     parts += noise(result)
-    held = sum(get(row, "memory", "idle") or 0 for row in good)
+    held = sum(get(row, "memory/idle") or 0 for row in rows.values())
     if held:
         parts.append(f"waiting arms together held {held / 1e9:.1f} GB")
     return "\n".join([*parts, *failures(result)])
 
 
-def body(result: dict[str, Any], markdown: bool = False) -> list[str]:
+def body(result: Row, rows: Mapping[str, Row], markdown: bool = False) -> list[str]:
     """The table of a result, and what is to be said below it."""
     if result["case"] == "kernels":
-        return [kernel_table(result, markdown), kernel_footnote(result)]
-    return [rows_table(result, STATIC if result["static"] else MEASURED, markdown)]
+        return [grid(by_point(result), KERNEL, markdown), kernel_footnote(result)]
+    return [grid(rows, STATIC if result["static"] else MEASURED, markdown)]
 
 
-def noise(result: dict[str, Any]) -> list[str]:
+def noise(result: Row) -> list[str]:
     """What was left out, and what makes a difference of a percent no difference: rounds that differ, clocks
     that nobody saw."""
-    good = [row for row in result["rows"] if not row["error"]]
-    wide = [(row["arm"], get(row, "tokens_per_s", "spread") or 0.0) for row in good]
-    shown = [f"{arm} {spread:.1%}" for arm, spread in wide if spread > SPREAD]
+    spreads = {row["arm"]: get(row, "tokens_per_s/spread") or 0.0 for row in result["rows"]}
+    shown = [f"{arm} {spread:.1%}" for arm, spread in spreads.items() if spread > SPREAD]
     said = [f"the spread is over {SPREAD:.1%}: {', '.join(shown)}"] if shown else []
-    if problem := get(result, "settings", "sampling", "problem"):
+    if problem := get(result, "settings/sampling/problem"):
         said.append(f"no clocks were sampled: {problem}")
-    if skipped := get(result, "settings", "skipped_points"):
+    if skipped := get(result, "settings/skipped_points"):
         said.append(f"out of time: {skipped} points were not begun")
     return said
 
 
-def markdown(found: list[dict[str, Any]]) -> str:
-    """One table for each result."""
+def markdown(found: Sequence[Row]) -> str:
+    """One table for each result, without arms that failed."""
     parts = []
     for result in found:
-        if not result["rows"]:
-            continue
-        parts.append(textwrap.fill(f"**{heading(result)}**", 128) + "\n")
-        parts.append("\n\n".join(body(result, markdown=True)) + "\n")
-        parts += [f"{line}\n" for line in failures(result) if "no estimate" not in line]
+        if result["rows"]:
+            parts.append(textwrap.fill(f"**{heading(result)}**", 128) + "\n")
+            parts.append("\n\n".join(body(result, good(result), markdown=True)) + "\n")
+            parts += [f"{line}\n" for line in failures(result) if "no estimate" not in line]
     return "\n".join(parts) or "No results.\n"
 
 
-def update(pages: Path | Sequence[Path], name: str, body: str) -> None:
+def update(pages: Sequence[Path], name: str, body: str) -> None:
     """Replace the text between the two marks for `name` in the pages that have them; one must."""
-    pages = [pages] if isinstance(pages, Path) else pages
     marks = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     found = [page for page in pages if marks.search(page.read_text())]
     if not found:
@@ -344,31 +304,36 @@ def update(pages: Path | Sequence[Path], name: str, body: str) -> None:
         page.write_text(marks.sub(lambda old: f"{old[1]}{body}{old[2]}", page.read_text()))
 
 
+def update_all(pages: Sequence[Path], found: Sequence[Row]) -> None:
+    """Write all tables of the pages anew."""
+    kernels = [result for result in found if result["case"] == "kernels" and result["size"] == "full"]
+    steps = [result for result in found if result["case"] != "kernels"]
+    static = [result for result in steps if result["static"]]
+    update(pages, "static", markdown(static))
+    update(pages, "measured", markdown([r for r in steps if not r["static"] and r["size"] == "full"]))
+    update(pages, "kernels", markdown(kernels))
+    rows = {result["name"]: good(result) for result in static}
+    compared = {r["name"]: {"": r, **rows[r["name"]]} for r in static if gain(rows[r["name"]], "fp8-delayed")}
+    experts = {title: rows.get(case, {}) for title, case in EXPERTS.items()}
+    of_lora = rows.get("qwen3-8b-lora", {})
+    held = {title: of_lora[arm] for title, arm in HELD.items() if arm in of_lora}
+    update(pages, "ceilings", grid(compared, CEILING) + "\n")
+    update(pages, "experts", grid(experts, EXPERT_COLUMNS, first="layer") + "\n")
+    update(pages, "held", grid(held, HELD_COLUMNS, first="weights") + "\n")
+    gains(pages, rows)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.tables", description="Print results as tables.")
-    parser.add_argument(
-        "paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders"
-    )
-    parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--all", action="store_true", help="every result, not only the last of each case")
-    parser.add_argument(
-        "--update", type=Path, metavar="PAGE", nargs="+", help="pages: each table goes where its marks are"
-    )
+    add = parser.add_argument
+    add("paths", nargs="*", type=Path, default=[results.RESULTS], help="result files or folders")
+    add("--markdown", action="store_true")
+    add("--update", type=Path, metavar="PAGE", nargs="+", help="pages: tables go where their marks are")
     args = parser.parse_args(argv)
     try:
-        found = results.read(args.paths)
-        found = found if args.all else results.latest(found)
+        found = results.latest(results.read(args.paths))
         if args.update:
-            steps = [r for r in found if r["case"] != "kernels"]
-            kinds = {"static": [r for r in steps if r["static"]]}
-            kinds["measured"] = [r for r in steps if not r["static"] and r["size"] == "full"]
-            kinds["kernels"] = [r for r in found if r["case"] == "kernels" and r["size"] == "full"]
-            for name, chosen in kinds.items():
-                update(args.update, name, markdown(chosen))
-            update(args.update, "ceilings", ceilings(kinds["static"]))
-            update(args.update, "experts", experts(kinds["static"]))
-            update(args.update, "held", held(kinds["static"]))
-            gains(args.update, kinds["static"])
+            update_all(args.update, found)
             return 0
     except (ValueError, OSError) as error:
         print(f"benchmarks.tables: error: {error}", file=sys.stderr)

@@ -21,9 +21,7 @@ GAPS = ((5.0, "under 5 us"), (50.0, "5 to 50 us"), (float("inf"), "over 50 us"))
 LONGEST = 20
 MATMULS = "mm bmm _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2"
 # where the operands of an operator stand among its inputs
-OPERANDS = {
-    f"aten::{name}": at for at, names in ((0, MATMULS), (1, "addmm baddbmm")) for name in names.split()
-}
+OPERANDS = {f"aten::{name}": 0 for name in MATMULS.split()} | {"aten::addmm": 1, "aten::baddbmm": 1}
 
 
 class Sized(NamedTuple):

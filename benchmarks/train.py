@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import shlex
 import shutil
 import signal
 import sys
@@ -33,8 +32,6 @@ from .options import Parser, count, destination
 from .pool import Remote, WorkerFailed
 from .sampler import Sampler
 
-LATE = "out of time: not begun"
-NO_PROFILE = "no profile"
 TIMEOUT = 1800.0  # seconds for one compilation or turn
 PLANNED = 1  # the round after which `--seconds` becomes a number of rounds: the first one compiles validation
 
@@ -74,8 +71,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []  # of an estimate
         self.runs: list[ArmRun] = []  # of a measurement
         self.point = self.case.point(args.size, self.variant)
-        self.began, self.date, self.commit = time.monotonic(), machine.now(), machine.commit()
-        self.clocks: dict[str, Any] = {"before": machine.clocks(), "after": None}
+        self.session = results.Session("benchmarks.train", args.given)
         self.horizon = 0  # steps that each arm will train; 0: not known
 
     # -- workers --
@@ -144,7 +140,7 @@ class Bench:
         self.by_turns(self.runs)
         for arm in args.arms:
             self.end(arm.name)
-        self.clocks["after"] = machine.clocks()
+        self.session.clocks["after"] = machine.clocks()
 
     def load(self, run: ArmRun) -> None:
         say(f"{self.name} {run.arm.name}: compiling")
@@ -171,7 +167,7 @@ class Bench:
         """All arms stay on the device. Late ones are not loaded, but the first."""
         for run in runs:
             if self.late() and any(other.warmup for other in runs):
-                run.error = LATE
+                run.error = "out of time: not begun"
             else:
                 self.load(run)
         rounds = self.args.rounds
@@ -234,19 +230,14 @@ class Bench:
         rows = [*self.rows, *(row_of(run, self.point, args.warmup, self.sampler) for run in self.runs)]
         results.add_ratios(rows)
         return {
-            "schema": results.SCHEMA,
+            **self.session.common,
             "case": self.case.name,
             "name": self.name,
             "title": self.case.title,
             "variant": self.variant,
             "size": args.size,
             "static": args.static,
-            "date": self.date,
-            "command": shlex.join(["python", "-m", "benchmarks.train", *args.given]),
-            **self.commit,
             "device": self.device,
-            "versions": machine.versions(),
-            "clocks": self.clocks,
             "settings": {
                 "rounds": args.rounds,
                 "steps": args.steps,
@@ -254,7 +245,7 @@ class Bench:
                 "interpreted": args.interpreted,
                 "sampling": None if self.sampler is None else self.sampler.about(),
                 "horizon": self.horizon,
-                "seconds": round(time.monotonic() - self.began, 1),
+                "seconds": self.session.seconds(),
             },
             "goal": self.case.goal(self.variant),
             "rows": rows,
@@ -293,7 +284,7 @@ def row_of(run: ArmRun, point: Point, warmup: int, sampler: Sampler | None = Non
     row["kernels"] = seen
     row["busy_ms"] = seen["busy_ms"] if seen else None
     count = seen["classes"]["fp8_gemm"]["count"] if seen else None
-    proven = proof(count, decided) if run.profile else NO_PROFILE
+    proven = proof(count, decided) if run.profile else "no profile"
     row["fp8"] = {"gemm_kernels": count, "proof": proven, "decisions": decided}
     return row
 
@@ -323,40 +314,21 @@ def proof(count: float | None, decided: dict[str, Any] | None) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="benchmarks.train", description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--case",
-        action="append",
-        required=True,
-        metavar="NAME[:KEY=VALUE,...]",
-        help=f"{', '.join(CASES)}; or all",
-    )
+    add("--case", action="append", required=True, metavar="NAME[:KEY=VALUE,...]", help=", ".join(CASES))
     add("--arms", default=DEFAULT, help=f"comma-separated: {', '.join(ARMS)}")
     add("--rounds", type=count(1), help="turns of each arm (default: 6 on cuda, 5 on cpu)")
     add("--steps", type=count(1), help="timed steps a turn (default: 20 on cuda, 10 on cpu)")
-    add(
-        "--seconds",
-        type=count(1),
-        metavar="SECONDS",
-        help="as many rounds as give each arm so much time for its timed steps",
-    )
+    add("--seconds", type=count(1), help="as many rounds as give each arm so much time for its timed steps")
     add("--warmup", type=count(1), default=3, help="steps after compilation starts, untimed (default: 3)")
-    add(
-        "--torchao", type=Path, metavar="PATH", help="torchao's wheel, or a folder that has it, packed or not"
-    )
+    add("--torchao", type=Path, metavar="PATH", help="its wheel, or a folder that has it, packed or not")
     add("--keep", type=Path, metavar="FOLDER", help="leave logs and compile caches there")
-    add(
-        "--caches",
-        type=Path,
-        metavar="FOLDER",
-        help="use the compile caches there, and leave them: later runs compile warm",
-    )
+    add("--caches", type=Path, metavar="FOLDER", help="of compile caches, which stay for later runs")
     # no Inductor: for tests of this program
     add("--interpreted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse(argv)
     try:
         args.arms = parse_arms(args.arms)
-        names = [*CASES] if args.case == ["all"] else args.case
-        for name in names:
+        for name in args.case:
             parse_case(name, CASES)
         if args.seconds and args.rounds:
             raise ValueError("--seconds: instead of --rounds")
@@ -364,7 +336,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--torchao {args.torchao}: no such file or folder")
     except ValueError as error:
         parser.error(str(error))
-    args.case = names
     args.rounds = PLANNED + 1 if args.seconds else args.rounds or (6 if args.device == "cuda" else 5)
     args.steps = args.steps or (20 if args.device == "cuda" else 10)
     if len(args.case) > 1 and args.json and args.json.suffix == ".json":

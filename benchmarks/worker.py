@@ -28,7 +28,7 @@ from .cases import CASES
 from .cases.base import Task, parse_case
 from .measure import Runner
 
-_TRITON_SOURCE = re.compile(r"async_compile\.triton\(\s*'(\w+)',\s*'''(.*?)'''", re.DOTALL)
+TRITON_SOURCE = re.compile(r"async_compile\.triton\(\s*'(\w+)',\s*'''(.*?)'''", re.DOTALL)
 _FP8_POINTER = re.compile(r"\*fp8e\w+")
 
 
@@ -92,7 +92,7 @@ def cast_kernels(cache: Path) -> set[str]:
     for path in files:
         if path.suffix != ".py" or cache not in path.parents:
             continue
-        for name, source in _TRITON_SOURCE.findall(path.read_text(errors="ignore")):
+        for name, source in TRITON_SOURCE.findall(path.read_text(errors="ignore")):
             if _FP8_POINTER.search(source) and not name.startswith("triton_tem"):
                 names.add(name)
     return names

@@ -19,6 +19,7 @@ from fp8compile.optim import AdamW
 from ..models import materialise
 
 Batch = tuple[Tensor, ...]
+BATCHES = 4  # different ones that a point takes in turn
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,7 @@ class Case:
         made: dict[str, Any] = dict(self.variants)
         for key, value in given.items():
             if key not in made:
-                raise ValueError(
-                    f"case {self.name} has no variant {key!r} (it has: {', '.join(made) or 'none'})"
-                )
+                raise ValueError(f"case {self.name} has no variant {key!r} (it has: {', '.join(made)})")
             if isinstance(made[key], int):
                 if not value.isdecimal():
                     raise ValueError(f"{self.name}:{key}={value} is not a whole number")
@@ -123,18 +122,16 @@ def normal(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=dtype)
 
 
-def noise(
-    shape: tuple[int, ...], seed: int = 0, target: Callable[[Tensor], Tensor] | None = None, count: int = 4
-):
-    """Batches for a Point: `count` normal tensors in turn, on the device before timing starts; with `target`,
-    (x, target(x)).
+def noise(shape: tuple[int, ...], seed: int = 0, target: Callable[[Tensor], Tensor] | None = None):
+    """Batches for a Point: `BATCHES` normal tensors in turn, on the device before timing starts; with
+    `target`, (x, target(x)).
 
     x requires grad, as the output of an embedding would, so that the first block does the same work as the
     others.
     """
 
     def batches(device: str, dtype: torch.dtype) -> Iterator[Batch]:
-        made = [normal(shape, seed + i, device, dtype) for i in range(count)]
+        made = [normal(shape, seed + i, device, dtype) for i in range(BATCHES)]
         targets: list[Batch] = [() if target is None else (target(x),) for x in made]
         while True:
             for x, rest in zip(made, targets, strict=True):
@@ -143,12 +140,12 @@ def noise(
     return batches
 
 
-def tokens(batch: int, length: int, vocabulary: int, seed: int = 0, count: int = 4):
+def tokens(batch: int, length: int, vocabulary: int):
     """Batches of (tokens, next tokens), both [batch, length] int64, uniformly random."""
 
     def batches(device: str, dtype: torch.dtype) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(seed)
-        made = torch.randint(vocabulary, (count, batch, length + 1), generator=generator).to(device)
+        generator = torch.Generator().manual_seed(0)
+        made = torch.randint(vocabulary, (BATCHES, batch, length + 1), generator=generator).to(device)
         pairs = [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in made]
         while True:
             yield from pairs
@@ -160,11 +157,10 @@ def weights(variant: Mapping[str, Any]) -> torch.dtype:
     return torch.float32 if variant.get("weights") == "fp32" else torch.bfloat16
 
 
-def stack_static(point: Callable[[int], Point], layers: int, shown: int = 2) -> Static:
-    """A stack of equal blocks: an estimate of `shown` of them is enough."""
-    return Static(
-        lambda count: replace(point(count), note=f"{shown} of {layers} layers"), shown, extrapolate=False
-    )
+def stack_static(point: Callable[[int], Point], layers: int) -> Static:
+    """A stack of equal blocks: an estimate of two of them is enough."""
+    note = f"2 of {layers} layers"
+    return Static(lambda count: replace(point(count), note=note), 2, extrapolate=False)
 
 
 class Task:
@@ -177,8 +173,7 @@ class Task:
             self.model = point.build().to(device=device, dtype=point.dtype)
         else:
             self.model = materialise(point.build, device, point.dtype)
-        compute = torch.bfloat16
-        self.batches = point.batches(device, compute)
+        self.batches = point.batches(device, torch.bfloat16)
         self.optimizer: torch.optim.Optimizer | None = None
 
     def start(self, packed: bool = False) -> None:

@@ -17,14 +17,9 @@ def images(batch: int, tokens: int, width: int):
     """Batches of latents [batch, tokens, width] and conditions [batch, width]."""
 
     def batches(device: str, dtype: torch.dtype) -> Iterator[Batch]:
-        return (
-            (*x, *c)
-            for x, c in zip(
-                noise((batch, tokens, width))(device, dtype),
-                noise((batch, width), seed=100)(device, dtype),
-                strict=False,
-            )
-        )
+        latents = noise((batch, tokens, width))(device, dtype)
+        conditions = noise((batch, width), seed=100)(device, dtype)
+        return ((*x, *c) for x, c in zip(latents, conditions, strict=False))
 
     return batches
 

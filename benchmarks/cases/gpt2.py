@@ -39,9 +39,9 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
 
 def config(size: str):
     given = example().CONFIGS["gpt2-124m"]
-    return (
-        given if size == "full" else replace(given, layers=2, width=128, heads=2, context=64, vocabulary=256)
-    )
+    if size == "full":
+        return given
+    return replace(given, layers=2, width=128, heads=2, context=64, vocabulary=256)
 
 
 def recorded(config: Any, batch: int, count: int = 8):

@@ -63,11 +63,8 @@ class MoeLayer(nn.Module):
         h = self.norm(x)
         probabilities, chosen = self.gate(h).float().softmax(-1).topk(self.shape.top)
         expert, order = chosen.reshape(-1).sort()
-        offs = (
-            torch.histc(expert.float(), self.shape.experts, 0, self.shape.experts - 1)
-            .cumsum(0)
-            .to(torch.int32)
-        )
+        rows = torch.histc(expert.float(), self.shape.experts, 0, self.shape.experts - 1)
+        offs = rows.cumsum(0).to(torch.int32)
         made = self.experts(h[order // self.shape.top], offs)
         made = made * probabilities.reshape(-1)[order].unsqueeze(-1).to(made.dtype)
         back = torch.empty_like(order)

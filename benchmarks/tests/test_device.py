@@ -10,14 +10,15 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import corpus, device, gpu_tests, lines, results, train
+from benchmarks.pool import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "device.sh")
 # What an image with torch 2.11 for CUDA has, by the names that are imported.
 IMAGE = """torch torchgen functorch triton numpy sympy mpmath networkx jinja2 markupsafe tabulate click tqdm
@@ -169,7 +170,8 @@ def test_commands_that_train_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path
     """Also that the parts of a slot fit into it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    run = device.Run("x", tmp_path, "cuda", 0.0, [], ["test_a[b]", "test_c"], tmp_path)
+    given = SimpleNamespace(parts=["x"], out=tmp_path, only=["test_a[b]", "test_c"], torchao=tmp_path)
+    run = device.Run(given, "cuda", 0.0, [])
     found = {}
     for part, steps in device.PARTS.items():
         for step in steps:

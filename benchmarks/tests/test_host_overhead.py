@@ -7,10 +7,8 @@ from benchmarks import host_overhead
 
 def test_a_row_is_the_median_of_differences_within_turns() -> None:
     """A turn in which everything takes ten times as long changes no median. Code and host add up."""
-    turns = [
-        [[f * x for x in (100.0, 200.0, 40.0, 50.0)], [f * x for x in (130.0, 260.0, 50.0, 75.0)]]
-        for f in (1, 1, 10)
-    ]
+    times = (100.0, 200.0, 40.0, 50.0), (130.0, 260.0, 50.0, 75.0)
+    turns = [[[factor * x for x in arm] for arm in times] for factor in (1, 1, 10)]
     _, ours = host_overhead.rows_of("2", ["delayed"], turns)
     assert [ours["forward"][key]["median"] for key in ("us", "code", "host")] == [30, 10, 20]
     assert [ours["backward"][key]["median"] for key in ("us", "code", "host")] == [60, 25, 35]

@@ -37,9 +37,8 @@ def test_other_outputs_are_found():
 
 def test_speed_is_bytes_over_the_median_time(monkeypatch):
     """On a stand-in for a device, whose runs and copies take 2 ms."""
-    memset, *amaxes = map(
-        kernel_classes.MeasuredKernel, ("Memset (Device)", "fp8_amax", "fp8_amax"), (9.0, 3.0, 5.0)
-    )
+    memset = kernel_classes.MeasuredKernel("Memset (Device)", 9.0)
+    amaxes = [kernel_classes.MeasuredKernel("fp8_amax", us) for us in (3.0, 5.0)]
     seen = iter([[memset], [memset, *amaxes]])
     monkeypatch.setattr(kernels.Device, "profiled", lambda self, call: next(seen))
     monkeypatch.setattr(kernels.Device, "milliseconds", lambda self, call: [2.0, 1.0, 9.0])

@@ -143,11 +143,6 @@ def test_sizes_of_real_operators() -> None:
         torch.bmm(a.expand(3, 8, 24), b.expand(3, 24, 16))
         torch.relu(a)
     assert timeline.sized_matmuls(profile) == []
-    found = {
-        e.name: sizes for e in profile.events() if (sizes := timeline.sizes(e.name, e.input_shapes or ()))
-    }
-    assert found == {
-        "aten::mm": (8, 16, 24, 1),
-        "aten::addmm": (8, 16, 24, 1),
-        "aten::bmm": (8, 16, 24, 3),
-    }
+    found = {event.name: timeline.sizes(event.name, event.input_shapes or ()) for event in profile.events()}
+    sized = {name.removeprefix("aten::"): sizes for name, sizes in found.items() if sizes}
+    assert sized == {"mm": (8, 16, 24, 1), "addmm": (8, 16, 24, 1), "bmm": (8, 16, 24, 3)}

@@ -84,11 +84,8 @@ class Answers:
         step = dict.fromkeys(("total", "forward", "backward", "optimizer"), 1.0)
         turn = {"tokens": 8, "span_ms": 5e3, "steps": [step], "losses": [], "validation": None}
         turn["memory"] = {"allocated": 7, "reserved": 9}
-        made = {
-            "load": {"warmup_s": 1.0, "how": "", "first": {"allocated": 12, "reserved": 20}},
-            "turn": turn,
-        }
-        return made.get(do, {})
+        load = {"warmup_s": 1.0, "how": "", "first": {"allocated": 12, "reserved": 20}}
+        return {"load": load, "turn": turn}.get(do, {})
 
 
 def benched(monkeypatch: pytest.MonkeyPatch, path: Path, flags: str) -> tuple[Answers, list[dict]]:

@@ -69,10 +69,9 @@ def train(pair: Pair, loop: str) -> None:
         elif event == "o":
             one_backward(pair, x, noise(*shape, seed=50 + step, scale=3 * factor, dtype=dtype))
         else:
+            other = noise(*shape, seed=100 + step, scale=4 * factor, dtype=dtype)
             pair.zero_grad()
-            pair.two_calls(
-                x, noise(*shape, seed=100 + step, scale=4 * factor, dtype=dtype), reverse=event == "r"
-            )
+            pair.two_calls(x, other, reverse=event == "r")
         pair.sgd(0.001 * factor if event in "sa" else 0.001)
     pair.finish()
 
@@ -240,11 +239,8 @@ def test_blocks_that_do_not_fit(shape: tuple[int, int, int], recipe: str) -> Non
         model.weight *= torch.logspace(-2, 2, out).unsqueeze(1)
     pair = Pair(model, recipe, dynamic=False)
     for step in range(2):
-        x = (
-            noise(tokens, width, seed=step)
-            * torch.logspace(-3, 3, width)
-            * torch.logspace(-4, 1, tokens).unsqueeze(1)
-        )
+        x = noise(tokens, width, seed=step) * torch.logspace(-3, 3, width)
+        x *= torch.logspace(-4, 1, tokens).unsqueeze(1)
         pair.step(x, grad=noise(tokens, out, seed=9) * torch.logspace(-6, 0, tokens).unsqueeze(1))
     pair.finish()
 

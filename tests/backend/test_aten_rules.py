@@ -39,9 +39,8 @@ def planned(gpu: Any, kernels: bool = False) -> Iterator[Plan]:
         if gpu is MI300X:
             stack.enter_context(hooks.fnuz())
         if not kernels:
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-                Launched, "run", lambda self, *_, **__: None
-            )
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(Launched, "run", lambda self, *_, **__: None)
         yield stack.enter_context(executed(gpu=gpu))
 
 
@@ -110,10 +109,9 @@ def test_options(name: str, recipe: str, gpu: str) -> None:
     given = dict(OPTIONS[name])
     rows, dynamic = given.pop("rows", 48), given.pop("dynamic", None)
     model = make(lambda: LlamaLayer(512, 4, 2, 512), BF16)
+    options = {"recipe": recipe, "policy": ALL_FP8, **given}
     with planned(GPUS[gpu]) as plan:
-        call = torch.compile(
-            model, backend="fp8", dynamic=dynamic, options={"recipe": recipe, "policy": ALL_FP8, **given}
-        )
+        call = torch.compile(model, backend="fp8", dynamic=dynamic, options=options)
         for more in range(2 if dynamic else 1):
             call(noise(1, rows + more, 512, dtype=BF16).requires_grad_()).sum().backward()
     assert plan.scaled or not expected(GPUS[gpu], recipe, rows % 16 == 0 and not dynamic)
@@ -159,9 +157,8 @@ def product(
 ) -> Product:
     """A legal call, but for these arguments. `kind`: "square line": 128 x 128 blocks of a, 1 x 128 of b."""
     a_kind, b_kind = (kind.split() * 2)[:2]
-    call = Product(
-        fp8(m, k, dtype), fp8(n, k, dtype).t(), scales(a_kind, m, k), scales(b_kind, n, k, mirrored=True)
-    )
+    a, b = fp8(m, k, dtype), fp8(n, k, dtype).t()
+    call = Product(a, b, scales(a_kind, m, k), scales(b_kind, n, k, mirrored=True))
     return call._replace(**changes)
 
 
@@ -199,13 +196,14 @@ def shifted(x: Tensor) -> Tensor:
 def breaking() -> dict[str, list[tuple[Any, tuple, Product | Grouped]]]:
     """For each rule, calls that break it alone, one for each of its parts: (GPU, versions, call)."""
     odd, packed = fp8(64, 24, leading=32), fp8(256, 24, leading=32).t()
+    turned, bias = fp8(512, 256), torch.zeros(256, dtype=BF16)
     one = {
         "gpu": (rdna(11), LATEST, product("tensor")),
         "sizes": (H100, LATEST, product("tensor", b=fp8(256, 256).t())),
         "k of 16": (H100, LATEST, product("tensor", a=odd, b=packed)),
         "n of 16": (H100, LATEST, product("tensor", n=24)),
         "two e5m2": (B200, LATEST, product("tensor", dtype=E5M2)),
-        "bias of fp32": (H100, LATEST, product("tensor", bias=torch.zeros(256, dtype=BF16), out_dtype=FP32)),
+        "bias of fp32": (H100, LATEST, product("tensor", bias=bias, out_dtype=FP32)),
         "bias dtype": (H100, LATEST, product("tensor", bias=torch.zeros(256, dtype=FP16))),
         "bias size": (H100, LATEST, product("tensor", bias=torch.zeros(512, dtype=BF16)[::2])),
         "pointers": (H100, LATEST, product("tensor", a=fp8(64, 512, offset=8))),
@@ -235,10 +233,7 @@ def breaking() -> dict[str, list[tuple[Any, tuple, Product | Grouped]]]:
             (H100, LATEST, product("tensor", out=torch.zeros(256, 64, dtype=BF16).t())),
             (H100, LATEST, product("tensor", out_dtype=torch.float64)),
         ],
-        "layout": [
-            (H100, LATEST, product("tensor", b=fp8(512, 256))),
-            (B200, LATEST, product("row", b=fp8(512, 256))),
-        ],
+        "layout": [(H100, LATEST, product("tensor", b=turned)), (B200, LATEST, product("row", b=turned))],
         "leading": [
             (H100, LATEST, product("tensor", b=fp8(256, 512, leading=520).t())),
             (H100, LATEST, product("tensor", a=fp8(1, 512).expand(64, 512))),
@@ -265,13 +260,8 @@ def breaking() -> dict[str, list[tuple[Any, tuple, Product | Grouped]]]:
             (H100, LATEST, grouped(b_scale=torch.ones(256, 4).t())),
             (H100, LATEST, grouped(False, a_scale=torch.ones(128))),
         ],
-        "groups out": [
-            (H100, LATEST, grouped(out_dtype=FP32)),
-            (H100, LATEST, grouped(bias=torch.zeros(256, dtype=BF16))),
-        ],
-        "groups order": [
-            (H100, LATEST, grouped(offs=ends(sizes))) for sizes in ([16, -16, 33, 40], [97, 0, 0, 0])
-        ],
+        "groups out": [(H100, LATEST, grouped(out_dtype=FP32)), (H100, LATEST, grouped(bias=bias))],
+        "groups order": [(H100, LATEST, grouped(offs=ends(x))) for x in ([16, -16, 33, 40], [97, 0, 0, 0])],
     }
     return {rule: [call] for rule, call in one.items()} | several
 

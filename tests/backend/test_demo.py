@@ -90,9 +90,8 @@ def test_the_demo_runs_from_end_to_end(
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
     weights = torch.load(tmp_path / "gpt_fp8.pt", weights_only=True)
     vanilla = train_gpt.build_model(TINY).state_dict()
-    assert {k: (v.shape, v.dtype) for k, v in weights.items()} == {
-        k: (v.shape, v.dtype) for k, v in vanilla.items()
-    }
+    kinds = [{k: (v.shape, v.dtype) for k, v in tensors.items()} for tensors in (weights, vanilla)]
+    assert kinds[0] == kinds[1]
 
 
 def test_the_demo_takes_every_recipe(capsys: pytest.CaptureFixture) -> None:
@@ -116,11 +115,8 @@ def run_demo(folder: Path, name: str, *flags: str, processes: int = 1) -> tuple[
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [*start, str(ROOT / "tests/support/demo.py"), str(folder / name)]
     command += ["--out", str(folder / f"{name}-out"), *flags]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
-        "OMP_NUM_THREADS": "1",
-    }
+    path = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout, [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(processes)]
@@ -146,19 +142,11 @@ def test_two_processes_train_as_one(kind: str, alone: tuple[str, dict[str, Any]]
         assert [step for step, _ in validation] == [step for step, _ in at_end]
         assert max(abs(a - b) for (_, a), (_, b) in zip(validation, at_end, strict=True)) < most
     assert found[0]["fp8"] != found[0]["bf16"]
-    heads = [
-        line[:22].strip()
-        for line in reference.splitlines()
-        if line[:5] in ("final", "token", "compi", "train", "total")
-    ]
+    results = "final", "token", "compi", "train", "total"
+    heads = [line[:22].strip() for line in reference.splitlines() if line.startswith(results)]
     assert len(heads) == 6 and f"{kind} on 2 processes (gloo)" in printed
-    for line in (
-        *heads,
-        "gap of the validation losses",
-        "loss curves",
-        "estimate of small",
-        "everything took",
-    ):
+    others = "gap of the validation losses", "loss curves", "estimate of small", "everything took"
+    for line in (*heads, *others):
         # by the first process, once
         assert sum(text.startswith(line) for text in printed.splitlines()) == 1, line
     assert printed.count("blocks.") + printed.count("attn.qkv") > 0
@@ -167,9 +155,8 @@ def test_two_processes_train_as_one(kind: str, alone: tuple[str, dict[str, Any]]
     model.load_state_dict(weights, strict=True)
     _, text = train_gpt.split_text(train_gpt.load_text(), SMALL.context)
     compiled = found[0]["fp8"][1][-1][1]
-    assert train_gpt.evaluate(model, text, SMALL, SMALL.batch_size, "cpu") == pytest.approx(
-        compiled, abs=5e-4
-    )
+    eager = train_gpt.evaluate(model, text, SMALL, SMALL.batch_size, "cpu")
+    assert eager == pytest.approx(compiled, abs=5e-4)
 
 
 DDP = ["--parallel", "ddp"]

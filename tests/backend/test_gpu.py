@@ -99,12 +99,8 @@ def test_weights_that_are_kept_in_fp8_only(cuda_graphs: bool, device: str) -> No
         model = MODELS["lora"]().to(device)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=1e-2)
-        options = {
-            "policy": ALL_FP8,
-            "recipe": "tensorwise",
-            "frozen": frozen,
-            "triton.cudagraphs": cuda_graphs,
-        }
+        options = {"policy": ALL_FP8, "recipe": "tensorwise", "frozen": frozen}
+        options["triton.cudagraphs"] = cuda_graphs
         call = torch.compile(model, backend="fp8", options=options)
         outputs = []
         for step in range(4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 
 import pytest
@@ -92,28 +93,24 @@ def train(name: str, attention: str, layers: int = 1, *, evaluate: bool) -> None
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0] and all(
-        b < a + 0.02 * losses[0] for a, b in zip(losses, losses[1:], strict=False)
-    ), losses
+    assert losses[-1] < 0.9 * losses[0], losses
+    assert all(b < a + 0.02 * losses[0] for a, b in itertools.pairwise(losses)), losses
 
     report = fp8compile.report(model)
-    assert reported(report) == matmuls, (
-        f"{(reported(report) - matmuls, matmuls - reported(report))}\n{report}"
-    )
+    seen = reported(report)
+    assert seen == matmuls, f"{(seen - matmuls, matmuls - seen)}\n{report}"
     assert all(r.reason for r in report.matmuls if r.decision != "fp8")
     in_fp8 = Counter((r.fqn, r.gemm) for r in report.matmuls if r.decision == "fp8")
-    assert in_fp8 == Counter(
-        (fqn, gemm) for fqn in linears(model, head) for gemm in ("fprop", "dgrad", "wgrad")
-    ), str(report)
+    gemms = itertools.product(linears(model, head), ("fprop", "dgrad", "wgrad"))
+    assert in_fp8 == Counter(gemms), str(report)
     kept = {r.fqn: r.reason for r in report.matmuls if r.gemm == "fprop" and r.decision != "fp8"}
     assert len(kept) == 1 and next(iter(kept.values())).startswith("output head"), kept
     assert any("attention" in r.op for r in report.opaque) == (attention == "sdpa")
     assert any("conv" in r.op for r in report.opaque) == (name == "vit")
 
     state, expected = model.state_dict(), vanilla.state_dict()
-    assert [(k, v.shape, v.dtype) for k, v in state.items()] == [
-        (k, v.shape, v.dtype) for k, v in expected.items()
-    ]
+    kinds = [[(k, v.shape, v.dtype) for k, v in tensors.items()] for tensors in (state, expected)]
+    assert kinds[0] == kinds[1]
     vanilla.load_state_dict(state, strict=True)
     model.eval()
     vanilla.eval()

@@ -122,10 +122,8 @@ def test_compare(model, run):
     pytest.importorskip("matplotlib")
     out, err = run("compare my_model.py:tiny --json --plot compare.png --strict --option recipe=tensorwise")
     found = json.loads(out)
-    assert {row["name"] for row in found["rows"] if row["kind"] == "layer"} >= {
-        "blocks.0.up.weight",
-        "blocks.0.down.weight",
-    }
+    layers = {row["name"] for row in found["rows"] if row["kind"] == "layer"}
+    assert layers >= {"blocks.0.up.weight", "blocks.0.down.weight"}
     assert "wrote compare.png" in err and Path("compare.png").read_bytes()[:4] == b"\x89PNG"
     sys.modules.pop("my_model")
     out, err = run("compare my_model.py:tiny --loss half")
@@ -151,10 +149,8 @@ def test_bench(model, run):
     pytest.importorskip("torchao")
     net = target.load("my_model:in_place").model
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    out, err = run(
-        "bench my_model:in_place --device cpu --loss half --rounds 2 --steps 2 --warmup 2 "
-        "--option recipe=delayed --json"
-    )
+    options = "--device cpu --loss half --rounds 2 --steps 2 --warmup 2 --option recipe=delayed --json"
+    out, err = run(f"bench my_model:in_place {options}")
     found = json.loads(out)
     assert [one["arm"] for one in found["rows"]] == ["bf16", "torchao-tensorwise", "fp8"]
     for one in found["rows"]:

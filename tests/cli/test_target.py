@@ -15,9 +15,8 @@ from fp8compile.cli.target import TargetError
 
 
 def shapes(loaded: target.Target) -> tuple:
-    return tuple(tuple(x.shape) for x in loaded.args), {
-        k: getattr(v, "shape", v) for k, v in loaded.kwargs.items()
-    }
+    args = tuple(tuple(x.shape) for x in loaded.args)
+    return args, {k: getattr(v, "shape", v) for k, v in loaded.kwargs.items()}
 
 
 @pytest.mark.parametrize(
@@ -87,10 +86,7 @@ def test_bad_inputs(text, says):
         ("my_model.py:needs", "takes width, heads: give them defaults"),
         ("my_model.py:number", "number() returned (int); wanted is a torch.nn.Module, (model, args)"),
         ("my_model.py:pair", "pair() returned (Net, Net, Net, Net)"),
-        (
-            "my_model.py:unknown_key",
-            "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted is",
-        ),
+        ("my_model.py:unknown_key", "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted"),
         (
             "my_model.py:alone",
             "a Net without inputs, and its forward takes x: return (model, args), or give --input",
@@ -109,10 +105,8 @@ def test_a_target_that_raises_shows_its_own_traceback(model):
     with pytest.raises(TargetError, match=r"fails\(\) of my_model.py raised ZeroDivisionError: ") as caught:
         target.load("my_model.py:fails")
     files = re.findall(r'File "([^"]*)", line \d+, in (\w+)', caught.value.details)
-    assert [(Path(file).name, function) for file, function in files] == [
-        ("my_model.py", "fails"),
-        ("my_model.py", "helper"),
-    ]
+    assert {Path(file).name for file, _ in files} == {"my_model.py"}
+    assert [function for _, function in files] == ["fails", "helper"]
     with pytest.raises(TargetError, match="raised ValueError: no width") as caught:
         target.load("my_model.py:chained")
     assert "ZeroDivisionError" in caught.value.details and "direct cause" in caught.value.details
@@ -121,9 +115,8 @@ def test_a_target_that_raises_shows_its_own_traceback(model):
 def test_a_module_that_cannot_be_loaded(model):
     """An import that fails names the missing module, not the user's module, which exists."""
     model.write_text("import no_such_library\n")
-    with pytest.raises(
-        TargetError, match="loading my_model raised ModuleNotFoundError: No module named 'no_such_library'"
-    ):
+    missing = "loading my_model raised ModuleNotFoundError: No module named 'no_such_library'"
+    with pytest.raises(TargetError, match=missing):
         target.load("my_model:build")
     model.write_text("def build(:\n")
     with pytest.raises(TargetError, match="loading my_model.py raised SyntaxError") as caught:

@@ -135,18 +135,13 @@ def run(
     return launched(call, given, False, tile)(*given)
 
 
+TILED = [((33, 48, 272), (64, 32)), ((1, 16, 16), (64, 32))]
+TILED += [((70, 48, 128), (16, 64)), ((130, 80, 400), (128, 128))]
+
+
 @pytest.mark.cases(test=12, slow=2)
 @pytest.mark.parametrize("blocks", PAIRS, ids=str)
-@pytest.mark.parametrize(
-    ("sizes", "tile"),
-    [
-        ((33, 48, 272), (64, 32)),
-        ((1, 16, 16), (64, 32)),
-        ((70, 48, 128), (16, 64)),
-        ((130, 80, 400), (128, 128)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("sizes", "tile"), TILED, ids=str)
 def test_kernel(blocks: tuple, sizes: tuple[int, int, int], tile: tuple[int, int]) -> None:
     """Odd numbers of rows; K of less than a block, of one block, and of several blocks and a part."""
     m, n, k = sizes
@@ -230,11 +225,8 @@ def compiled(
     return compile_function(function, types, fixed, TARGETS[target], num_warps=warps, num_stages=stages)
 
 
-CASES = [
-    ((8192, 4096, 4096), (LINE, SQUARE)),
-    ((None, 4096, None), (LINE, LINE)),
-    ((None, 4096, 1040), (SQUARE, LINE)),
-]
+CASES = [((8192, 4096, 4096), (LINE, SQUARE)), ((None, 4096, None), (LINE, LINE))]
+CASES += [((None, 4096, 1040), (SQUARE, LINE))]
 
 
 def assert_machine_code(made: Any, target: str, where: object, mx: bool = False) -> None:

@@ -97,9 +97,8 @@ def test_kernels_convert_by_ptx_where_triton_does_it_wrongly(
     gpu: Gpu, wrongly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps of the plan for this GPU, against the reference."""
-    monkeypatch.setattr(
-        compat.triton, "converts_wrongly", lambda capability: wrongly and capability == gpu.capability
-    )
+    capabilities = {gpu.capability} if wrongly else set()
+    monkeypatch.setattr(compat.triton, "converts_wrongly", capabilities.__contains__)
     with executed(gpu=gpu) as plan:
         pair = Pair(make(Mlp), "tensorwise", policy=ALL_FP8, dynamic=False)
         for step in range(2):

@@ -71,11 +71,8 @@ def test_against_the_reference(name: str, shape: tuple[int, int]) -> None:
 
 
 EVERY_FORMAT = [("weight", dtype, cast) for dtype in DTYPES for cast in (*FP8, *FNUZ)]
-EVERY_FORMAT += [
-    ("residual", "bf16", "e4m3fnuz"),
-    ("residual", "fp32", "e5m2fnuz"),
-    ("swiglu", "fp16", "e4m3fnuz"),
-]
+EVERY_FORMAT += [("residual", "bf16", "e4m3fnuz"), ("residual", "fp32", "e5m2fnuz")]
+EVERY_FORMAT += [("swiglu", "fp16", "e4m3fnuz")]
 
 
 @pytest.mark.parametrize(("name", "dtype", "cast"), EVERY_FORMAT)

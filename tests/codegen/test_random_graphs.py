@@ -347,9 +347,8 @@ PAIRS = [(a, b) for a in range(1, 41) for b in range(1, 41) if a * b <= 40]
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(
-        a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False)
-    )
+    last = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -533,9 +532,7 @@ def test_fused_and_unfused_agree(numbers: range, scaled: bool) -> None:
         except Exception as error:
             raise AssertionError(shortest(case, error)) from error
     assert seen["fused"] > 0.9 * seen["cases"] and seen["several casts"] > 0.1 * seen["kernels"], seen
-    plain, of_blocks = (
-        {"value outputs", "row outputs", "column sums", "amaxes"},
-        {"amaxes of columns", "strips"},
-    )
+    plain = {"value outputs", "row outputs", "column sums", "amaxes"}
+    of_blocks = {"amaxes of columns", "strips"}
     missing = FEATURES.keys() - (plain if scaled else of_blocks) - seen.keys()
     assert not missing, (missing, seen)

@@ -30,13 +30,9 @@ def inputs(columns: int = 256) -> Iterator[Tensor]:
     pairs = mantissas.repeat(128, 2)
     pairs[:, 0] = pairs[:, -1] = 2 * mantissas
     yield pairs.bfloat16()
-    peaks = torch.cat(
-        [mantissas * 2, mantissas * 448, 1e-10 * mantissas, 4e-8 * mantissas, mantissas * 2.0**-130]
-    )
-    x = (
-        torch.randn(len(peaks), columns, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
-        * peaks[:, None]
-    )
+    peaks = torch.cat([mantissas * factor for factor in (2, 448, 1e-10, 4e-8, 2.0**-130)])
+    x = torch.randn(len(peaks), columns, generator=torch.Generator().manual_seed(0))
+    x = x.clamp(-1, 1) * peaks[:, None]
     x[:, 0] = peaks
     yield from (x, x.bfloat16())
     powers = (448 * 2.0 ** torch.arange(-20, 20)).view(torch.int32)[:, None]

@@ -23,10 +23,8 @@ pytestmark = pytest.mark.compat
 def read_by(tree: ast.AST) -> Iterator[str]:
     """The dotted names that a module imports or reads."""
     for node in ast.iter_child_nodes(tree):
-        looks = isinstance(node, (ast.If, ast.IfExp)) and any(
-            word in ast.unparse(node.test) for word in ("version", "hasattr")
-        )
-        if isinstance(node, ast.Try) or looks:
+        condition = ast.unparse(node.test) if isinstance(node, (ast.If, ast.IfExp)) else ""
+        if isinstance(node, ast.Try) or "version" in condition or "hasattr" in condition:
             continue
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -22,13 +22,11 @@ def test_known_versions(version: str) -> None:
 
 def test_others_say_what_to_install() -> None:
     """One that is too old is an error, a newer one a warning."""
-    with pytest.raises(
-        ImportError, match=r"needs torch 2\.11 or later, and this is 2\.10\.1\+cu117: pip install"
-    ):
+    old = r"needs torch 2\.11 or later, and this is 2\.10\.1\+cu117: pip install"
+    with pytest.raises(ImportError, match=old):
         check("2.10.1+cu117")
-    with pytest.warns(
-        RuntimeWarning, match=r"tested with torch 2\.11 to 2\.15, and this is 2\.16\.0\.dev.* pip install"
-    ):
+    new = r"tested with torch 2\.11 to 2\.15, and this is 2\.16\.0\.dev.* pip install"
+    with pytest.warns(RuntimeWarning, match=new):
         check("2.16.0.dev20270101")
 
 

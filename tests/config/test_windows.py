@@ -254,6 +254,7 @@ during = ["..20", "90%.."]
 
 
 FIRST, SECOND, TOTAL_STEPS = '"100..300"', '["..20", "90%.."]', "total_steps = 1000"
+MODULE = 'module = "b"'
 
 
 @pytest.mark.parametrize(
@@ -284,18 +285,18 @@ FIRST, SECOND, TOTAL_STEPS = '"100..300"', '["..20", "90%.."]', "total_steps = 1
         (SECOND, '"by hand"', "line 11, rule 2: 'during': a rule that is switched by hand needs a name"),
         (SECOND, '["9..20", "1%.."]', "line 11, rule 2: 'during': '9..20' and '1%..' overlap: write one"),
         (
-            'module = "b"',
+            MODULE,
             'module = "a"\nname = "second"\nfp8 = "off"\n[[rules]]\nmodule = "a"',
             "line 13, rule 3: this rule is never reached: second, before it, has the same conditions",
         ),
         (
-            f'module = "b"\nduring = {SECOND}',
+            f"{MODULE}\nduring = {SECOND}",
             'module = "a"\nduring = "20%.."',
             "line 11, rule 2: 'during': '20%..' overlaps '100..300' of rule 1, which has the same conditions",
         ),
         (
-            'module = "b"',
-            'module = "b"\nname = "first"',
+            MODULE,
+            f'{MODULE}\nname = "first"',
             "line 11, rule 2 ('first'): 'name': rule 1 is called 'first', too",
         ),
         (
@@ -305,11 +306,7 @@ FIRST, SECOND, TOTAL_STEPS = '"100..300"', '["..20", "90%.."]', "total_steps = 1
         ),
         (TOTAL_STEPS, f"{TOTAL_STEPS}\ncooldown_at = 1000", "line 3, [schedule]: 'cooldown_at' must be less"),
         (TOTAL_STEPS, "total_steps = 0", "line 2, [schedule]: 'total_steps' must be an integer >= 1"),
-        (
-            TOTAL_STEPS,
-            "max_steps = 9",
-            "line 2, [schedule]: unknown key 'max_steps' (value 9 (int)). Did you",
-        ),
+        (TOTAL_STEPS, "max_steps = 9", "line 2, [schedule]: unknown key 'max_steps' (value 9 (int)). Did"),
         (TOTAL_STEPS, "during = 'x'", "'during' goes into [[rules]]."),
     ],
 )

@@ -29,9 +29,8 @@ def properties(name: str, **given):
     """The result of `torch.cuda.get_device_properties` for a device, by default of compute capability 9.0."""
     usual = dict(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
     usual |= dict(L2_cache_size=50 << 20, clock_rate=1980000)
-    return SimpleNamespace(
-        name=name, **{**usual, "memory_bus_width": 5120, "memory_clock_rate": 2619000, **given}
-    )
+    usual |= dict(memory_bus_width=5120, memory_clock_rate=2619000)
+    return SimpleNamespace(name=name, **{**usual, **given})
 
 
 # -- the shipped descriptions --
@@ -65,9 +64,8 @@ SLOWED = {"h20": 4.2, "h20-3e": 4.2, "l20": 1.9}
 def test_peaks_derived_from_properties_are_the_published_ones(device):
     """Checks the table of FLOP a clock and unit against the data. Not exact: published peaks are not at boost
     clocks."""
-    given = properties(
-        device.name, gcnArchName=device.gfx, major=device.capability[0], minor=device.capability[1]
-    )
+    major, minor = device.capability
+    given = properties(device.name, gcnArchName=device.gfx, major=major, minor=minor)
     given.multi_processor_count, given.clock_rate = device.sms, 1000 * device.clock_mhz
     given.memory_bus_width, given.memory_clock_rate = device.memory_bus, 1000 * device.memory_clock_mhz
     made = catalog.derived(given)
@@ -157,9 +155,8 @@ def test_an_unknown_size_of_l2(monkeypatch, caplog, own_files):
 def test_derived_extremes():
     assert not catalog.derived(properties("NVIDIA GeForce RTX 3090", major=8, minor=6)).has_fp8
     assert catalog.derived(properties("NVIDIA of the future", major=13, minor=0)).has_fp8
-    assert not catalog.derived(
-        properties("AMD Instinct MI250X", gcnArchName="gfx90a:sramecc+:xnack-")
-    ).has_fp8
+    mi250x = properties("AMD Instinct MI250X", gcnArchName="gfx90a:sramecc+:xnack-")
+    assert not catalog.derived(mi250x).has_fp8
     bare = SimpleNamespace(name="bare", major=9, minor=0, multi_processor_count=10, total_memory=1 << 30)
     made = catalog.derived(bare)
     assert made.bandwidth > 0 and made.flops.bf16 > 0 and made.gpu.multi_processor_count == 10
@@ -174,20 +171,17 @@ def seen(monkeypatch, **given):
     return torch.device("cuda", 0)
 
 
+TOO_OLD = "some GPU has compute capability 8.6; FP8 matmuls need 8.9 (RTX 40, L4, H100 or later)"
+
+
 @pytest.mark.parametrize(
     "given, refused",
     [
         (dict(major=8, minor=9), None),
-        (
-            dict(major=8, minor=6),
-            "some GPU has compute capability 8.6; FP8 matmuls need 8.9 (RTX 40, L4, H100 or later)",
-        ),
+        (dict(major=8, minor=6), TOO_OLD),
         (dict(major=9, minor=4, gcnArchName="gfx942:sramecc+:xnack-"), None),
         (dict(major=12, minor=0, gcnArchName="gfx1201"), None),
-        (
-            dict(major=9, minor=0, gcnArchName="gfx90a:sramecc+"),
-            "gfx90a has no FP8 matmuls (gfx94, gfx95 and gfx12 do)",
-        ),
+        (dict(gcnArchName="gfx90a:sramecc+"), "gfx90a has no FP8 matmuls (gfx94, gfx95 and gfx12 do)"),
     ],
 )
 def test_devices_that_are_refused(monkeypatch, given, refused):
@@ -298,10 +292,8 @@ class Clock:
 
     def seconds(self, function, ahead=1):
         result = function()
-        cells = {
-            name: cell.cell_contents
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
-        }
+        contents = [cell.cell_contents for cell in function.__closure__]
+        cells = dict(zip(function.__code__.co_freevars, contents, strict=True))
         self.calls.append(sorted(cells))
         if "source" in cells:
             return 2 * cells["source"].nbytes / self.BYTES
@@ -310,11 +302,9 @@ class Clock:
             return self.EVENTS + cells["count"] * self.LAUNCH
         (m, k), n = cells["a"].shape, cells["b"].shape[0]
         assert result.shape == (m, n)
-        fast = {
-            "fp8": cells.get("how", {}).get("use_fast_accum"),
-            "fp8_precise": cells["a"].dtype.itemsize == 1,
-        }
-        dtype = next((name for name, on in fast.items() if on), "bf16")
+        dtype = "fp8_precise" if cells["a"].dtype.itemsize == 1 else "bf16"
+        if cells.get("how", {}).get("use_fast_accum"):
+            dtype = "fp8"
         known = dataclasses.replace(catalog.find("h100"), sustained=self.RATES, launch=self.LAUNCH)
         return self.EVENTS + cost.compute(known, m, n, k, dtype) + cost.start(known, dtype)
 
@@ -331,9 +321,8 @@ def test_the_time_of_a_launch_is_a_slope():
 
 def test_measured_with_a_clock_that_is_known():
     clock, cpu = Clock(), torch.device("cpu")
-    made = calibrate.measured(
-        catalog.find("h100"), clock, cpu, sizes=((32, 64, 16), (64, 32, 48), (16, 16, 16)), copy_bytes=1 << 12
-    )
+    sizes = (32, 64, 16), (64, 32, 48), (16, 16, 16)
+    made = calibrate.measured(catalog.find("h100"), clock, cpu, sizes=sizes, copy_bytes=1 << 12)
     assert made.flops.bf16 == pytest.approx(2e14) and made.flops.fp8 == pytest.approx(4e14)
     assert made.flops.fp8_precise == pytest.approx(3e14)
     assert made.bandwidth == pytest.approx(1e11) and made.launch == pytest.approx(1e-6)
@@ -343,9 +332,8 @@ def test_measured_with_a_clock_that_is_known():
 
 
 def test_a_device_without_fp8_and_a_library_that_refuses_it(monkeypatch, caplog):
-    made = calibrate.measured(
-        catalog.find("a100"), Clock(), torch.device("cpu"), sizes=((16, 16, 16),), copy_bytes=1 << 12
-    )
+    a100, cpu = catalog.find("a100"), torch.device("cpu")
+    made = calibrate.measured(a100, Clock(), cpu, sizes=((16, 16, 16),), copy_bytes=1 << 12)
     assert made.flops.fp8 == 0.0 and not made.has_fp8
     monkeypatch.setattr(torch, "_scaled_mm", mock.Mock(side_effect=RuntimeError("only supported on ...")))
     known, cpu = catalog.find("h100"), torch.device("cpu")

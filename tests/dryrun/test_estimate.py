@@ -81,9 +81,8 @@ def test_the_totals_are_those_of_the_described_steps(made, described):
         assert cost.kept_for_backward == step.kept_for_backward
         assert {d: n for d, n in cost.flops.items() if n} == step.flops
         assert cost.seconds == pytest.approx(sum(roofline.seconds(k, H200) for k in step.kernels))
-        assert cost.matmul_seconds == pytest.approx(
-            sum(roofline.seconds(k, H200) for k in step.kernels if k.matmul)
-        )
+        matmuls = [k for k in step.kernels if k.matmul]
+        assert cost.matmul_seconds == pytest.approx(sum(roofline.seconds(k, H200) for k in matmuls))
 
 
 @pytest.mark.weekly
@@ -109,12 +108,8 @@ def test_bf16_beside_fp8(made):
 
 def test_layers_add_up(made):
     names = [layer.name for layer in made.layers]
-    assert set(names) - {"(elsewhere)"} <= {
-        "layers.0-1",
-        "layers.0-1.gate",
-        "layers.0-1.up",
-        "layers.0-1.down",
-    }
+    parts = {f"layers.0-1.{part}" for part in ("gate", "up", "down")}
+    assert set(names) - {"(elsewhere)"} <= {"layers.0-1", *parts}
     down = next(layer for layer in made.layers if layer.name == "layers.0-1.down")
     assert down.bf16.flops == {"bfloat16": 6 * 2 * TOKENS * WIDTH * 2 * WIDTH}
     given = json.loads(json.dumps(made.to_dict()))
@@ -122,9 +117,8 @@ def test_layers_add_up(made):
     for arm in ("bf16", "fp8"):
         for key in ("kernels", "bytes", "bytes_outside_matmuls", "kept_for_backward", "seconds"):
             assert sum(layer[arm][key] for layer in given["layers"]) == pytest.approx(given[arm][key])
-        assert sum(layer[arm]["flops"].get("fp8", 0) for layer in given["layers"]) == given[arm]["flops"].get(
-            "fp8", 0
-        )
+        flops = [layer[arm]["flops"].get("fp8", 0) for layer in given["layers"]]
+        assert sum(flops) == given[arm]["flops"].get("fp8", 0)
 
 
 @pytest.mark.slow
@@ -134,10 +128,8 @@ def test_explain_and_estimate_take_one_step(settings):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
     x = torch.empty(2048, WIDTH, device="meta")
-    explained, made = (
-        fp8compile.explain(model, x, device="h200", **settings),
-        estimate(model, x, device="h200", **settings),
-    )
+    explained = fp8compile.explain(model, x, device="h200", **settings)
+    made = estimate(model, x, device="h200", **settings)
     assert explained.summary() == made.report.summary()
     assert ("slower in FP8" in made.report.summary()) is settings.get("autocast", True)
     assert (NOTE in explained.notes) is (NOTE in made.notes) is (not settings)
@@ -162,24 +154,17 @@ def test_flops_of_attention():
 
 def test_attention_has_a_rate_of_its_own():
     device = H200
-    fused = Attention(
-        operand(1, 32, 8192, 128), operand(1, 8, 8192, 128), operand(1, 8, 8192, 128), True, False
-    )
+    q, k = operand(1, 32, 8192, 128), operand(1, 8, 8192, 128)
+    fused = Attention(q, k, k, True, False)
     kernel = Launch("extern", "flash", 10**6, attention=fused)
     fast, slow = roofline.seconds(kernel, device), roofline.seconds(kernel, device, attention=0.44)
     assert fast - device.launch == pytest.approx(fused.flops / (0.71 * device.flops.bf16))
     assert (slow - device.launch) / (fast - device.launch) == pytest.approx(0.71 / 0.44)
-    rates = {
-        key: str(roofline.attention_rate(catalog.find(key))).removesuffix(" of the bf16 matmul rate")
-        for key in KEYS
-    }
-    # torch 2.11 and later prefer it there
-    assert rates["h200"] == rates["h100"] == rates["b200"] == "cuDNN, 0.71"
-    assert rates["a100"] == rates["rtx5090"] == "FlashAttention-2, 0.83"
-    assert rates["mi300x"] == "FlashAttention-2, 0.44"
-
-
-KEYS = ("h200", "h100", "b200", "a100", "rtx5090", "mi300x")
+    rates = dict.fromkeys(("h200", "h100", "b200"), "cuDNN, 0.71")  # torch 2.11 and later prefer it there
+    rates |= dict.fromkeys(("a100", "rtx5090"), "FlashAttention-2, 0.83")
+    rates |= {"mi300x": "FlashAttention-2, 0.44"}
+    for key, rate in rates.items():
+        assert str(roofline.attention_rate(catalog.find(key))) == f"{rate} of the bf16 matmul rate"
 
 
 def launched(m: int, n: int, k: int, dtype: torch.dtype = BF16, accumulation: str = "fast") -> Launch:
@@ -206,10 +191,8 @@ def test_fp8_without_fast_accumulation_is_slower_on_hopper():
         assert precise / fast == pytest.approx(rates.fp8 / rates.fp8_precise, rel=0.01)
         assert blocks / fast == pytest.approx(1 / 0.8, rel=0.01)
     b200 = catalog.find("b200")
-    fast, precise = (
-        roofline.seconds(launched(8192, 8192, 8192, e4m3, how), b200) for how in ("fast", "precise")
-    )
-    assert fast == precise
+    launches = [launched(8192, 8192, 8192, e4m3, how) for how in ("fast", "precise")]
+    assert len({roofline.seconds(launch, b200) for launch in launches}) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,11 +213,8 @@ def test_an_optimizer_counts_the_same_in_both_and_without_waves_all_is_shorter(m
     params = 2 * 3 * WIDTH * 2 * WIDTH
     with_it = estimated(optimizer=14)
     after = 14 * params / H200.bandwidth
-    assert (
-        with_it.bf16.seconds - made.bf16.seconds
-        == pytest.approx(after)
-        == with_it.fp8.seconds - made.fp8.seconds
-    )
+    assert with_it.bf16.seconds - made.bf16.seconds == pytest.approx(after)
+    assert with_it.fp8.seconds - made.fp8.seconds == pytest.approx(after)
     assert 1 < with_it.speedup < made.speedup
     assert with_it.notes == ("with an optimizer that moves 14 bytes per parameter",)
     assert "optimizer" in with_it.summary()
@@ -263,9 +243,8 @@ def test_extrapolation_is_the_estimate_of_all_blocks(options, sizes, caplog):
     whole, carried = (estimated(10, options=options, extrapolate=few) for few in (False, True))
     assert carried.notes == (f"10 of layers, extrapolated from {sizes}",) and len(net(10).layers) == 10
     for a, b in ((whole.bf16, carried.bf16), (whole.fp8, carried.fp8)):
-        assert {d: n for d, n in b.flops.items() if n > 1} == pytest.approx(
-            {d: n for d, n in a.flops.items() if n}
-        )
+        flops = {d: n for d, n in a.flops.items() if n}
+        assert {d: n for d, n in b.flops.items() if n > 1} == pytest.approx(flops)
         assert b.seconds == pytest.approx(a.seconds, rel=1e-3)
         assert b.kept_for_backward == pytest.approx(a.kept_for_backward, rel=1e-3)
     assert {layer.name for layer in carried.layers} >= {"layers.0-9.down", "layers.0-9.gate"}

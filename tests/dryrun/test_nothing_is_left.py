@@ -53,9 +53,8 @@ def everything_of(model: Everything, optimizer: torch.optim.Optimizer) -> dict[s
 
     tensors = {**model.state_dict(), **{f"{name}.grad": p.grad for name, p in model.named_parameters()}}
     tensors |= {f"scaling {name}": row for name, row in scaling_tensors(model).items()}
-    tensors |= {
-        f"{i}.{key}": x for i, state in enumerate(optimizer.state.values()) for key, x in state.items()
-    }
+    for i, state in enumerate(optimizer.state.values()):
+        tensors |= {f"{i}.{key}": x for key, x in state.items()}
     found: dict[str, Any] = {name: None if x is None else x.clone() for name, x in tensors.items()}
     found["random"], found["torch"] = random.getstate(), torch.get_rng_state().clone()
     found["report"], found["stats"] = str(fp8compile.report(model)), str(fp8compile.stats(model))
@@ -69,9 +68,8 @@ def everything_of(model: Everything, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a
-    )
+    equal = (torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a)
+    return a.keys() == b.keys() and all(equal)
 
 
 def training(look: Callable[..., None]) -> tuple[list[float], dict[str, Any]]:

@@ -81,10 +81,8 @@ def test_groups_and_their_rules() -> None:
     assert groups[0].where == {"module": r"re:b\.\d+\.up"}, "the glob fits b.0.x.up, too"
     assert groups[1].where == {"module": "b.*.x.up"} and groups[1].modules == ("b.0.x.up",)
     assert groups[2].where == {"module": ["b.1.gate"]}, "and b.0.gate stays as it is"
-    down = groups[3]
-    assert down.settings == {"current_scaling": (True, False, False)}, (
-        "the shipped rule that is put after ours"
-    )
+    down = groups[3]  # the shipped rule is put after ours
+    assert down.settings == {"current_scaling": (True, False, False)}
     rule = tables([down], ("delayed, e4m3",), "default")["rules"][0]
     assert rule["current_scaling"] == [True, False, False] and rule["fp8_format"] == "e4m3"
     assert "current_scaling" not in tables([down], ("rowwise",), "default")["rules"][0]
@@ -107,14 +105,12 @@ def relative_error(case: Case, policy: Any) -> float:
     for options in ({"policy": {"rules": [{"fp8": "off"}]}}, {"policy": policy}):
         case.model.zero_grad()
         case.loss(compiled(case.model, **options)(*case.args)).backward()
-        grads.append(
-            {name: p.grad.double().clone() for name, p in case.model.named_parameters() if p.grad is not None}
-        )
+        trained = {name: p for name, p in case.model.named_parameters() if p.grad is not None}
+        grads.append({name: p.grad.double().clone() for name, p in trained.items()})
         torch._dynamo.reset()
-    squares = [
-        (g.count_nonzero().item(), ((grads[1][name] - g).norm() / g.norm()).item() ** 2)
-        for name, g in grads[0].items()
-    ]
+    squares = []
+    for name, g in grads[0].items():
+        squares.append((g.count_nonzero().item(), ((grads[1][name] - g).norm() / g.norm()).item() ** 2))
     return math.sqrt(sum(n * square for n, square in squares) / sum(n for n, _ in squares))
 
 
@@ -135,13 +131,11 @@ def test_the_error_is_that_of_the_gradients_of_a_step(found: fp8compile.Tuned) -
 def test_the_chosen_policy_fits_and_no_fitting_recipe_is_faster(found: fp8compile.Tuned) -> None:
     assert 0 < found.error <= found.max_error and found.seconds < found.bf16
     timed = [whole for whole in found.wholes if whole.seconds < math.inf]
-    assert found.seconds == min(whole.seconds for whole in timed) and all(
-        w.error <= found.max_error for w in timed
-    )
+    assert found.seconds == min(whole.seconds for whole in timed)
+    assert all(w.error <= found.max_error for w in timed)
     others = [whole for whole in found.wholes if whole.seconds == math.inf]
-    assert {f"{candidate} everywhere" for candidate in FEW} <= {w.name for w in others}, (
-        "no recipe fits everywhere"
-    )
+    # no recipe fits everywhere
+    assert {f"{candidate} everywhere" for candidate in FEW} <= {w.name for w in others}
     assert all(w.error > found.max_error for w in others)
     assert len(set(found.choice.values())) > 1
 
@@ -160,9 +154,8 @@ def test_the_choice_is_the_best_of_all(found: fp8compile.Tuned) -> None:
 def test_the_file_says_what_was_chosen_and_loads_back(found: fp8compile.Tuned, tmp_path) -> None:
     found.write(tmp_path / "policy.toml")
     text = (tmp_path / "policy.toml").read_text()
-    assert (
-        "Chosen by `fp8compile tune`" in text and "error too large" in text and "rowwise everywhere" in text
-    )
+    for part in ("Chosen by `fp8compile tune`", "error too large", "rowwise everywhere"):
+        assert part in text
     assert max(map(len, text.splitlines())) < 400
     read = load(tmp_path / "policy.toml")
     assert read.rules == found.policy.rules and read.own == len(found.groups)
@@ -183,9 +176,8 @@ def test_a_policy_with_a_relative_path_is_extended_from_elsewhere(tmp_path, monk
     tokens = torch.randint(0, TOKENS, (4, 16), generator=torch.Generator().manual_seed(1))
     tuned = fp8compile.tune(model, tokens, device="h100", max_error=0.7, options={"policy": "mine.toml"})
     assert list(tuned.choice) == ["layers.*.up", "layers.*.down"]
-    assert all(group.modules == (group.name.replace("*", "1"),) for group in tuned.groups), (
-        "the rule of the file comes first"
-    )
+    # the rule of the file comes first
+    assert all(group.modules == (group.name.replace("*", "1"),) for group in tuned.groups)
     tuned.write("out/policy.toml")
     assert load("out/policy.toml").rules == tuned.policy.rules
     assert 'extends = "../mine.toml"' in (tmp_path / "out" / "policy.toml").read_text()
@@ -208,9 +200,8 @@ def one_line(error: pytest.ExceptionInfo[Any]) -> str:
 def test_an_error_that_nothing_meets() -> None:
     with pytest.raises(TuneError) as error:
         tuned_mlp(1e-4)
-    assert "has an error of gradients of at most 0.0001" in one_line(error) and "Raise max_error" in str(
-        error.value
-    )
+    assert "has an error of gradients of at most 0.0001" in one_line(error)
+    assert "Raise max_error" in str(error.value)
 
 
 def test_where_fp8_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +239,8 @@ def test_wrong_options() -> None:
         fp8compile.tune(models.Mlp(), noise(64, WIDTH), device="a100")
     with pytest.raises(OptionError, match="like has no module with a name"):
         tuned_mlp(like=(nn.Sequential(nn.Linear(256, 256)), (torch.ones(64, 256),)))
-    for like in (
-        models.Mlp(),
-        (models.Mlp(),),
-        (models.Mlp(), 3),
-        (models.Mlp(), (noise(64, WIDTH),), {}, {}),
-    ):
+    model = models.Mlp()
+    for like in (model, (model,), (model, 3), (model, (noise(64, WIDTH),), {}, {})):
         with pytest.raises(OptionError, match="like has to be"):
             tuned_mlp(like=like)
 
@@ -281,10 +268,8 @@ def test_with_the_times_of_larger_sizes() -> None:
         with pytest.raises(Fp8CompileError, match="faster on NVIDIA H100"):
             fp8compile.tune(small, x, device="h100", max_error=0.5)
         found = fp8compile.tune(small, x, device="h100", max_error=0.5, like=like)
-    whole = fp8compile.estimate(
-        like[0], *like[1], device="h100", options={"policy": found.policy}, extrapolate=True
-    )
-    assert found.seconds == pytest.approx(whole.fp8.seconds, rel=1e-6) and found.bf16 == pytest.approx(
-        whole.bf16.seconds
-    )
+    options = {"policy": found.policy}
+    whole = fp8compile.estimate(like[0], *like[1], device="h100", options=options, extrapolate=True)
+    assert found.seconds == pytest.approx(whole.fp8.seconds, rel=1e-6)
+    assert found.bf16 == pytest.approx(whole.bf16.seconds)
     assert found.speedup > 1.1

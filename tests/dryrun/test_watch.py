@@ -97,13 +97,8 @@ def test_rows_and_steps(tmp_path) -> None:
     whole, *others = rows
     assert whole["name"] == "Mlp" and whole["gradient"] > 20 and whole["flag"] == ""
     kinds = {(row["name"], row["compare"]) for row in others}
-    expected = {
-        ("up.weight", "layer"),
-        ("down.weight", "layer"),
-        ("up.bias", "parameter"),
-        ("down.bias", "parameter"),
-    }
-    assert kinds == expected
+    layers = {("up.weight", "layer"), ("down.weight", "layer")}
+    assert kinds == layers | {("up.bias", "parameter"), ("down.bias", "parameter")}
     path = tmp_path / "run.jsonl"
     path.write_text(file.getvalue())
     with pytest.raises(fp8compile.OptionError, match="has no lines"):  # the rows of comparisons are not drawn
@@ -146,10 +141,8 @@ def test_no_error_of_a_measurement_ends_a_training(place: str, caplog) -> None:
     """It is one warning, and the training is the one without a monitor."""
     plain, model = make(Mlp), make(Mlp)
     expected = train(compiled(plain), plain)
-    run, watched = (
-        compiled(model),
-        dict(every=1, compare_every=1, to=lambda rows: 1 / int(place != "the user's")),
-    )
+    watched = dict(every=1, compare_every=1, to=lambda rows: 1 / int(place != "the user's"))
+    run = compiled(model)
     with hooks.failing_measurements().get(place, contextlib.nullcontext()):
         assert train(run, model, **watched) == expected
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -13,7 +13,7 @@ around them):
     tests          test files, with or without -k, that are likely to find it, in tests/
 
 `results.txt` has a row for each: the quickest known tier that finds it (check, test, slow or none), the test,
-and its seconds. `before.txt` is that table for the suite before it was made quick (commit 95cd8da).
+and its seconds.
 """
 
 from __future__ import annotations

@@ -19,18 +19,12 @@ def main() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="is each place there, exactly once?")
-    run = commands.add_parser(
-        "run", help="plant each mutant in a copy of the tree, and look for a test that finds it"
-    )
+    run = commands.add_parser("run", help="plant each mutant in a copy, and look for a test that finds it")
     run.add_argument("ids", nargs="*", metavar="ID", help="all, if none is given")
-    far = (
-        "how far to look: the test of last time, those that are named, the room, make "
-        "test, and make slow (all)"
-    )
+    far = "how far to look: last time's test, the named ones, the room, make test, and make slow (all)"
     run.add_argument("--to", choices=("killer", "named", "room", "tier", "all"), default="room", help=far)
-    run.add_argument(
-        "--limit", type=float, default=900.0, metavar="SECONDS", help="for one test; a longer one hangs"
-    )
+    longest = "for one test; a longer one hangs"
+    run.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help=longest)
     run.add_argument("--show", action="store_true", help="print what pytest printed")
     given = parser.parse_args()
     if given.command == "check":
@@ -59,10 +53,8 @@ def plant(given: argparse.Namespace, chosen: list[Mutant]) -> int:
             row = search(mutant, rows[mutant.id].test if mutant.id in rows else "")
             done.append(row)
             write(TABLE, {**read(TABLE), row.id: row}, mutants())
-            print(
-                f"{row.id:3} {row.tier:5} {time.monotonic() - start:5.0f} s  {row.test or mutant.fault}",
-                flush=True,
-            )
+            took = time.monotonic() - start
+            print(f"{row.id:3} {row.tier:5} {took:5.0f} s  {row.test or mutant.fault}", flush=True)
         for test in search.broken:
             print(f"fails without any fault, and was left out: {test}")
     finally:

@@ -25,16 +25,8 @@ from .tree import NOT_FOUND, TIMEOUT, Run, Tree
 
 FAST, SLOW = ("-m", MARKS["test"]), ("-m", MARKS["slow"])
 STEPS = ("killer", "named", "room", "tier", "all")
-PROCESSES = (
-    "all_gather",
-    "gathered_scales",
-    "compression",
-    "wire",
-    "checkpoint",
-    "amax_groups",
-    "collectives",
-    "all_to_alls",
-)
+GATHERS = ("all_gather", "gathered_scales", "compression", "wire", "checkpoint")
+PROCESSES = (*GATHERS, "amax_groups", "collectives", "all_to_alls")
 
 
 class Search:
@@ -52,10 +44,9 @@ class Search:
     def __call__(self, mutant: Mutant, killer: str) -> Row:
         for arguments in self._runs(mutant, killer):
             while True:
+                without = [f"--deselect={test}" for test in self.broken]
                 with self.tree.planted(mutant):
-                    run = self.tree.run(
-                        [*arguments, *(part for test in self.broken for part in ("--deselect", test))]
-                    )
+                    run = self.tree.run([*arguments, *without])
                 found = self._found(run, arguments)
                 if not found:
                     break
@@ -97,10 +88,8 @@ class Search:
         words = set(path.stem.split("_"))
         files = {}
         for file in sorted((self.tree.folder / "tests").rglob("test_*.py")):
-            alike = len(
-                words & {part.removesuffix("s") for part in file.stem.split("_")}
-                | words & set(file.stem.split("_"))
-            )
+            parts = file.stem.split("_")
+            alike = len(words & {*parts, *(part.removesuffix("s") for part in parts)})
             if alike or file.parent.name in rooms:
                 files[file.relative_to(self.tree.folder).as_posix()] = (-alike, file.parent.name not in rooms)
         return sorted(files, key=lambda name: files[name])

@@ -43,11 +43,8 @@ def write(path: Path, rows: Mapping[str, Row], mutants: Iterable[Mutant]) -> Non
             row = rows[mutant.id]
             cells.append((mutant.id, mutant.area, mutant.fault, row.tier, row.test, f"{row.seconds:.0f}"))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
-    path.write_text("\n".join(lines) + "\n")
+    lines = [" | ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in cells]
+    path.write_text("".join(lines))
 
 
 def summary(rows: Iterable[Row]) -> str:

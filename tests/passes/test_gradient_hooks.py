@@ -166,12 +166,9 @@ def test_a_product_of_two_weights() -> None:
     def product(m: nn.Module, x: Tensor) -> Tensor:
         return F.linear(x, m.b @ m.a)
 
-    policy = {"rules": [{"gemm": "wgrad", "fp8": "off", "name": "no wgrads"}]}
-    for options, why in (
-        ({"recipe": "rowwise_with_gw_hp"}, "recipe"),
-        ({"policy": policy}, "no wgrads"),
-        ({}, ""),
-    ):
+    rule = {"gemm": "wgrad", "fp8": "off", "name": "no wgrads"}
+    cases = {"recipe": {"recipe": "rowwise_with_gw_hp"}, "no wgrads": {"policy": {"rules": [rule]}}, "": {}}
+    for why, options in cases.items():
         model = Model(product, a=parameter(128, 128), b=parameter(128, 128, seed=2))
         with hooks.traced():
             torch.compile(model, backend="fp8", options=options)(ternary(32, 128)).sum().backward()

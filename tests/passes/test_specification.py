@@ -22,13 +22,8 @@ from tests.support import hooks
 from tests.support.harness import noise
 from tests.support.models import Mlp, SwiGlu, make
 
-E4M3, E5M2, WIDE, BF16, INT = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float32,
-    torch.bfloat16,
-    torch.int32,
-)
+E4M3, E5M2, WIDE = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
+BF16, INT = torch.bfloat16, torch.int32
 
 
 @functools.cache
@@ -148,6 +143,8 @@ def parts(index: int, **change: Any) -> Callable[[Node], None]:
     return lambda node: valued(**change)(node.args[0][index])
 
 
+ROUTED = of(BF16, 32, 8), of(INT, 2), of(INT, 64), of(INT, 4)
+STACKED = of(E4M3, 32, 16), of(E4M3, 2, 8, 16), of(WIDE, 1), of(WIDE, 1), of(INT, 2)
 SINGLE = [
     (ops.transposed, (of(E4M3, 24, 32),), "turned and padded", valued(shape=(32, 24))),
     (ops.transposed, (of(E4M3, 24, 32),), "turned and padded", valued(0, dtype=BF16)),
@@ -160,26 +157,11 @@ SINGLE = [
     (merged.side_by_side, ([of(E4M3, 8, 8), of(E4M3, 8, 8)], 1), "one FP8 format", valued(dtype=BF16)),
     (merged.both_sides, ([of(E4M3, 8, 8)], [of(E4M3, 8, 8)]), "one FP8 format", parts(0, dtype=E5M2)),
     (grouped.group_order, (of(INT, 2), 32, 16), "int32", valued(0, dtype=torch.int64)),
-    (
-        grouped.group_amax,
-        (of(BF16, 32, 8), of(INT, 2), of(INT, 64), of(INT, 4)),
-        "amaxes are float32",
-        valued(dtype=BF16),
-    ),
+    (grouped.group_amax, ROUTED, "amaxes are float32", valued(dtype=BF16)),
     (grouped.of_groups, (of(WIDE, 2, 8), of(INT, 4)), "float32", valued(0, dtype=BF16)),
     (
         grouped.grouped_mm,
-        (
-            of(E4M3, 32, 16),
-            of(E4M3, 2, 8, 16),
-            of(WIDE, 1),
-            of(WIDE, 1),
-            of(INT, 2),
-            BF16,
-            True,
-            [0, 0],
-            [0, 0],
-        ),
+        (*STACKED, BF16, True, [0, 0], [0, 0]),
         "ends of groups are int32",
         valued(4, dtype=torch.int64),
     ),
@@ -202,6 +184,7 @@ def refused_alone(node: Node, mutate: Callable[[Node], None], says: str) -> None
 
 
 BOTH = of(BF16, 16, 16), of(WIDE, 1), E4M3, 448.0
+ON_META = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in BOTH]
 
 
 @pytest.mark.parametrize(
@@ -211,11 +194,7 @@ BOTH = of(BF16, 16, 16), of(WIDE, 1), E4M3, 448.0
         ("quantize", ops.quantize_both, BOTH),
         ("substitute", merged.least, ([of(WIDE, 1)],)),
         ("layouts", ops.gather, ([of(WIDE, 1)],)),
-        (
-            "split_casts",
-            ops.quantize_both,
-            [x.to("meta") if isinstance(x, torch.Tensor) else x for x in BOTH],
-        ),
+        ("split_casts", ops.quantize_both, ON_META),
         ("lower", ops.inverse, (of(WIDE, 1),)),
     ],
 )

@@ -147,12 +147,9 @@ def cross_attention() -> nn.Module:
 
 def lora() -> nn.Module:
     """A frozen linear and a pair of rank 16."""
-    parts = {
-        "base": linear(128, 256).requires_grad_(False),
-        "down": linear(128, 16, False),
-        "up": linear(16, 256, False),
-    }
-    return Model(lambda m, x: m.base(x) + 2.0 * m.up(m.down(x)), **parts)
+    pair = {"down": linear(128, 16, False), "up": linear(16, 256, False)}
+    base = linear(128, 256).requires_grad_(False)
+    return Model(lambda m, x: m.base(x) + 2.0 * m.up(m.down(x)), base=base, **pair)
 
 
 def checkpointed(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
@@ -188,9 +185,8 @@ def views() -> nn.Module:
         x = x @ m.fused.view(2, 128, 128)[1] + x @ m.fused.unflatten(0, (2, 128)).unbind(0)[0]
         return x @ m.stack[0] + x @ m.stack[torch.tensor([1, 2])].sum(0)
 
-    return Model(
-        forward, fused=weight(256, 128), stack=weight(3, 128, 128), parts=nn.ModuleDict({"it's": linear()})
-    )
+    parts = nn.ModuleDict({"it's": linear()})
+    return Model(forward, fused=weight(256, 128), stack=weight(3, 128, 128), parts=parts)
 
 
 def loss(m: Any, x: torch.Tensor) -> torch.Tensor:

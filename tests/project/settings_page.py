@@ -29,9 +29,8 @@ def page() -> str:
     for name, setting in SETTINGS.items():
         default = Recipe.__dataclass_fields__[name].default
         looks = [recipe for recipe in RECIPES if setting.matters(Recipe(recipe))]
-        which = (
-            "" if len(looks) == len(RECIPES) else f" Only for {', '.join(f'`{recipe}`' for recipe in looks)}."
-        )
+        named = ", ".join(f"`{recipe}`" for recipe in looks)
+        which = "" if len(looks) == len(RECIPES) else f" Only for {named}."
         values = f"{setting.allowed.words}; default: {'by recipe' if default is None else repr(default)}"
         values = re.sub(r"'(\w+)'", r'`"\1"`', values)
         rows.append(f"| `{name}` | {values} | {setting.meaning}{which} |\n")

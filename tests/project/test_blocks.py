@@ -47,16 +47,7 @@ COMPLETE = ("index.md", "tutorial.md", "how-to")  # pages whose code needs no na
 COMPILED = ("README.md", "docs/index.md")  # also run as users run them, through Inductor
 # each takes seconds to compile: slow
 COSTLY = tuple(f"docs/{name}.md" for name in ("estimates", "export", "compare", "telemetry"))
-HOW_TO = (
-    "accumulate",
-    "bf16-first",
-    "lora",
-    "nan",
-    "not-faster",
-    "resume",
-    "rl-with-fp8-server",
-    "save-memory",
-)
+HOW_TO = "accumulate bf16-first lora nan not-faster resume rl-with-fp8-server save-memory".split()
 COSTLY += tuple(f"docs/how-to/{name}.md" for name in HOW_TO)
 
 
@@ -257,12 +248,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 NOT_INTERPRETED = ("docs/estimates.md", *COMPILED)
 INTERPRETED = [page for page in WITH_PYTHON if name(page) not in NOT_INTERPRETED and not has_commands(page)]
+PARAMETERS = [pytest.param(page, marks=[pytest.mark.slow] * is_slow(page)) for page in INTERPRETED]
 
 
 @pytest.mark.cases(test=9, slow=2)
-@pytest.mark.parametrize(
-    "page", [pytest.param(x, marks=[pytest.mark.slow] * is_slow(x)) for x in INTERPRETED], ids=name
-)
+@pytest.mark.parametrize("page", PARAMETERS, ids=name)
 def test_the_code_of_a_page_runs(page: Path, folder: Path, interpreted: None) -> None:
     printed = [" ".join(line.split()) for line in run(page, folder).splitlines()]
     shown = "\n".join(block.code for block in blocks(page) if not block.language)

@@ -14,6 +14,9 @@ from tests.support import hooks
 from tests.support.harness import noise
 from tests.support.models import Mlp, make
 
+WARMUP = {"schedule": {"warmup_steps": 1}}
+WINDOW = {"rules": [{"module": "up", "during": "5..", "fp8": "off"}]}
+
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
@@ -22,14 +25,8 @@ from tests.support.models import Mlp, make
         ({"cache_weights": True}, "'cache_weights' must be False: features/weight_cache is not here"),
         ({"frozen": "fp8"}, "'frozen' must be 'high_precision': features/frozen is not here"),
         ({"save": "fp8"}, "'save' must be 'auto': features/save is not here"),
-        (
-            {"policy": {"schedule": {"warmup_steps": 1}}},
-            "'schedule' must be None: features/schedule is not here",
-        ),
-        (
-            {"policy": {"rules": [{"module": "up", "during": "5..", "fp8": "off"}]}},
-            "'during' must be None: features/schedule is not here; got '5..'",
-        ),
+        ({"policy": WARMUP}, "'schedule' must be None: features/schedule is not here"),
+        ({"policy": WINDOW}, "'during' must be None: features/schedule is not here; got '5..'"),
     ],
 )
 def test_a_setting_of_a_feature_that_is_not_here(options: dict[str, Any], said: str) -> None:

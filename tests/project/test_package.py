@@ -43,9 +43,8 @@ def call(*command: str | Path, cwd: Path) -> str:
     hidden = {"PYTHONPATH", "PYTHONHOME", "FP8COMPILE_POLICY"}
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     environment |= {"OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
-    )
+    how = {"capture_output": True, "text": True, "timeout": 500}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, **how)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -56,10 +55,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("built")
     source, dist = folder / "source", folder / "dist"
     source.mkdir()
-    shutil.copytree(ROOT / "fp8compile", source / "fp8compile", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(
-        ROOT / "tests" / "project", source / "tests" / "project", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    for name in ("fp8compile", "tests/project"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         if (ROOT / file).exists():
             shutil.copy(ROOT / file, source)
@@ -85,9 +82,8 @@ def python(
         call(*pip, "-w", wheels, package, cwd=folder)
         package = next(wheels.glob("*.whl"))
     call(python, "-m", "pip", "install", "-q", "--no-deps", package, cwd=folder)
-    packages = Path(
-        call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    )
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(call(python, "-c", code, cwd=folder).strip())
     # a folder in a .pth file comes after the environment's own, and the .pth files in it are not read: no
     # checkout from there
     (packages / "torch-and-others.pth").write_text(sysconfig.get_path("purelib"))

@@ -43,9 +43,8 @@ def test_the_targets_that_workflows_make_exist() -> None:
 
 
 def test_versions_and_licenses_agree() -> None:
-    project = dict(
-        re.findall(r'^(version|license|description) = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    )
+    text = (ROOT / "pyproject.toml").read_text()
+    project = dict(re.findall(r'^(version|license|description) = "(.*)"$', text, re.M))
     citation = read(ROOT / "CITATION.cff")
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
     assert citation["abstract"].rstrip(".") == project["description"]
@@ -61,8 +60,7 @@ def test_llms_txt_has_every_page_of_the_navigation() -> None:
     pages = re.findall(r"\S+\.md", text[text.index("\nnav:") :])
     listed = re.findall(r"^- \[.+\]\((\S+)\.html\)", made, re.M)
     assert listed == [page.removesuffix(".md") for page in pages]
-    assert made.startswith(
-        "# fp8compile\n\n> A backend\n\n## Start\n\n- [fp8compile](index.html): fp8compile is "
-    )
+    first = "- [fp8compile](index.html): fp8compile is "
+    assert made.startswith(f"# fp8compile\n\n> A backend\n\n## Start\n\n{first}")
     without = [line for line in made.splitlines() if line.startswith("- ") and "): " not in line]
     assert len(without) < 5, without  # pages of the reference that begin with a name

@@ -32,9 +32,8 @@ def linear(
     for gemm, sizes in {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}.items():
         why = reason or ("kept by a rule" if gemm in kept else "")
         decision, recipe = ("high_precision", "") if why else ("fp8", "delayed")
-        records.append(
-            MatmulRecord(fqn, gemm, *sizes, decision, why, recipe, parameter=f"{fqn}.weight", rule=rule)
-        )
+        more = {"parameter": f"{fqn}.weight", "rule": rule}
+        records.append(MatmulRecord(fqn, gemm, *sizes, decision, why, recipe, **more))
     return records
 
 
@@ -48,9 +47,8 @@ def gpt(blocks: int = 12, timed: bool = False) -> GraphReport:
         return len(records) - 3
 
     def product(fqn: str, m: int, n: int, k: int) -> int:
-        records.append(
-            MatmulRecord(fqn, "matmul", m, n, k, "high_precision", "not a weight", batch=8, op="bmm")
-        )
+        decided = "high_precision", "not a weight"
+        records.append(MatmulRecord(fqn, "matmul", m, n, k, *decided, batch=8, op="bmm"))
         return len(records) - 1
 
     stream: list[int] = []
@@ -147,14 +145,8 @@ def test_times():
 
 
 def test_numbers_for_people():
-    times = {
-        0: "0 µs",
-        1.234: "1.23 µs",
-        12.34: "12.3 µs",
-        999.4: "999 µs",
-        999.6: "1.00 ms",
-        2.5e6: "2.50 s",
-    }
+    times = {0: "0 µs", 1.234: "1.23 µs", 12.34: "12.3 µs", 999.4: "999 µs"}
+    times |= {999.6: "1.00 ms", 2.5e6: "2.50 s"}
     assert {us: microseconds(us) for us in times} == times
     work = {0: "0 kFLOP", 9.66e9: "9.66 GFLOP", 1.2e12: "1.20 TFLOP", 3e18: "3000 PFLOP"}
     assert {count: flops(count) for count in work} == work
