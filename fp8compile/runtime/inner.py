@@ -21,7 +21,7 @@ class Inner:
 
     compile: Callable[..., Any]
     computes: bool = True
-    eager: Callable[[GraphModule], Eager] = lambda gm: Eager(gm)  # looked up late, for tests
+    eager: Callable[[GraphModule], Eager] = Eager
     slow: bool = False
 
 

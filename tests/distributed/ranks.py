@@ -1,5 +1,4 @@
-"""Trainings on several ranks, two of which are compared on each rank: how a model is parallel, and what a
-training shows."""
+"""Trainings on several ranks, compared in pairs: how a model is parallel, and what a training shows."""
 
 from __future__ import annotations
 
@@ -221,11 +220,8 @@ def parallel(model: Any, way: Way) -> tuple[Callable[..., Tensor], int]:
     rank, ranks, how = dist.get_rank(), dist.get_world_size(), {"backend": "fp8", "options": way.options}
     if way.kind in ("fsdp", "fsdp1", "fsdp x tp", "replica"):
         names = ("dp", "tp") if way.kind == "fsdp x tp" else ("replicate", "shard")[-len(way.mesh) :]
-        mesh = (
-            init_device_mesh("cpu", way.mesh, mesh_dim_names=names)
-            if way.mesh and way.kind != "replica"
-            else None
-        )
+        meshed = way.mesh and way.kind != "replica"
+        mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=names) if meshed else None
         data = mesh.get_local_rank("dp") if way.kind == "fsdp x tp" else rank  # type: ignore[union-attr]
         call, root = sharded(model, way, mesh), model  # FSDP1 wraps it
     elif way.kind == "ddp":
@@ -351,10 +347,8 @@ class OnRanks(Run):
                         own[event]()
                     else:
                         super().events(event)
-            kept = {"alive": self.alive, "held": self.held}
-            self.words.append(
-                {"sent": sum(sent), "reduced": len(reduced), **kept, "said": gathered(self.model)}
-            )
+            word = {"sent": sum(sent), "reduced": len(reduced), "alive": self.alive, "held": self.held}
+            self.words.append({**word, "said": gathered(self.model)})
 
     def without_optimizer(self) -> None:
         """No optimizer has the weights: none says when a step ends."""
@@ -415,9 +409,8 @@ class OnRanks(Run):
             fp8_all_gather(self.model)
 
     def assign(self) -> None:
-        self.model.load_state_dict(
-            {name: x.detach().clone() * 2 for name, x in self.model.state_dict().items()}, assign=True
-        )
+        twice = {name: x.detach().clone() * 2 for name, x in self.model.state_dict().items()}
+        self.model.load_state_dict(twice, assign=True)
         self.steps = torch.optim.SGD(self.model.parameters(), lr=1e-2, foreach=False)
 
     def move(self) -> None:

@@ -1,5 +1,4 @@
-"""Scaling state through torch.distributed.checkpoint: a run goes on bitwise on as many ranks, and cold on
-others."""
+"""Scaling state through DCP: a run goes on bitwise on as many ranks, and cold on others."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import fp8compile
 from fp8compile.errors import StateError
 from fp8compile.features.delayed.checkpoint import LEAVE_OUT
 from fp8compile.features.delayed.state_page import Rows
-from tests.distributed.ranks import Way, build, parallel
+from tests.distributed.ranks import Way, build, local, parallel
 from tests.support.harness import noise, scaling_tensors
 from tests.support.models import ResidualMlp
 from tests.support.processes import on_ranks, warnings
@@ -57,9 +56,8 @@ class Run:
         self.model: nn.Module = Net((rank,)) if kind == "pp" else build("mlps")
         if kind == "pp":
             run = torch.compile(self.model, backend="fp8", options=options)
-            self.schedule: Any = Schedule1F1B(
-                PipelineStage(run, rank, ranks, torch.device("cpu")), ranks, loss_fn=F.mse_loss
-            )
+            stage = PipelineStage(run, rank, ranks, torch.device("cpu"))
+            self.schedule: Any = Schedule1F1B(stage, ranks, loss_fn=F.mse_loss)
         else:
             mesh = (ranks // 2, 2) if kind == "fsdp x tp" else ()
             self.run, self.data = parallel(self.model, Way(kind, options, mesh=mesh))
@@ -74,7 +72,7 @@ class Run:
         found = {}
         for name, p in self.model.named_parameters():
             assert p.grad is not None
-            found[name] = (p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).clone()
+            found[name] = local(p.grad).clone()
             p.detach().sub_(0.1 * p.grad)
             p.grad = None
         return found

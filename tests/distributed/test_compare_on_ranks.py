@@ -23,8 +23,7 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """With buffers, which DDP sends to all ranks in front of each forward, and a parameter that is not
-    used."""
+    """With buffers, which DDP sends to all ranks before each forward, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,10 +49,9 @@ class Run:
         torch.manual_seed(0)
         self.rank, self.net = rank, Net()
         self.ddp = DistributedDataParallel(self.net, find_unused_parameters=True)
-        options = {
-            "policy": {"rules": [{"module": "*.up", "reduce_amax": True}], "defaults": {"reduce_amax": True}}
-        }
-        self.compiled = torch.compile(self.ddp, backend="fp8", options=options)
+        rule = {"module": "*.up", "reduce_amax": True}
+        policy = {"rules": [rule], "defaults": {"reduce_amax": True}}
+        self.compiled = torch.compile(self.ddp, backend="fp8", options={"policy": policy})
         self.optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2)
 
     def compared(self, how: str, step: int) -> fp8compile.Comparison:
@@ -160,20 +158,14 @@ def _monitored(rank: int, folder: str) -> dict[str, Any]:
             keep_scale(slots_of(run.net)["mlp.up.weight", "input", 0], 2.0**10)
         run.optimizer.step()
     whole = [row for row in rows if row["compare"] == "step"]
-    return {
-        "same": unchanged,
-        "steps": [row["step"] for row in whole],
-        "rows": whole,
-        "healthy": healthy,
-        "warned": warned,
-    }
+    return {"same": unchanged, "rows": whole, "healthy": healthy, "warned": warned}
 
 
 @pytest.mark.weekly
 def test_a_monitor_compares_on_each_rank(tmp_path) -> None:
     ranks = on_ranks(2, _monitored, str(tmp_path))
     for found in ranks:
-        assert found["same"] and found["steps"] == [2, 4] and found["healthy"] == [], found["warned"]
+        assert found["same"] and [row["step"] for row in found["rows"]] == [2, 4] and found["healthy"] == []
     assert ranks[0]["rows"][0]["loss"] != ranks[1]["rows"][0]["loss"]
     assert not any("out of range" in text for text in ranks[0]["warned"])
     (text,) = {text for text in ranks[1]["warned"] if "out of range" in text}
@@ -213,11 +205,8 @@ def test_a_sharded_model_is_refused_in_one_line() -> None:
     ranks = on_ranks(2, _sharded)
     fix = "compare the model on one device, before it is sharded"
     assert ranks[0]["error"] is None and "is a DTensor (fully_shard" in ranks[1]["error"]
-    assert fix in ranks[1]["error"]
-    assert "\n" not in ranks[1]["error"]
+    assert fix in ranks[1]["error"] and "\n" not in ranks[1]["error"]
     for found in ranks:
         (text,) = [text for text in found["warned"] if "compares" in text]
-        assert (
-            text.startswith("fp8: the monitor no longer compares Net: OptionError: compare: ") and fix in text
-        )
-        assert "\n" not in text and len(found["losses"]) == 2
+        assert text.startswith("fp8: the monitor no longer compares Net: OptionError: compare: ")
+        assert fix in text and "\n" not in text and len(found["losses"]) == 2

@@ -52,8 +52,7 @@ def same_decisions(ours: Facts, theirs: Facts, rank: int) -> None:
 
 
 def outside(keeps: bool, why: str = WHY_OUTSIDE) -> Any:
-    """No weight is kept in FP8 where FSDP2 reshards: a copy would hold the whole weight. And what is in no
-    graph."""
+    """Where FSDP2 reshards, no weight is kept in FP8: it would be a whole one. And what is in no graph."""
 
     def check(ours: Facts, theirs: Facts, rank: int) -> None:
         same_decisions(ours, theirs, rank)
@@ -109,8 +108,13 @@ WINDOWS = {
 CURRENT_WEIGHTS = recipe("delayed", current_scaling=(False, True, False))
 
 
+def sent_in_fp8(ours: Facts) -> set[str]:
+    """The weights that are gathered in FP8 at the end."""
+    return {name for name, (dtype, _) in ours["words"][-1]["said"].items() if dtype == "e4m3"}
+
+
 def in_fp8(ours: Facts, theirs: Facts, rank: int) -> None:
-    assert {name for name, (dtype, _) in ours["words"][-1]["said"].items() if dtype == "e4m3"} == MLPS
+    assert sent_in_fp8(ours) == MLPS
     assert ours["fp8"] == theirs["fp8"] and ours["fp8"]
 
 
@@ -193,10 +197,7 @@ def spares(
         ), spared
         assert {a["reduced"] - b["reduced"] for a, b in pairs} <= {0, 1}
         assert kept or not any(word["alive"] for word in ours["words"][1:])
-        said = ours["words"][-1]["said"]
-        assert {name for name, (dtype, _) in said.items() if dtype == "e4m3"} == (
-            MLPS if gathers[-1] else set()
-        )
+        assert sent_in_fp8(ours) == (MLPS if gathers[-1] else set())
         assert ours["saved"] == theirs["saved"]
         assert ours["graphs"] == theirs["graphs"]
 
@@ -206,14 +207,12 @@ def spares(
 def reported(ours: Facts, theirs: Facts, rank: int) -> None:
     spares(0, 2, 2, 0, 1, 0, 2, 0, *[...] * 6, 2)(ours, theirs, rank)
     said = ours["words"][-1]["said"]
-    assert len(said) == 12 and all(
-        dtype == "bfloat16" and why or name in MLPS for name, (dtype, why) in said.items()
-    )
+    assert len(said) == 12
+    assert all(dtype == "bfloat16" and why or name in MLPS for name, (dtype, why) in said.items())
     assert said["norm.bias"][1] == "not a matrix"
     assert said["out.weight"][1] == "no compiled training graph has multiplied it yet"
-    assert (
-        "all-gather: 4 of 5 matrices in FP8" in ours["text"] and "blocks.0-1.up.weight (x2)" in ours["text"]
-    )
+    assert "all-gather: 4 of 5 matrices in FP8" in ours["text"]
+    assert "blocks.0-1.up.weight (x2)" in ours["text"]
 
 
 def said_in(steps: tuple[int, ...], first: str = "") -> Any:
@@ -250,13 +249,9 @@ def partly(why: str, dtype: str = "bfloat16") -> Any:
 
 def tensor_parallel(ours: Facts, theirs: Facts, rank: int) -> None:
     assert [word["sent"] for word in ours["words"]] == [word["sent"] for word in theirs["words"]]
-    said = ours["words"][-1]["said"]
-    assert {name: said[name] for name in MLPS} == dict.fromkeys(
-        MLPS, ("bfloat16", "a tensor-parallel parameter")
-    )
-    assert (
-        "all-gather: 0 of 5 matrices in FP8" in ours["text"] and "a tensor-parallel parameter" in ours["text"]
-    )
+    why = "a tensor-parallel parameter"
+    assert all(ours["words"][-1]["said"][name] == ("bfloat16", why) for name in MLPS)
+    assert "all-gather: 0 of 5 matrices in FP8" in ours["text"] and why in ours["text"]
 
 
 def gathered(

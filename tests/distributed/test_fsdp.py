@@ -32,13 +32,8 @@ def _names(rank: int) -> dict[str, tuple[dict[str, str], set[str]]]:
         torch._dynamo.reset()
         model = build("mlps")
         last = {"name": "last", "blocks": "last 1", "gemm": "wgrad", "fp8": "off"}
-        named = {
-            "name": "class",
-            "module_class": "ResidualMlp",
-            "module": "*.1.up",
-            "gemm": "dgrad",
-            "fp8": "off",
-        }
+        named = {"name": "class", "module_class": "ResidualMlp", "module": "*.1.up"}
+        named |= {"gemm": "dgrad", "fp8": "off"}
         options = {"strict": True, "exclude": ["blocks.0.up"], "policy": {"rules": [last, named]}}
         how: Any = {"backend": "fp8", "options": options}
         blocks: Any = model.blocks
@@ -71,8 +66,7 @@ def test_names_are_those_of_the_model() -> None:
 
 
 class Stem(nn.Module):
-    """A convolution, then blocks in checkpoints: with a batch of one, the stride of its dimension is not that
-    of a linear's."""
+    """A convolution, then blocks in checkpoints: a batch of one has another stride than behind a linear."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()

@@ -105,9 +105,8 @@ def test_as_exact_as_one_device(name: str) -> None:
         assert all(x >= y - near for x, y in zip(ours, one, strict=True))
         assert mine["graphs"] == theirs["graphs"] and mine["fp8"] == theirs["fp8"]
         assert mine["state"] == theirs["state"]
-        assert [[*map(row.get, NAMED)] for row in mine["stats"]] == [
-            [*map(row.get, NAMED)] for row in theirs["stats"]
-        ]
+        rows = [[[*map(row.get, NAMED)] for row in side["stats"]] for side in (mine, theirs)]
+        assert rows[0] == rows[1]
         assert bool(got) is (way.options["recipe"] == "delayed")
         assert all(sum(amax > 0 for amax in history) == 2 for history in got.values())
         if way.kind in ("tp", "context"):

@@ -165,14 +165,9 @@ def _pipeline(rank: int, case: Case) -> dict[str, Any]:
     stages = []
     for number, module in mine.items():
         ends = (torch.zeros(8, 128, requires_grad=grad) for grad in (number > 0, True))
-        shapes = (
-            dict(zip(("input_args", "output_args"), [(end,) for end in ends], strict=True))
-            if case.static
-            else {}
-        )
-        stages.append(
-            PipelineStage(module, number, count, torch.device("cpu"), group=mesh.get_group("pp"), **shapes)
-        )
+        given = dict(zip(("input_args", "output_args"), [(end,) for end in ends], strict=True))
+        how = {"group": mesh.get_group("pp"), **(given if case.static else {})}
+        stages.append(PipelineStage(module, number, count, torch.device("cpu"), **how))
     schedule = kind(stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=F.mse_loss)  # type: ignore[arg-type]
     orders = [watched(stage) for stage in stages]
     twins = [stage_of(number, case, mesh, False) for number in range(count)]
@@ -203,14 +198,8 @@ def _pipeline(rank: int, case: Case) -> dict[str, Any]:
     pairs = [(module, twins[number]) for number, module in mine.items()]
     states = [[scaling_tensors(model) for model in pair] for pair in pairs]
     decisions = [[trained(model) for model in pair] for pair in pairs]
-    histories = [slot.history() for module in mine.values() for slot in slots_of(module).values()]
-    return {
-        "wrong": wrong,
-        "states": states,
-        "decisions": decisions,
-        "histories": histories,
-        "orders": orders,
-    }
+    amaxes = [slot.history() for module in mine.values() for slot in slots_of(module).values()]
+    return {"wrong": wrong, "states": states, "decisions": decisions, "amaxes": amaxes, "orders": orders}
 
 
 def check(found: dict[str, Any], case: Case) -> None:
@@ -226,8 +215,8 @@ def check(found: dict[str, Any], case: Case) -> None:
     for ours, expected in found["decisions"]:
         assert ours == expected, (ours, expected)
         assert {decision for *_, decision in ours} == {"fp8"}
-    assert all(max(history) < 1e3 for history in found["histories"])
-    moves = {sum(amax > 0 for amax in history) for history in found["histories"]}
+    assert all(max(history) < 1e3 for history in found["amaxes"])
+    moves = {sum(amax > 0 for amax in history) for history in found["amaxes"]}
     for order in found["orders"] if len(found["orders"]) == 1 and moves else []:
         waiting = [sum(1 if kind == "forward" else -1 for kind, _ in order[:i]) for i in range(len(order))]
         alone = sum(count == 0 for count, (kind, _) in zip(waiting, order, strict=True) if kind == "forward")
@@ -247,9 +236,8 @@ def test_a_pipeline_is_its_stages_by_hand(name: str) -> None:
 
 def _reduced_over_all(rank: int) -> None:
     run = torch.compile(ResidualMlp(), backend="fp8", options={"reduce_amax": True})
-    schedule = Schedule1F1B(
-        PipelineStage(run, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=F.mse_loss
-    )
+    stage = PipelineStage(run, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
     x = torch.randn(32, 128)
     schedule.step(x) if rank == 0 else schedule.step(target=x)
 

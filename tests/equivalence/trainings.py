@@ -37,9 +37,8 @@ def trainings(
     how = {"backend": "fp8", "dynamic": options.pop("dynamic", False), "options": options}
 
     def compiled(model: nn.Module) -> Callable[..., Tensor]:
-        call: Any = next(
-            (f.compiled for f in on if f.compiled is not None), lambda m, how: torch.compile(m, **how)
-        )(model, how)
+        ways = [f.compiled for f in on if f.compiled is not None]
+        call: Any = ways[0](model, how) if ways else torch.compile(model, **how)
         for feature in on:
             call = feature.called(model, call) if feature.called is not None else call
         return call

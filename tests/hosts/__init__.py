@@ -1,2 +1,1 @@
-"""Training loops of other libraries, some on two processes with gloo. Skipped where one is not installed:
-`make hosts`."""
+"""Training loops of other libraries, some on two processes. Skipped without the library: `make hosts`."""

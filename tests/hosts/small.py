@@ -19,22 +19,14 @@ def llama(layers: int = 1) -> Any:
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": layers}
-    heads = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "use_cache": False,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
 
 def linears(layers: int = 1) -> set[str]:
     """The names of the linears of `llama` that FP8 multiplies."""
-    parts = [
-        *(f"self_attn.{name}_proj" for name in "qkvo"),
-        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-    ]
-    return {f"model.layers.{i}.{part}" for i in range(layers) for part in parts}
+    parts = [f"self_attn.{name}" for name in "qkvo"] + [f"mlp.{name}" for name in ("gate", "up", "down")]
+    return {f"model.layers.{i}.{part}_proj" for i in range(layers) for part in parts}
 
 
 def tokens(step: int = 0, count: int = 2) -> torch.Tensor:
@@ -57,22 +49,16 @@ def tokenizer() -> Any:
 
 def training_arguments(folder: Path, **more: Any) -> dict[str, Any]:
     """Of Trainer and TRL: two steps on the CPU, each logged and saved."""
-    often = {
-        "max_steps": 2,
-        "logging_steps": 1,
-        "save_steps": 1,
-        "per_device_train_batch_size": 2,
-        "save_strategy": "steps",
-    }
+    often = {"max_steps": 2, "logging_steps": 1, "save_steps": 1, "save_strategy": "steps"}
+    often |= {"per_device_train_batch_size": 2}
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "output_dir": str(folder)}
     return {**often, **quiet, **more}
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
     """The logs of Trainer with a loss, after a trip through JSON that allows only its own numbers."""
-    return [
-        row for row in json.loads(json.dumps(trainer.state.log_history, allow_nan=False)) if "loss" in row
-    ]
+    rows = json.loads(json.dumps(trainer.state.log_history, allow_nan=False))
+    return [row for row in rows if "loss" in row]
 
 
 def saved(checkpoint: Path) -> list[str]:

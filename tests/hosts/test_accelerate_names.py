@@ -27,11 +27,8 @@ NAMES = "fp8compile.integrations.accelerate"  # after its import, Accelerate kno
 
 def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """In a process of its own, with this package on the path."""
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ACCELERATE_", "FP8COMPILE_"))
-    }
+    settings = ("ACCELERATE_", "FP8COMPILE_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
     environment = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
@@ -183,15 +180,9 @@ def test_a_plugin_checks_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a config file become its own; without any, the policy of the environment is read."""
     from fp8compile.integrations.accelerate import FP8Plugin, recipe_options
 
-    section = {
-        "backend": "TE",
-        "fp8_format": "E4M3",
-        "amax_history_length": 64,
-        "amax_compute_algorithm": "max",
-    }
-    options = recipe_options(
-        {**section, "override_linear_precision": [False, False, True], "use_autocast_during_eval": True}
-    )
+    section = {"backend": "TE", "fp8_format": "E4M3", "amax_history_length": 64}
+    section |= {"amax_compute_algorithm": "max", "use_autocast_during_eval": True}
+    options = recipe_options({**section, "override_linear_precision": [False, False, True]})
     assert (options["eval"], options["amax_history_len"], options["amax_compute_algo"]) == ("fp8", 64, "max")
     plugin = FP8Plugin(options=options, fullgraph=True)
     assert plugin.to_kwargs() == {"backend": "fp8", "options": options, "fullgraph": True}

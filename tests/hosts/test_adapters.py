@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile import ExportError
 from tests.features.export.small import Small, tokens, trained
-from tests.features.load.test_load import in_fp8, same
+from tests.features.load.test_load import comes_out, in_fp8
 from tests.hosts.test_load import IDS, loaded, released
 from tests.support.compressed import compress, tiny
 from tests.support.reference_casts import OCP, cast, elements, quantize
-from tests.support.served import config_of, tensors_of
+from tests.support.served import alike, config_of, same, tensors_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -67,22 +67,18 @@ def test_in_lora_out(kind: str, by: str, dtype: torch.dtype, tmp_path: Path) -> 
     tensors = written(tmp_path / "in", kind, by, dtype)
     adapted = tuned(loaded(tmp_path / "in", dtype=dtype))
     names, config = [*adapted.state_dict()], copy.deepcopy(adapted.peft_config)
-    made = fp8compile.export(adapted, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == tensors.keys() and all(same(x, tensors[name]) for name, x in found.items())
+    made = comes_out(adapted, tmp_path, tensors)
     assert made.format == ("fp8" if by in STORED else "compressed-tensors") and len(made.layers) == 7
     assert made.adapters == {"default": tmp_path / "out" / "adapter"} and not made.merged
     assert [*adapted.state_dict()] == names and adapted.peft_config == config
     adapted.save_pretrained(tmp_path / "peft")
-    files = [
-        load_file(x / "adapter_model.safetensors") for x in (tmp_path / "peft", made.adapters["default"])
-    ]
-    assert files[0].keys() == files[1].keys() and all(same(x, files[1][name]) for name, x in files[0].items())
+    folders = tmp_path / "peft", made.adapters["default"]
+    assert alike(*(load_file(x / "adapter_model.safetensors") for x in folders))
     said = json.loads((made.adapters["default"] / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str(tmp_path / "out")
-    plain = (
-        {} if by in STORED else {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
-    )
+    plain = {}
+    if by not in STORED:
+        plain["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(made.directory, dtype=dtype, **plain)
     both = peft.PeftModel.from_pretrained(theirs, made.adapters["default"]).eval()
     with torch.no_grad():
@@ -159,8 +155,7 @@ def test_what_fp8_would_round_away_is_an_error(tmp_path: Path) -> None:
     written(tmp_path / "in", "Llama", "tensor", BF16)
     adapted = tuned(loaded(tmp_path / "in"), size=0.1)
     refused(adapted, tmp_path, r"leave 0\.[0-4]\d of the update of model.layers.0.*merge='high_precision'")
-    beside = fp8compile.export(adapted, tmp_path / "beside")
-    assert beside.adapters
+    assert fp8compile.export(adapted, tmp_path / "beside").adapters
 
 
 def refused(model: nn.Module, path: Path, match: str, merge: Any = "fp8") -> None:
@@ -186,9 +181,8 @@ def test_names_are_those_before_peft(tmp_path: Path) -> None:
     trained(model, 2, "tensorwise")
     made = fp8compile.export(model, tmp_path / "out")
     assert made.layers == {"inner.up": "tensorwise", "inner.down": "tensorwise"}
-    assert made.adapters == {
-        x: tmp_path / "out/adapter" / y for x, y in (("default", ""), ("second", "second"))
-    }
+    folder = tmp_path / "out/adapter"
+    assert made.adapters == {"default": folder, "second": folder / "second"}
     for folder in made.adapters.values():
         peft.PeftModel.from_pretrained(Small(), folder)
     bare = copy.deepcopy(model.inner).unload()

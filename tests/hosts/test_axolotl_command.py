@@ -61,14 +61,8 @@ def train(folder: Path, *arguments: str, **section: Any) -> subprocess.Completed
     (folder / "config.yaml").write_text(f"{SETTINGS}fp8compile: {json.dumps(section)}\n")  # JSON is YAML
     variables = {**os.environ, "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"  # of the launcher
-    command = [
-        sys.executable,
-        "-c",
-        "from axolotl.cli.main import main; main()",
-        "train",
-        "config.yaml",
-        *arguments,
-    ]
+    axolotl = [sys.executable, "-c", "from axolotl.cli.main import main; main()"]
+    command = [*axolotl, "train", "config.yaml", *arguments]
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=240)
 
 
@@ -76,9 +70,8 @@ def train(folder: Path, *arguments: str, **section: Any) -> subprocess.Completed
 def test_two_steps_in_fp8(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     ended = train(tmp_path, *launcher, recipe="delayed", measure_every=2)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert (
-        "Plugin loaded successfully: fp8compile.integrations.axolotl.FP8Plugin" in ended.stdout + ended.stderr
-    )
+    loaded = "Plugin loaded successfully: fp8compile.integrations.axolotl.FP8Plugin"
+    assert loaded in ended.stdout + ended.stderr
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     first, second = [row for row in state["log_history"] if "loss" in row]
     assert first["fp8/matmuls"] == 21 and first["fp8/share"] == pytest.approx(5 / 6)

@@ -20,10 +20,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(version: str, text: str) -> None:
         (tmp_path / "somehost.py").write_text(text)
-        (tmp_path / f"somehost-{version}.dist-info").mkdir()
-        (tmp_path / f"somehost-{version}.dist-info" / "METADATA").write_text(
-            f"Name: somehost\nVersion: {version}\n"
-        )
+        folder = tmp_path / f"somehost-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: somehost\nVersion: {version}\n")
         importlib.invalidate_caches()
 
     monkeypatch.syspath_prepend(tmp_path)

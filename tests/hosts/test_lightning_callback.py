@@ -15,6 +15,7 @@ import fp8compile
 from fp8compile.errors import OptionError, StrictError
 from fp8compile.runtime.optimizer_steps import steps_of
 from tests.hosts.small import STATE, in_fp8
+from tests.support.harness import noise
 from tests.support.models import ResidualMlp
 
 lightning = pytest.importorskip("lightning")
@@ -49,10 +50,7 @@ class Lit(lightning.LightningModule):
 
 
 def batches(same: bool = False) -> Any:
-    rows = [
-        torch.randn(32, 128, generator=torch.Generator().manual_seed(0 if same else step))
-        for step in range(4)
-    ]
+    rows = [noise(32, 128, seed=0 if same else step) for step in range(4)]
     return torch.utils.data.DataLoader(rows, batch_size=None)
 
 
@@ -85,9 +83,8 @@ def test_two_steps_report_log_and_checkpoint(tmp_path: Path, late: bool) -> None
     assert in_fp8(lit) == LINEARS and len(report.graphs) == 2 and not report.outside
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     first, second = rows
-    assert {name for name in STATE if first[name]} == STATE and float(first["fp8/matmuls"]) == len(
-        report.matmuls
-    ) == 11
+    assert {name for name in STATE if first[name]} == STATE
+    assert float(first["fp8/matmuls"]) == len(report.matmuls) == 11
     assert first["fp8/share"] == "1.0" and not first["fp8/input/sqnr"]
     assert 20 < float(second["fp8/input/sqnr"]) < 50
     state = torch.load(tmp_path / "step=2.ckpt", weights_only=False)["state_dict"]
@@ -116,13 +113,10 @@ def test_a_network_by_its_name(tmp_path: Path) -> None:
     lit = Lit()
     trainer(tmp_path, callback(network="blocks.0"), 1).fit(lit, batches())
     report = fp8compile.report(lit)
-    assert len(report.graphs) == 1 and {record.parameter for record in report.outside} == {
-        "net.up.weight",
-        "net.down.weight",
-    }
-    with pytest.raises(
-        OptionError, match="'network' must be the name of a module .* got 'nte'.*Did you mean 'net'"
-    ):
+    outside = {record.parameter for record in report.outside}
+    assert len(report.graphs) == 1 and outside == {"net.up.weight", "net.down.weight"}
+    wrong = "'network' must be the name of a module .* got 'nte'.*Did you mean 'net'"
+    with pytest.raises(OptionError, match=wrong):
         trainer(tmp_path, callback(network="nte"), 1).fit(Lit(), batches())
 
 

@@ -88,24 +88,15 @@ def fitted(folder: Path, rank: int, how: str) -> Lit:
     by_hand, sharded = "by hand" in how, "fsdp2" in how
     strategy = ModelParallelStrategy(2, 1) if sharded else DDPStrategy(bucket_cap_mb=1)  # DDP cuts the graphs
     callbacks = [] if by_hand else [FP8Callback(measure_every=STEPS)]
-    callbacks += (
-        [] if sharded else [ModelCheckpoint(folder / how, "{step}", save_top_k=-1, every_n_train_steps=1)]
-    )
+    if not sharded:
+        callbacks.append(ModelCheckpoint(folder / how, "{step}", save_top_k=-1, every_n_train_steps=1))
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": not sharded}
     quiet |= {"logger": CSVLogger(folder, how, version=""), "log_every_n_steps": 1}
     counts = {"devices": 2, "max_steps": STEPS, "accumulate_grad_batches": 2 if how == "accumulated" else 1}
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        use_distributed_sampler=False,
-        callbacks=callbacks,
-        **counts,
-        **quiet,
-    )
-    batches = torch.utils.data.DataLoader(
-        [batch(number, rank) for number in range(2 * STEPS)], batch_size=None
-    )
-    trainer.fit(lit := Lit(by_hand), batches)
+    quiet |= {"use_distributed_sampler": False, "callbacks": callbacks}
+    trainer = lightning.Trainer(accelerator="cpu", strategy=strategy, **counts, **quiet)
+    rows = [batch(number, rank) for number in range(2 * STEPS)]
+    trainer.fit(lit := Lit(by_hand), torch.utils.data.DataLoader(rows, batch_size=None))
     return lit
 
 
@@ -135,12 +126,8 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
     launched(rank)
     warned = warnings()
     found = {how: ran(fitted(Path(folder), rank, how)) for how in WAYS}
-    return {
-        **found,
-        "replica": ran(replica(rank)),
-        "accumulated replica": ran(replica(rank, 2)),
-        "warned": list(warned),
-    }
+    found |= {"replica": ran(replica(rank)), "accumulated replica": ran(replica(rank, 2))}
+    return {**found, "warned": list(warned)}
 
 
 @pytest.fixture(scope="module")

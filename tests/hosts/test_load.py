@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fp8compile
 from fp8compile import LoadError
-from tests.features.load.test_load import in_fp8, same, values
+from tests.features.load.test_load import in_fp8, values
+from tests.support.served import same
 
 pytest.importorskip("accelerate")
 peft = pytest.importorskip("peft")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fp8compile
-from tests.features.load.test_load import in_fp8, same, values
+from tests.features.load.test_load import comes_out, in_fp8, values
 from tests.hosts.test_load import BF16, IDS, loaded
+from tests.support.served import alike, config_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -81,12 +81,9 @@ def test_in_lora_out(kind: str, tmp_path: Path) -> None:
     grouped = [m for m in fp8compile.report(adapted).matmuls if m.groups]
     assert {(m.gemm, m.recipe, m.decision) for m in grouped} >= {("fprop", "blockwise", "fp8")}
     assert {m.decision for m in grouped} == {"fp8"}
-    said = fp8compile.export(adapted, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == tensors.keys() and all(same(x, tensors[name]) for name, x in found.items())
-    served = dict(fp8compile.served_weights(adapted))
-    assert served.keys() == tensors.keys() and all(same(x, tensors[name]) for name, x in served.items())
+    said = comes_out(adapted, tmp_path, tensors)
+    assert alike(dict(fp8compile.served_weights(adapted)), tensors)
     assert said.adapters["default"].is_dir()
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = config_of(tmp_path / "out")
     assert config["quant_method"] == "fp8"
     assert not any("experts" in name and "shared" not in name for name in config["modules_to_not_convert"])

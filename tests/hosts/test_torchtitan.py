@@ -22,13 +22,7 @@ from tests.support.processes import on_ranks
 pytest.importorskip("torchtitan")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-LINEARS = {
-    "attention.qkv_linear.wqkv",
-    "attention.wo",
-    "feed_forward.w1",
-    "feed_forward.w2",
-    "feed_forward.w3",
-}
+LINEARS = {"attention.qkv_linear.wqkv", "attention.wo", *(f"feed_forward.w{i}" for i in (1, 2, 3))}
 
 
 def on_cpu() -> None:
@@ -87,9 +81,8 @@ def configured(folder: Path, *flags: str) -> Any:
 
         def __iter__(self) -> Iterator[Any]:
             for step in range(100):
-                tokens = torch.randint(
-                    0, 2048, self.shape, generator=torch.Generator().manual_seed(10 * step + self.rank)
-                )
+                generator = torch.Generator().manual_seed(10 * step + self.rank)
+                tokens = torch.randint(0, 2048, self.shape, generator=generator)
                 positions = torch.arange(self.shape[1] - 1).expand(self.shape[0], -1)
                 yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
 
@@ -101,16 +94,10 @@ def configured(folder: Path, *flags: str) -> Any:
 
     small = ("--training.steps", "2", "--training.seq-len", "64", "--training.local-batch-size", "2")
     # spmd_types, its default, asks torch 2.13 for parameters that are DTensors, and then has none
-    here = (
-        "--training.disable-cuda-graphs",
-        "--dump-folder",
-        str(folder),
-        "--parallelism.spmd-backend",
-        "partial_dtensor",
-    )
-    config = ConfigManager().parse_args(
-        ["--module", "llama3", "--config", "llama3_debugmodel", *small, *here, *flags]
-    )
+    here = ("--parallelism.spmd-backend", "partial_dtensor")
+    here += ("--training.disable-cuda-graphs", "--dump-folder", str(folder))
+    model = ("--module", "llama3", "--config", "llama3_debugmodel")
+    config = ConfigManager().parse_args([*model, *small, *here, *flags])
     config.tokenizer, config.dataloader = Tokenizer.Config(), Tokens.Config()
     return config
 
@@ -148,9 +135,8 @@ def _train(rank: int, folder: str) -> dict[str, Any]:
     compiled = ("--compile.enable", "--compile.backend", "fp8")
     plain, _ = trained(without_flex(configured(Path(folder))))
     torch._dynamo.reset()
-    (policy := Path(folder) / f"{rank}.toml").write_text(
-        '[defaults]\nmargin = 1\n[[rules]]\nmodule = "*.w2"\nfp8 = "off"\n'
-    )
+    policy = Path(folder) / f"{rank}.toml"
+    policy.write_text('[defaults]\nmargin = 1\n[[rules]]\nmodule = "*.w2"\nfp8 = "off"\n')
     os.environ["FP8COMPILE_POLICY"] = str(policy)
     losses, model = trained(without_flex(configured(Path(folder), *compiled)))
     found = {"plain": plain, "losses": losses, **facts(model)}
@@ -178,9 +164,8 @@ def test_report_and_state_have_every_linear_of_the_blocks(results) -> None:
         assert {(name, decision == "fp8") for name, _, decision in found["rows"]} == {
             (f"layers.{i}.{x}", "w2" not in x) for i in range(6) for x in LINEARS
         }
-        assert set(found["graphs"]) == {"Llama3TransformerBlock, training"} and found["outside"] == [
-            "lm_head.weight"
-        ]
+        assert set(found["graphs"]) == {"Llama3TransformerBlock, training"}
+        assert found["outside"] == ["lm_head.weight"]
         assert all(name.startswith(("fp8compile.version", "layers.")) for name in found["state"])
         wrappers = ("_checkpoint_wrapped", "_orig_mod", ".forward.")
         assert not any(wrapper in name for name in found["state"] for wrapper in wrappers)

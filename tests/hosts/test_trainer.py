@@ -116,9 +116,8 @@ def test_by_the_name_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_trainer_compiles_with_and_the_options_agree(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="'torch_compile_backend' must be 'fp8', or left out"):
         trainer(tmp_path, callback(), torch_compile=True).train()
-    with pytest.raises(
-        OptionError, match=r"'torch_compile_backend' must be left out if FP8Callback has options \(recipe\)"
-    ):
+    wrong = r"'torch_compile_backend' must be left out if FP8Callback has options \(recipe\)"
+    with pytest.raises(OptionError, match=wrong):
         trainer(tmp_path, callback(recipe="rowwise"), torch_compile_backend="fp8").train()
 
 
@@ -154,22 +153,20 @@ def test_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from safetensors.torch import load_file
 
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+
     def adapted() -> Any:
-        return peft.get_peft_model(
-            llama(), peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-        )
+        return peft.get_peft_model(llama(), config)
 
     run = trainer(tmp_path / "run", callback(), adapted())
     run.train()
     assert {m.gemm for m in fp8compile.report(run.model).matmuls if m.decision == "fp8"} == {"fprop", "dgrad"}
-    assert {
-        name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in in_fp8(run.model)
-    } == LINEARS
+    names = [name.removeprefix("base_model.model.") for name in in_fp8(run.model)]
+    assert {name.removesuffix(".base_layer") for name in names} == LINEARS
     assert logged(run)[0].keys() >= {"fp8/share", "fp8/matmuls"}
     adapted().save_pretrained(tmp_path / "vanilla")
-    ours, theirs = (
-        load_file(tmp_path / of / "adapter_model.safetensors") for of in ("run/checkpoint-2", "vanilla")
-    )
+    folders = tmp_path / "run/checkpoint-2", tmp_path / "vanilla"
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert ours.keys() == theirs.keys()
 
 
@@ -181,9 +178,8 @@ def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
 
     def adapted(frozen: str) -> Any:
         torch._dynamo.reset()
-        config = peft.LoraConfig(
-            r=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False
-        )
+        chosen = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+        config = peft.LoraConfig(r=8, task_type="CAUSAL_LM", **chosen)
         run = trainer(tmp_path / frozen, callback(frozen=frozen), peft.get_peft_model(llama(), config))
         run.train()
         return run.model
@@ -193,14 +189,10 @@ def test_peft_on_a_base_in_fp8_only(tmp_path: Path) -> None:
     assert state.keys() == wanted.keys() and all(type(x) is torch.Tensor for x in state.values())
     assert all(torch.equal(x, state[name]) for name, x in wanted.items() if "lora" in name)
     kinds = {x.parameter: not x.reason for graph in fp8compile.report(model).graphs for x in graph.frozen}
-    assert {
-        name.removesuffix(".weight").removesuffix(".base_layer") for name in kinds if kinds[name]
-    } == LINEARS
-    files = [
-        load_file(tmp_path / of / "checkpoint-2/adapter_model.safetensors")
-        for of in ("high_precision", "fp8")
-    ]
-    check_weights(files[1], files[0])
+    held = [name.removesuffix(".weight") for name in kinds if kinds[name]]
+    assert {name.removesuffix(".base_layer") for name in held} == LINEARS
+    folders = [tmp_path / of / "checkpoint-2" for of in ("fp8", "high_precision")]
+    check_weights(*(load_file(folder / "adapter_model.safetensors") for folder in folders))
     for safe in (False, True):
         with pytest.raises(fp8compile.Fp8CompileError, match="restore_frozen_weights"):
             model.merge_and_unload(safe_merge=safe)

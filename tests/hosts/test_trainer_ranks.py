@@ -40,16 +40,10 @@ STEPS, LR = 3, 1e-3
 PLAIN = {"lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.0, "optim": "adamw_torch"}
 # DDP cuts the graph
 PLAIN |= {"max_steps": STEPS, "learning_rate": LR, "ddp_backend": "gloo", "ddp_bucket_cap_mb": 1}
-BF16 = {
-    "bf16": True,
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": False},
-}
-FSDP = {
-    "version": 2,
-    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-    "state_dict_type": "SHARDED_STATE_DICT",
-}
+BF16 = {"bf16": True, "gradient_checkpointing": True}
+BF16 |= {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+FSDP |= {"state_dict_type": "SHARDED_STATE_DICT"}
 SHARDED = {"fsdp": True, "fsdp_config": FSDP}
 BY_NAME = {"torch_compile_backend": "fp8"}
 
@@ -92,19 +86,13 @@ def trained(
     else:
         run = Recording(llama(2), TrainingArguments(**settings), train_dataset=examples(24), **how)
     run.train(resume_from_checkpoint=resume)
-    weights = {name: whole(x) for name, x in run.model.state_dict().items()}
-    return {
-        **found,
-        **facts(run.model),
-        "wrapper": type(run.model_wrapped).__name__,
-        "weights": weights,
-        "log": logged(run),
-    }
+    found["weights"] = {name: whole(x) for name, x in run.model.state_dict().items()}
+    found |= {"wrapper": type(run.model_wrapped).__name__, "log": logged(run)}
+    return {**found, **facts(run.model)}
 
 
 def replica(batches: list[dict[str, torch.Tensor]], accumulate: int = 1) -> dict[str, Any]:
-    """The same model in FP8, without Trainer and DDP, on the batches of this rank; gradients are averaged
-    over the ranks."""
+    """The same model without Trainer and DDP, on this rank's batches; gradients are averaged over ranks."""
     torch._dynamo.reset()
     model = llama(2)
     model.compile(backend="fp8")
@@ -194,9 +182,8 @@ def test_under_ddp_report_state_and_log_are_those_of_a_replica(ddp) -> None:
         assert ours["rows"] == theirs["rows"] and len(ours["graphs"]) > 1  # DDP has cut the graph
         # each part of a graph has a slot of its own for what both read
         assert set(ours["state"]) >= set(theirs["state"])
-        assert {name.split(".weight.")[0] for name in ours["state"]} == {
-            name.split(".weight.")[0] for name in theirs["state"]
-        }
+        layers = [{name.split(".weight.")[0] for name in side["state"]} for side in (ours, theirs)]
+        assert layers[0] == layers[1]
         first, *_, last = ours["log"]
         assert first.keys() & STATE == STATE
         assert 20 < last["fp8/input/sqnr"] < 50 and "fp8/input/sqnr" not in first

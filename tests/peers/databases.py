@@ -93,9 +93,8 @@ def outcome(cases: Sequence[Case], compile: Way) -> list[Results] | Exception:
 
 
 def ours(model: nn.Module, **options: Any) -> Callable[[], Any]:
-    return torch.compile(
-        model, backend="fp8", dynamic=False, options={"policy": EVERY, "recipe": "tensorwise", **options}
-    )
+    given = {"policy": EVERY, "recipe": "tensorwise", **options}
+    return torch.compile(model, backend="fp8", dynamic=False, options=given)
 
 
 def stock(model: nn.Module) -> Callable[[], Any]:
@@ -183,8 +182,7 @@ def check(cases: Sequence[Case], floor: float, found: Found, theirs: Way = stock
 
 
 def right(case: Case, fp8: int, expected: Results, got: Results, floor: float, found: Found) -> bool:
-    """Whether a case has the bits of the stock path or, with FP8 matmuls, a ratio over the floor; then it is
-    counted."""
+    """Counts a case that has the bits of the stock path or, with FP8 matmuls, a ratio over the floor."""
     if fp8 and (least := min(map(ratio, expected, got))) >= floor:
         found.floors[case.name] = least
     elif alike(expected, got):
@@ -226,11 +224,9 @@ def fresh(given: Any, owned: bool = True) -> Any:
         if not isinstance(x, Tensor):
             return x
         new = x.detach().clone()
-        return (
-            nn.Parameter(new)
-            if x.requires_grad and owned and x is not first
-            else new.requires_grad_(x.requires_grad)
-        )
+        if x.requires_grad and owned and x is not first:
+            return nn.Parameter(new)
+        return new.requires_grad_(x.requires_grad)
 
     return tree_map(copy, given)
 
@@ -273,10 +269,8 @@ def cases_of_module(info: Any, dtype: torch.dtype, number: int) -> list[Case]:
 
         def make(sample: Any = sample) -> Any:
             torch.manual_seed(1)
-            of, given = (
-                sample.constructor_input,
-                fresh((sample.forward_input.args, sample.forward_input.kwargs), False),
-            )
+            of = sample.constructor_input
+            given = fresh((sample.forward_input.args, sample.forward_input.kwargs), False)
             module = info.module_cls(*of.args, **of.kwargs).to(dtype)
             if info.is_lazy:
                 module(*given[0], **given[1])

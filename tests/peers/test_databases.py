@@ -108,12 +108,8 @@ def test_matmuls(recipe: str, dtype: torch.dtype) -> None:
     ("names", "number"), [(("nn.functional.linear",), 1), (("addmm", "mm"), 1), (FAMILY, 6)]
 )
 def test_matmuls_by_inductor(names: tuple[str, ...], number: int) -> None:
-    cases = [
-        case
-        for op in operators()
-        if name_of(op) in names
-        for case in cases_of(op, torch.bfloat16, number, enlarged)
-    ]
+    chosen = [op for op in operators() if name_of(op) in names]
+    cases = [case for op in chosen for case in cases_of(op, torch.bfloat16, number, enlarged)]
     assert judge(cases, theirs=inductor).floors
 
 

@@ -55,10 +55,8 @@ def test_the_smallest_scales_of_float16(encoding: str) -> None:
     for peak in (448.0, 57344.0):
         amax = peak / 65504.0 / 4
         model = make(lambda: nn.Linear(128, 128, bias=False), F16)
-        vanilla, run = (
-            copy.deepcopy(model),
-            compiled(model, "tensorwise", policy=ALL_FP8, fp8_encoding=encoding),
-        )
+        vanilla = copy.deepcopy(model)
+        run = compiled(model, "tensorwise", policy=ALL_FP8, fp8_encoding=encoding)
         x = noise(16, 128)
         x = (x * (amax / x.abs().max())).to(F16)
         dy = noise(16, 128, seed=2, dtype=F16)
@@ -78,9 +76,8 @@ def test_a_model_that_is_cast_between_calls(dtype: torch.dtype) -> None:
     assert run(x).dtype == F32
     model.to(dtype)
     fresh = copy.deepcopy(model)
-    equal(
-        step(fresh, compiled(fresh, "tensorwise", policy=ALL_FP8), x.to(dtype)), step(model, run, x.to(dtype))
-    )
+    expected = step(fresh, compiled(fresh, "tensorwise", policy=ALL_FP8), x.to(dtype))
+    equal(expected, step(model, run, x.to(dtype)))
 
 
 # -- other recipes --
@@ -116,8 +113,7 @@ def test_another_recipe_in_the_middle(other: str) -> None:
 
 
 class Dropped(nn.Module):
-    """Two linears with dropout, of which a checkpoint has all or the second part; `cast`: it opens an
-    autocast of its own."""
+    """Linears with dropout, of which a checkpoint has all or a part. `cast`: under an autocast of its own."""
 
     def __init__(self, how: str, cast: bool) -> None:
         super().__init__()
@@ -155,11 +151,10 @@ def test_dropout_in_checkpoints(recipe: str, cast: bool) -> None:
         call = functools.partial(checkpoint, run, use_reentrant=False) if how == "around" else run
         torch.manual_seed(3)
         found.append([])
+        dy = noise(32, 128, seed=7, dtype=BF16 if cast else F32)
         for seed in range(3):
             model.zero_grad()
-            found[-1].append(
-                step(model, call, noise(32, 128, seed=seed), noise(32, 128, seed=7).to(BF16 if cast else F32))
-            )
+            found[-1].append(step(model, call, noise(32, 128, seed=seed), dy))
         assert_fp8(model)
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support import hooks
 from tests.support.harness import ALL_FP8, compiled, histories, noise
 from tests.support.models import Mlp, make
-from tests.support.straight import straight
 
 BATCH, WIDTH = 32, 128
 APART = 22  # steps from one fault to the next, of which the last ones show whether the training has recovered
@@ -44,6 +44,7 @@ FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]]] = {
     "a loss of 1e-30": lambda x, y: (x, y, TINY),
     "no loss": lambda x, y: (x, y, 0.0),
 }
+FINITE = ("all zeros", "1e-30", "a loss of 1e-30", "no loss")  # whose loss is a number
 
 
 def train(faults: Sequence[str]) -> tuple[nn.Module, list[float]]:
@@ -52,7 +53,7 @@ def train(faults: Sequence[str]) -> tuple[nn.Module, list[float]]:
     forward = compiled(model, policy=ALL_FP8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     losses = []
-    with straight():
+    with hooks.lowered():
         for step in range(APART * len(faults)):
             x, factor = noise(BATCH, WIDTH, seed=step), 1.0
             y = teacher(x).detach() + noise(BATCH, WIDTH, seed=10_000 + step, scale=0.1)
@@ -66,9 +67,7 @@ def train(faults: Sequence[str]) -> tuple[nn.Module, list[float]]:
             optimizer.zero_grad()
             losses.append(loss.item())
             if fault:
-                assert loss.isfinite() == (fault in ("all zeros", "1e-30", "a loss of 1e-30", "no loss")), (
-                    fault
-                )
+                assert loss.isfinite() == (fault in FINITE), fault
                 sound(model, fault)
     return model, losses
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8compile
-from tests.support.harness import scaling_tensors
+from tests.support.harness import Dispatched, scaling_tensors
 from tests.support.hooks import slots_of
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.compat]
@@ -68,20 +67,6 @@ def test_selective_checkpoint_around_a_compiled_block(options: dict) -> None:
             assert torch.equal(a, b)
 
 
-class Seen(TorchDispatchMode):
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:  # else Dynamo leaves the model to eager in this mode
-        return True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_dispatch_mode_sees_the_same_in_cold_calls_and_in_warm_ones() -> None:
     """The mode sees a compiled graph as one call, whether the call is cold or warm."""
     block = nn.Linear(128, 128)
@@ -89,9 +74,9 @@ def test_a_dispatch_mode_sees_the_same_in_cold_calls_and_in_warm_ones() -> None:
     run(x).sum().backward()
     seen = []
     for factor in (1.0, 1.0, 40.0, 40.0):  # the third one overflows, and the fourth one is cold
-        with Seen() as mode:
+        with Dispatched() as mode:
             run(x * factor).sum()
-        seen.append(mode.ops)
+        seen.append(mode.names)
     assert seen[0] == seen[1] == seen[2] == seen[3]
     assert not [op for op in seen[0] if "fp8compile" in op or "clone" in op or "mm" in op]
 
@@ -99,8 +84,7 @@ def test_a_dispatch_mode_sees_the_same_in_cold_calls_and_in_warm_ones() -> None:
 @pytest.mark.cases(test=1, slow=1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_a_second_backward_through_a_checkpoint(recipe: str) -> None:
-    """The second backward recomputes, too: the forward's history has moved only once, with the scales of the
-    first time."""
+    """The second backward recomputes, too, with the scales of the first; the history has moved once."""
     block = nn.Linear(128, 128)
     run = torch.compile(block, backend="fp8", options={"recipe": recipe})
     with torch._functorch.config.patch(donated_buffer=False):  # torch's own condition for retain_graph

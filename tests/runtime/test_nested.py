@@ -1,5 +1,4 @@
-"""A call with a jagged nested tensor is training, in FP8: AOTAutograd unpacks the tensor and its gradient to
-plain tensors."""
+"""A call with a jagged nested tensor trains in FP8: AOTAutograd unpacks it and its gradient."""
 
 from __future__ import annotations
 
@@ -36,9 +35,7 @@ def test_a_jagged_nested_tensor(recipe: str) -> None:
         assert_close(*gradients, 18.0, f"step {step}")
     report = fp8compile.report(model)
     assert all(graph.name.endswith("training") and not graph.note for graph in report.graphs)
-    gemms = sorted(
-        (record.fqn, record.gemm) for record in report.graphs[0].matmuls if record.decision == "fp8"
-    )
+    gemms = sorted((r.fqn, r.gemm) for r in report.graphs[0].matmuls if r.decision == "fp8")
     assert gemms == [("0", "fprop"), ("0", "wgrad"), ("2", "dgrad"), ("2", "fprop"), ("2", "wgrad")]
     if recipe == "delayed":
         assert all(all(amax > 0 for amax in history[:3]) for history, _ in histories(model).values())

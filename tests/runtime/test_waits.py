@@ -117,7 +117,7 @@ def test_fixed_inputs_stay_where_they_are(case: str, recorded: bool) -> None:
 @pytest.mark.slow
 def test_copies_of_weights_stay_between_casts() -> None:
     """For the micro-batches of a step. (With CUDA graphs there are no such copies.)"""
-    with hooks.bodies(), hooks.addresses_of_copies() as found:
+    with hooks.bodies(), hooks.copies_given() as found:
         training = Training(make(lambda: Stack(*relus())), **CASES["cached"])
         for number in range(3):
             training.step(number)

@@ -1,5 +1,4 @@
-"""A later process takes a graph from AOTAutograd's cache. It does all that the first one did, and only if all
-is as it was."""
+"""A later process takes a graph from AOTAutograd's cache if all is as it was, and does all of the first's."""
 
 from __future__ import annotations
 

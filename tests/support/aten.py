@@ -292,8 +292,7 @@ def _mx(library: Library, call: Product) -> Iterator[str]:
 
 
 def _grouped(library: Library, call: Grouped) -> Iterator[str]:
-    """The names of what a call of `_scaled_grouped_mm` breaks. With b of two dimensions, the groups are parts
-    of P."""
+    """What a call of `_scaled_grouped_mm` breaks, by name. If b has two dimensions, groups are parts of P."""
     a, b, a_scale, b_scale, offs, bias, out_dtype, _ = call
     gpu, rows = library.gpu, b.dim() == 3
     if not (gpu.gfx.startswith(("gfx942", "gfx950", "gfx120")) if gpu.gfx else gpu.major in (9, 10)):

@@ -19,8 +19,7 @@ TOML = ("tomli",) if sys.version_info < (3, 11) else ()
 
 
 def bare(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own that finds only the distributions of THERE, what they need, and
-    the checkout."""
+    """Run a program in a process that finds only THERE, what these distributions need, and the checkout."""
     code = f"from tests.support.bare import hide; hide()\n{program}"
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FP8COMPILE_")}
     environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

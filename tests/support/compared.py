@@ -39,10 +39,8 @@ class LanguageModel(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return {
-            "loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()),
-            "logits": logits,
-        }
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
 
 
 def _to_one(y: Tensor) -> Tensor:

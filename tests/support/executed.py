@@ -109,29 +109,22 @@ class Launched:
         extra = self.told["inductor_meta"].get("extra_launcher_args", [])
         given = dict(zip([*names, *extra], args, strict=True))
         config = self.config if self.ours else self._blocks(given)
-        grid = triton_heuristics.GridExpr.from_meta(self.told["inductor_meta"], config).eval_slow(
-            {**given, **config}
-        )
+        expression = triton_heuristics.GridExpr.from_meta(self.told["inductor_meta"], config)
+        grid = expression.eval_slow({**given, **config})
         arguments = {name: given[name] for name in names} | constants
         self._check_alignment(arguments)
         with (
             interpreting(triton_helpers),
             mock.patch.multiple(triton_helpers, libdevice=libdevice, **REDUCTIONS),
         ):
-            self.function[tuple(map(int, grid))](
-                **arguments, **{k: v for k, v in config.items() if k in self.signature}
-            )
+            blocks = {k: v for k, v in config.items() if k in self.signature}
+            self.function[tuple(map(int, grid))](**arguments, **blocks)
 
     def _check_alignment(self, arguments: dict[str, Any]) -> None:
         """Arguments that were declared multiples of 16 to the compiler are multiples of 16."""
         (config,) = self.told["triton_meta"]["configs"]
         names = list(self.signature)
-        attributes = (
-            config
-            if isinstance(config, dict)
-            else {(i,): [["tt.divisibility", 16]] for i in config.divisible_by_16}
-        )
-        for (position,), properties in attributes.items():
+        for (position,), properties in config.items():
             value = arguments.get(names[position])
             if ["tt.divisibility", 16] in properties and value is not None:
                 number = value.data_ptr() if isinstance(value, Tensor) else value
@@ -140,8 +133,7 @@ class Launched:
                 )
 
     def _blocks(self, given: dict[str, Any]) -> dict[str, int]:
-        """Blocks of Inductor's kernels: as large as the axes, up to a limit (large blocks take no longer than
-        small ones)."""
+        """Blocks of Inductor's kernels: as large as the axes, up to a limit. (Large ones take no longer.)"""
         wanted = [
             name for name, kind in self.signature.items() if kind == "constexpr" and name.endswith("BLOCK")
         ]
@@ -254,10 +246,8 @@ class _Extern:
                 out[start:end] = product * scale_a[start:end, None].double() * scale_b[group].double()
             elif end > start:
                 product = a[:, start:end].double() @ b[start:end].double()
-                scales = (
-                    scale_a.view(count, -1)[group, :, None].double() * scale_b.view(count, -1)[group].double()
-                )
-                out[group] = product * scales
+                of_a, of_b = (scale.view(count, -1)[group].double() for scale in (scale_a, scale_b))
+                out[group] = product * (of_a[:, None] * of_b)
             start = end
         return out
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from tests.support.fuzz_models import UNIT, permutation, ternary
+from tests.support.fuzz_models import UNIT, Layer, permutation, ternary
 from tests.support.harness import ALL_FP8
 
 if TYPE_CHECKING:
@@ -230,11 +230,7 @@ class Side:
     def rescale(self) -> None:
         """Delayed scales are right again some calls later: these are part of the event."""
         factor = self.rng.choice((0.25, 2.0, 4.0, 64.0))
-        layers = [
-            module
-            for module in self.model.modules()
-            if hasattr(module, "weight") and hasattr(module, "factor")
-        ]
+        layers = [module for module in self.model.modules() if isinstance(module, Layer)]
         with torch.no_grad():
             for layer in layers:
                 w = layer.weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile
 from tests.support.hooks import interpreted as interpreted  # tests import it from here
@@ -21,6 +24,10 @@ from tests.support.reference_settings import ROLES
 
 # every matmul that can be FP8 is FP8, even if the device's description says that FP8 is slower
 ALL_FP8 = {"rules": [{"where": "n >= 128 and k >= 128", "fp8": "on"}]}
+# an output head that Inductor computes by chunks of rows, and a policy that keeps it in high precision
+CHUNKED = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1}
+CHUNKED |= {"auto_chunker.output_size_threshold": 1024}
+HEAD_OFF = {"rules": [{"module": "*head*", "fp8": "off"}, *ALL_FP8["rules"]]}
 FLOOR_DB = {torch.float32: 40.0, torch.bfloat16: 30.0}
 
 # How much one FP8 rounding in the other direction may change the amax of a later tensor. Values that differ
@@ -54,6 +61,11 @@ def row_error(x: Tensor, values: Tensor) -> float:
         a, c = row[row.isfinite()], copy[row.isfinite()]
         errors += [((a - c).norm() / a.norm()).item()] if a.norm() > 0 else []
     return sorted(errors)[(len(errors) - 1) // 2]
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    """Of the angle between two tensors."""
+    return torch.cosine_similarity(one.flatten(), other.flatten(), 0).item()
 
 
 def sqnr(reference: Tensor, test: Tensor) -> float:
@@ -110,16 +122,14 @@ def compiled(
     **options: Any,
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="fp8")` with these options of ours or of Inductor."""
-    return torch.compile(
-        model, backend="fp8", dynamic=dynamic, fullgraph=fullgraph, options={"recipe": recipe, **options}
-    )
+    given = {"recipe": recipe, **options}
+    return torch.compile(model, backend="fp8", dynamic=dynamic, fullgraph=fullgraph, options=given)
 
 
 def grads_of(model: nn.Module, inputs: Sequence[Tensor] = ()) -> dict[str, Tensor]:
     """Copies of the gradients of the parameters, and of inputs as "input 0", ..., that have one."""
-    named = {name: p.grad for name, p in model.named_parameters()} | {
-        f"input {i}": x.grad for i, x in enumerate(inputs)
-    }
+    named = {name: p.grad for name, p in model.named_parameters()}
+    named |= {f"input {i}": x.grad for i, x in enumerate(inputs)}
     return {name: grad.detach().clone() for name, grad in named.items() if grad is not None}
 
 
@@ -128,20 +138,34 @@ def histories(model: nn.Module) -> dict[tuple[str, str, int], tuple[list[float],
     return {key: (slot.history(), slot.scale()) for key, slot in slots_of(model).items()}
 
 
+def digest(*data: Tensor | str | None) -> str:
+    """Of tensors by their bytes, or of text."""
+    made = hashlib.sha256()
+    for x in data:
+        if isinstance(x, Tensor):
+            made.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            made.update(str(x).encode())
+    return made.hexdigest()[:10]
+
+
+def reloaded(x: Any, **how: Any) -> Any:
+    """x after torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, **how)
+
+
 def leaf(x: Tensor) -> Tensor:
     """A copy of x that collects a gradient, if x can have one."""
     return x.detach().clone().requires_grad_(x.is_floating_point())
 
 
 def gated_inputs(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Overrides for a rule of the default policy: down projections after a gated activation use current
-    scaling of inputs."""
-    names = [
-        f"{name}.down.weight".lstrip(".")
-        for name, module in model.named_modules()
-        if isinstance(module, SwiGlu)
-    ]
-    return {name: {"current_scaling": (True, False, False)} for name in names}
+    """Overrides by a default rule: down projections after a gate scale inputs by their current amax."""
+    names = [name for name, module in model.named_modules() if isinstance(module, SwiGlu)]
+    return {f"{name}.down.weight".lstrip("."): {"current_scaling": (True, False, False)} for name in names}
 
 
 class Pair:
@@ -192,14 +216,12 @@ class Pair:
                 self.ratios[name].append(sqnr(tensor, got[name]))
 
     def finish(self) -> None:
-        """After the last step: the model ran in FP8, and, if deep, the median of every tensor is at the
-        floor."""
+        """After the last step: it ran in FP8, and, if deep, every tensor's median is at the floor."""
         assert_floor({name: median(ratios) for name, ratios in self.ratios.items()}, self.floor_db, "medians")
         self.assert_fp8()
 
     def two_calls(self, first: Tensor, second: Tensor, reverse: bool = False) -> None:
-        """Two forwards before two backwards, which run in this order or in reverse. Compares after each of
-        the four."""
+        """Two forwards, then two backwards, in this order or in reverse. Compares after each of the four."""
         calls = []
         for x in (first, second):
             calls.append(self.forward(x))
@@ -209,8 +231,7 @@ class Pair:
         self.steps += 1
 
     def forward(self, *inputs: Tensor) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
-        """One forward of both; compares the outputs. -> both outputs (compiled, reference) and the leaves of
-        both inputs."""
+        """One forward of both; compares the outputs. -> outputs (compiled, reference), leaves of both."""
         sides = []
         dtype, enabled = self.autocast or torch.bfloat16, self.autocast is not None
         for run in (self.compiled, self.reference):
@@ -291,8 +312,7 @@ class Pair:
                 slot.history, slot.scale = list(slots[home][0]), slots[home][1]
 
     def step(self, *inputs: Tensor, grad: Tensor | None = None, zero_grad: bool = True) -> None:
-        """Forward and backward of both with the same gradient of the output; compares output, gradients and
-        state."""
+        """A step of both with the same gradient of the output; compares output, gradients and state."""
         if zero_grad:
             self.zero_grad()
         self.backward(*self.forward(*inputs), grad)
@@ -303,8 +323,7 @@ class Pair:
         self.reference.model.zero_grad(set_to_none=True)
 
     def sgd(self, lr: float) -> None:
-        """One SGD step of the compiled model; the reference takes over its weights, so that the two never
-        drift apart."""
+        """One SGD step of the compiled model; the reference takes over its weights, so neither drifts."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -314,8 +333,7 @@ class Pair:
                 theirs[name].detach().copy_(parameter)
 
     def assert_fp8(self) -> None:
-        """The matmuls ran in FP8. A silent fall back to eager would fail the comparisons, too, but this
-        message is clearer."""
+        """The matmuls ran in FP8. (A silent fall back to eager would fail comparisons, but less clearly.)"""
         override = self.options.get("override_linear_precision", (False, False, False))
         gemm = ("fprop", "dgrad", "wgrad")[tuple(override).index(False)]
         assert_fp8(self.model, [] if gemm != "fprop" else self.reference.names, gemm)
@@ -330,6 +348,22 @@ def assert_fp8(model: nn.Module, names: Sequence[str] = (), gemm: str = "fprop")
     assert not missing, f"{missing} not in FP8:\n{report}"
 
 
+class Dispatched(TorchDispatchMode):
+    """Notes the names of the operators that run inside."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:  # else Dynamo leaves the model to eager in this mode
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def like(x: Tensor, seed: int) -> Tensor:
     """Normal noise in the shape, dtype and device of x, the same on every device."""
     return noise(*x.shape, seed=1000 + seed, dtype=x.dtype, device=x.device)
@@ -339,9 +373,8 @@ def noise(
     *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32, device: Any = "cpu"
 ) -> Tensor:
     """Normal noise times scale, the same on every device."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(
-        device=device, dtype=dtype
-    )
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (drawn * scale).to(device=device, dtype=dtype)
 
 
 # Factors of the inputs in ten steps: scales rise and fall by a factor of 40; some values saturate or vanish.

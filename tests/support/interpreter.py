@@ -186,8 +186,7 @@ def _library(*modules: Any) -> dict[tuple[Any, str], Any]:
 
 
 def _modules(jitted: JITFunction) -> set[Any]:
-    """Of this package: the modules in which a jitted function finds others that it calls, and where these
-    find theirs."""
+    """The package's modules in which a jitted function finds others that it calls, and these find theirs."""
     found: set[Any] = set()
     waiting = [jitted]
     while waiting:
@@ -209,12 +208,10 @@ class Interpreted:
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
-            memory = Memory([*args, *kwargs.values()])
-            called = _modules(self.jitted)
+            memory, called = Memory([*args, *kwargs.values()]), _modules(self.jitted)
+            programs = grid(self.block) if callable(grid) else grid
             with interpreting(*called), _guarded(memory), _with_libdevice(self.jitted.fn.__globals__):
-                InterpretedFunction(self.jitted.fn)[grid(self.block) if callable(grid) else grid](
-                    *args, **kwargs, **self.block
-                )
+                InterpretedFunction(self.jitted.fn)[programs](*args, **kwargs, **self.block)
 
         return run
 
@@ -249,8 +246,7 @@ def _ptx(
 
 @contextlib.contextmanager
 def interpreting(*modules: Any):
-    """Inside, interpreted functions can run. `modules`: further modules, beside Triton's, whose jitted
-    functions they call."""
+    """Inside, interpreted functions can run. `modules`: whose jitted functions they call, beside Triton's."""
     with contextlib.ExitStack() as stack:
         for (module, name), function in _library(*modules).items():
             stack.enter_context(mock.patch.object(module, name, function))
@@ -342,8 +338,7 @@ def kernels_on_cpu(
 
 @contextlib.contextmanager
 def offsets():
-    """The bytes of each element of the offsets that interpreted kernels add to pointers inside, but for
-    single numbers."""
+    """The widths in bytes of the offsets that interpreted kernels add to pointers, but for single numbers."""
     widths: set[int] = set()
     add = BUILDER.create_addptr
 

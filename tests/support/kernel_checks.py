@@ -1,5 +1,4 @@
-"""Compares a generated kernel's results with the reference operators': bit by bit, to one FP8 value, or to a
-sum's rounding."""
+"""Compares a kernel's results with the operators': bit by bit, to one FP8 value, or to a sum's rounding."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def assert_close(expected: Tensor, got: Tensor, floor: Tensor | float, where: st
 
 
 class Weights(Interpreter):
-    """Runs the oracle, and notes for each sum the sum of its terms' magnitudes: the rounding of a sum is
-    relative to that."""
+    """Runs the oracle, and notes the sum of magnitudes of each sum, to which its rounding is relative."""
 
     def __init__(self, gm: GraphModule):
         super().__init__(gm)
@@ -114,13 +112,9 @@ def check(case: Case, made: Made, inputs: tuple, data: str) -> None:
             assert_within_one(a, b, where)
         else:
             finite = a.to(torch.float64).nan_to_num(0.0, 0.0, 0.0).abs()
-            floor = (
-                finite.amax(-1, keepdim=True)
-                if role == "value" and a.numel()
-                else 1e5
-                if data == "moderate"
-                else 16.0
-            )
+            floor = 1e5 if data == "moderate" else 16.0
+            if role == "value" and a.numel():
+                floor = finite.amax(-1, keepdim=True)
             assert_close(a, b, floor, where)
         if role == "transposed":
             rows = got[i - 1].shape[0]
@@ -132,8 +126,5 @@ def check(case: Case, made: Made, inputs: tuple, data: str) -> None:
         if role == "value" and b.dtype != torch.bool:
             values = b
         if role == "amax" and values is not None:
-            assert_bits(
-                values.to(torch.float32).abs().amax().reshape(1) if values.numel() else b * 0,
-                b,
-                f"{where}: of values",
-            )
+            amax = values.to(torch.float32).abs().amax().reshape(1) if values.numel() else b * 0
+            assert_bits(amax, b, f"{where}: of values")

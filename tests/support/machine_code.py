@@ -75,8 +75,7 @@ CONTRACTED = ("fp8_gemm", "fp8_grouped")  # whose products and sums may become o
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """A kernel as it is launched: its source, block sizes to choose from, the Triton type of each argument,
-    and constants."""
+    """A kernel as it is launched: source, block sizes to choose from, types of arguments, constants."""
 
     model: str
     name: str
@@ -101,8 +100,7 @@ class Generated:
 
     @property
     def form(self) -> str:
-        """The text without its name, its comments and numbers of two or more digits, which differ between
-        sizes."""
+        """The text without name, comments, and numbers of several digits, which differ between sizes."""
         text = re.sub(r"#.*", "", self.source.replace(self.name, "kernel")) + str(self.constants)
         return re.sub(r"(?<![\w.])\d{2,}(?![\w.])", _size, text) + str([kind for _, kind in self.types])
 
@@ -171,8 +169,7 @@ def with_fnuz(kernel: Generated) -> Generated:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """Resources of a compiled kernel: registers a thread, bytes (NVIDIA) or registers (AMD) spilled, shared
-    memory a block."""
+    """Of a compiled kernel: registers a thread, spilled bytes (AMD: registers), shared memory a block."""
 
     registers: int
     spills: int
@@ -190,8 +187,7 @@ def compile_kernel(kernel: Generated, config: Config, target: GPUTarget) -> Any:
 def compile_function(
     jitted: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget, **options: int
 ) -> Any:
-    """Compiles a JIT function whose arguments have these types; all others are constants. It is contracted as
-    its launch is."""
+    """Compiles a JIT function: arguments of these types, the rest constants. Contracted as its launch is."""
     signature = {name: types.get(name, "constexpr") for name in jitted.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")
@@ -202,8 +198,7 @@ def compile_function(
 
 
 def compile_source(source: str, block: Config, target: GPUTarget, **options: int) -> Any:
-    """Compiles a generated kernel with one scale for each output, whose inputs are floats, by what its
-    comments say of it."""
+    """Compiles a generated kernel with float inputs and one scale an output, by what its comments say."""
     function = compat.triton.load_kernel(re.findall(r"def (\w+)\(", source)[0], source)
     named = re.findall(r"# ([xy]\d+): (?:\w+ )?(\w+)", source)
     types = {key: _type(getattr(torch, dtype)) for key, dtype in named}
@@ -224,18 +219,13 @@ def resources(compiled: Any) -> Resources:
     """
     if "hsaco" in compiled.asm:
         data = compiled.asm["hsaco"]
-        registers, spills = (
-            _metadata(data, "vgpr_count"),
-            _metadata(data, "vgpr_spill_count") + _metadata(data, "sgpr_spill_count"),
-        )
-        return Resources(
-            registers, spills, max(_metadata(data, "group_segment_fixed_size"), compiled.metadata.shared)
-        )
+        spills = _metadata(data, "vgpr_spill_count") + _metadata(data, "sgpr_spill_count")
+        shared = max(_metadata(data, "group_segment_fixed_size"), compiled.metadata.shared)
+        return Resources(_metadata(data, "vgpr_count"), spills, shared)
     text = _printed(compiled, "cuobjdump", "--dump-resource-usage")
     counts = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
-    return Resources(
-        counts["REG"], counts["STACK"] + counts["LOCAL"], max(counts["SHARED"], compiled.metadata.shared)
-    )
+    shared = max(counts["SHARED"], compiled.metadata.shared)
+    return Resources(counts["REG"], counts["STACK"] + counts["LOCAL"], shared)
 
 
 def sass_of(compiled: Any) -> str:
@@ -245,15 +235,13 @@ def sass_of(compiled: Any) -> str:
 
 def _printed(compiled: Any, tool: str, *arguments: str) -> str:
     """What a tool that comes with Triton prints of a kernel's machine code."""
-    path = (
-        pathlib.Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / tool
-    )
+    backend = importlib.import_module("triton.backends.nvidia")
+    path = pathlib.Path(backend.__file__ or "").parent / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        return subprocess.run(
-            [str(path), *arguments, file.name], check=True, capture_output=True, text=True
-        ).stdout
+        command = [str(path), *arguments, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _metadata(data: bytes, key: str) -> int:

@@ -140,10 +140,7 @@ class LlamaLayer(nn.Module):
         self.head = head
         self.attn_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
         self.q, self.o = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.k, self.v = (
-            nn.Linear(dim, kv_heads * head, bias=False),
-            nn.Linear(dim, kv_heads * head, bias=False),
-        )
+        self.k, self.v = (nn.Linear(dim, kv_heads * head, bias=False) for _ in "kv")
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
@@ -163,9 +160,8 @@ class Rotary(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in "qkvo")
         self.head = width // heads
-        angles = torch.outer(torch.arange(length), 100.0 ** -torch.linspace(0, 1, self.head // 2)).repeat(
-            1, 2
-        )
+        rates = 100.0 ** -torch.linspace(0, 1, self.head // 2)
+        angles = torch.outer(torch.arange(length), rates).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 

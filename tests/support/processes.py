@@ -55,6 +55,15 @@ def warnings() -> list[str]:
 # -- in a process --
 
 
+def error_of(do: Callable[[], Any]) -> str:
+    """What `do` raises, or "nothing"."""
+    try:
+        do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 @contextlib.contextmanager
 def _afresh(environment: dict[str, str], inductor: bool) -> Iterator[None]:
     """As the fixture `fresh` for tests: nothing is left from the work before. (DTensor's cache would hold

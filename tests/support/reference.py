@@ -48,8 +48,7 @@ Key = tuple[str, str, int]  # (parameter name, role, use)
 
 @dataclass
 class Slot:
-    """Delayed state of one tensor: amaxes, newest first, and the scale computed from them (None before the
-    first amax)."""
+    """Delayed state of one tensor: amaxes, newest first, and the scale from them (None before the first)."""
 
     length: int
     history: list[float] = field(default_factory=list)
@@ -95,8 +94,7 @@ class Call:
 
 
 class Reference:
-    """An eager FP8 copy of `model`: call it as the model, then `.backward()` as usual; see `grads()` and
-    `slots`.
+    """An eager FP8 copy of `model`: call it as the model, then `.backward()` as usual; see `slots`.
 
     options: the fields of `Settings`, named as in the package.
     exclude: parameters to keep in high precision, besides output heads and shapes that FP8 does not support.
@@ -164,9 +162,8 @@ class Reference:
         )
         if not trains or any(t.numel() == 0 for t in tensors):
             return self.model(*args, **kwargs)  # evaluations and empty inputs run in high precision
-        path = self.paths.setdefault(
-            tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)), Path()
-        )
+        key = tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor))
+        path = self.paths.setdefault(key, Path())
         self._begin_call(path)
         self.call = Call(path, path.cold, torch._C._autograd._get_sequence_nr())
         try:
@@ -180,12 +177,6 @@ class Reference:
         self._raise(call.forward, False)
         self.waiting += bool(call.expected)
         return out
-
-    def grads(self) -> dict[str, Tensor]:
-        """Copies of the gradients of all parameters that have one."""
-        return {
-            name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None
-        }
 
     # scaling state
 
@@ -301,8 +292,7 @@ class Reference:
         return call, use, x_scale, w_scale
 
     def _gradient(self, call: Call, key: Key, dy: Tensor) -> float | None:
-        """The scale of dy from its slot; None with current scaling. A backward's last gradient moves the
-        gradient slots."""
+        """The scale of dy; None with current scaling. A backward's last gradient moves the gradient slots."""
         amax = amax_of(dy)
         scale = self._scale(key, amax, call)
         if not call.gradient:  # a backward may not visit every slot: the slots of an unused output see zeros
@@ -359,10 +349,8 @@ class _Linear(torch.autograd.Function):
         if settings.high_fprop:
             y = torch.nn.functional.linear(rows.to(dtype), w_nk.to(dtype), bias)
         else:
-            x8, w8 = (
-                settings.quantize(rows, "input", "fprop", x_scale),
-                settings.quantize(w_nk, "weight", "fprop", w_scale),
-            )
+            x8 = settings.quantize(rows, "input", "fprop", x_scale)
+            w8 = settings.quantize(w_nk, "weight", "fprop", w_scale)
             y = scaled_mm(x8, w8, dtype, bias)
         return y.reshape(*x.shape[:-1], w_nk.shape[0])
 
@@ -417,9 +405,8 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         w_kn = w if ctx.transposed else w.mT
-        ctx.scales.append(
-            ctx.owner._gradient(ctx.call, ctx.key, dy[ctx.inside]) if ctx.key in ctx.call.expected else None
-        )
+        visited = ctx.key in ctx.call.expected
+        ctx.scales.append(ctx.owner._gradient(ctx.call, ctx.key, dy[ctx.inside]) if visited else None)
         dx, dw = torch.zeros_like(x), torch.zeros_like(w)
         made = _each(ctx, "dgrad", dy, "gradient"), _each(ctx, "dgrad", w_kn, "weight")
         wgrad = _each(ctx, "wgrad", dy, "gradient"), _each(ctx, "wgrad", x, "input")

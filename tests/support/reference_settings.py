@@ -53,8 +53,7 @@ class Settings:
         return (FORMATS_FNUZ if self.fp8_encoding == "fnuz" else FORMATS)[name][role == "gradient"]
 
     def margin_of(self, role: str) -> int:
-        """The margin option if given. Else gradients with delayed scaling get headroom: 2**11 in E5M2, 2**3
-        in E4M3."""
+        """The margin option, or else for gradients with delayed scaling 2**11 (E5M2) or 2**3 (E4M3)."""
         if self.margin is None:
             wide = "e5m2" in str(self.format(role)[0])
             return (11 if wide else 3) if role == "gradient" and self.delayed(role) else 0

@@ -131,9 +131,8 @@ def generate(function: Callable[..., Any]) -> str:
         rows = DimDynamic.DYNAMIC if function is dynamic_rows and len(shape) == 2 else DimDynamic.STATIC
         context = StatelessSymbolicContext([rows, *[DimDynamic.STATIC] * (len(shape) - 1)])  # type: ignore[arg-type]
         real = torch.empty(shape, dtype=F32 if shape[-1] == 1 else BF16, device="meta")
-        inputs.append(
-            mode.from_tensor(real, symbolic_context=context, source=ConstantSource(f"input{len(inputs)}"))
-        )
+        source = ConstantSource(f"input{len(inputs)}")
+        inputs.append(mode.from_tensor(real, symbolic_context=context, source=source))
     with mode:
         inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
     # a kernel's name comes from the operators from which its nodes were decomposed

@@ -23,12 +23,21 @@ WHOLE, ROW = (0, 0), (1, 0)
 def tensors_of(directory: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, of one file or of several."""
     index = directory / "model.safetensors.index.json"
-    files = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if index.exists()
-        else ["model.safetensors"]
-    )
+    files = ["model.safetensors"]
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     return {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """The same dtype, shape and bytes."""
+    first, second = (x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(first, second)
+
+
+def alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """The same tensors under the same names."""
+    return one.keys() == other.keys() and all(same(x, other[name]) for name, x in one.items())
 
 
 def config_of(directory: Path) -> dict[str, Any]:
@@ -51,9 +60,8 @@ class Served(nn.Module):
         scale_inv = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
         if scale_inv.dtype == torch.uint8:
             scale_inv, rounded = torch.exp2(scale_inv.double() - 127.0).float(), True
-        self.weight = Quantized(
-            tensors["weight"], scale_inv.reshape(1, 1) if blocks == WHOLE else scale_inv, blocks
-        )
+        scale_inv = scale_inv.reshape(1, 1) if blocks == WHOLE else scale_inv
+        self.weight = Quantized(tensors["weight"], scale_inv, blocks)
         self.bias, self.static = tensors.get("bias"), tensors.get("input_scale")
         self.inputs, self.rounded, self.vllm = inputs, rounded, vllm
 
@@ -76,11 +84,8 @@ def serve(model: nn.Module, directory: Path, rounded: bool = False, vllm: bool =
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or name in ignored:
             continue
-        own = {
-            key.removeprefix(f"{name}."): tensors.pop(key)
-            for key in list(tensors)
-            if key.startswith(f"{name}.")
-        }
+        keys = [key for key in tensors if key.startswith(f"{name}.")]
+        own = {key.removeprefix(f"{name}."): tensors.pop(key) for key in keys}
         model.set_submodule(name, Served(own, *_blocks(config, name), rounded, vllm))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not missing and not unexpected, (missing, unexpected)

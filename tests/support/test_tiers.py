@@ -45,7 +45,6 @@ def test_cases(tier: str, tmp_path: Path) -> None:
     command = [sys.executable, *"-m pytest --co -q -c".split(), tmp_path / "pytest.ini"]
     command += ["-m", MARKS[tier], tmp_path]
     alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    output = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=alone
-    ).stdout
+    root = Path(__file__).parents[2]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=root, env=alone).stdout
     assert {line.partition("::test_")[2] for line in output.splitlines() if "::" in line} == EXPECTED[tier]

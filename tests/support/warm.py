@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from tests.support import hooks
-from tests.support.harness import scaling_tensors
+from tests.support.harness import digest, scaling_tensors
 
 
 class Small(nn.Linear):
@@ -44,22 +43,10 @@ class Checkpointed(Small):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def digest(tensors: Any) -> str:
-    """Of the bits of tensors."""
-    found = hashlib.sha256()
-    for x in tensors:
-        found.update(
-            x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x is not None else b"none"
-        )
-    return found.hexdigest()[:16]
-
-
 def counts() -> dict[str, int]:
     """What AOTAutograd's cache has counted."""
-    return {
-        name: counters["aot_autograd"][f"autograd_cache_{name}"]
-        for name in ("hit", "miss", "saved", "bypass")
-    }
+    found = counters["aot_autograd"]
+    return {name: found[f"autograd_cache_{name}"] for name in ("hit", "miss", "saved", "bypass")}
 
 
 def scene(kind: type[nn.Module]) -> dict[str, Any]:
@@ -72,9 +59,9 @@ def scene(kind: type[nn.Module]) -> dict[str, Any]:
 
     def note(*losses: Tensor) -> None:
         seen["losses"] += [loss.item().hex() for loss in losses]
-        seen["gradients"].append(digest(p.grad for p in model.parameters()))
+        seen["gradients"].append(digest(*(p.grad for p in model.parameters())))
         state = scaling_tensors(model)
-        seen["state"].append([sorted(state), digest(state[name] for name in sorted(state))])
+        seen["state"].append([sorted(state), digest(*(state[name] for name in sorted(state)))])
 
     def loss() -> Tensor:
         return compiled(torch.randn(64, 128)).square().mean()

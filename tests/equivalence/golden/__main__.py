@@ -36,10 +36,8 @@ def main() -> int:
         for file, lines in sections.items():
             made[file] |= lines
     for file, lines in made.items() if given.command == "write" else ():
-        write(
-            given.folder / f"{file}.txt",
-            {**(read(given.folder / f"{file}.txt") if given.only else {}), **lines},
-        )
+        path = given.folder / f"{file}.txt"
+        write(path, {**(read(path) if given.only else {}), **lines})
     print(f"{wrong} sections differ" if given.command == "check" else f"written to {given.folder}")
     return int(wrong > 0)
 

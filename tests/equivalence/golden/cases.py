@@ -23,7 +23,7 @@ from tests.equivalence.protocols import Run
 from tests.equivalence.trainings import trainings
 from tests.support import hooks
 from tests.support.gpu_steps import compile_mlp
-from tests.support.harness import ALL_FP8
+from tests.support.harness import ALL_FP8, CHUNKED, HEAD_OFF
 from tests.support.models import ResidualMlp, make
 from tests.support.processes import on_ranks
 
@@ -68,12 +68,6 @@ class Head(ResidualMlp):
         )
 
 
-HEAD_OFF = {"policy": {"rules": [{"module": "*head*", "fp8": "off"}, *ALL_FP8["rules"]]}}
-CHUNKED = {
-    "auto_chunker.enable": True,
-    "auto_chunker.amplify_ratio_threshold": 1,
-    "auto_chunker.output_size_threshold": 1024,
-}
 SETTINGS = {
     "margin": (0, 1, 2), "amax_history_len": 3, "amax_compute_algo": "most_recent", "fp8_format": "e4m3",
     "interval": 2, "on_overflow": "saturate", "override_linear_precision": (False, False, True),
@@ -88,7 +82,7 @@ PHASES = {"policy": {**ALL_FP8, "schedule": {"warmup_steps": 2, "cooldown_at": 4
 OWN = (
     Feature("autocast", called=lambda model, call: torch.autocast("cpu", BF16)(call)),
     Feature("phases", PHASES, around=hooks.phases_afresh),
-    Feature("chunked head", CHUNKED | HEAD_OFF),
+    Feature("chunked head", {**CHUNKED, "policy": HEAD_OFF}),
     Feature("settings", SETTINGS),
     Feature("rules", {"policy": {"rules": RULES}}),
 )
@@ -212,11 +206,8 @@ def _on_rank(rank: int, name: str) -> list[str]:
 
 
 def of_ranks(name: str) -> Made:
-    return {
-        "ranks": {
-            f"{name}: rank {rank}": lines for rank, lines in enumerate(on_ranks(2, _on_rank, name, limit=120))
-        }
-    }
+    found = on_ranks(2, _on_rank, name, limit=120)
+    return {"ranks": {f"{name}: rank {rank}": lines for rank, lines in enumerate(found)}}
 
 
 KINDS = {"trainings": (of_training, TRAININGS), "kernels": (of_step, STEPS), "ranks": (of_ranks, RANKS)}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import difflib
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -17,6 +15,7 @@ from torch.fx.node import map_arg
 import fp8compile
 from fp8compile.dryrun.fake_gpu import Step
 from tests.equivalence.protocols import Run
+from tests.support.harness import digest
 
 Sections = dict[str, list[str]]
 Made = dict[str, Sections]  # by file
@@ -28,18 +27,6 @@ TAGS = ("recompute", "partitioner_tag")
 def plain(source: str) -> str:
     """Code without comments, laid out alike."""
     return ast.unparse(ast.parse(source))
-
-
-def digest(*data: Any) -> str:
-    """Of tensors by their bytes, or of text."""
-    made = hashlib.sha256()
-    for x in data:
-        made.update(
-            x.encode()
-            if isinstance(x, str)
-            else x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
-    return made.hexdigest()[:10]
 
 
 def of_run(run: Run) -> list[str]:
@@ -77,11 +64,7 @@ def of_report(model: Any) -> list[str]:
                 f"{r.groups} groups" if r.groups else "",
             )
             lines.append(f"{r.fqn} {r.gemm} {r.op} {r.m} x {r.n} x {r.k}: {', '.join(filter(None, how))}")
-        lines += [
-            str(record)
-            for kind in (graph.opaque, graph.collectives, graph.kept, graph.frozen)
-            for record in kind
-        ]
+        lines += map(str, (*graph.opaque, *graph.collectives, *graph.kept, *graph.frozen))
         lines += graph.remarks
     return [*lines, *map(str, report.outside), *map(str, report.gathered)]
 
@@ -93,16 +76,10 @@ def of_graph(graph: Graph) -> list[str]:
         names[node] = f"%{len(names)}"
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
         given = ", ".join([*map(repr, args), *(f"{key}={x!r}" for key, x in kwargs.items())])
-        what = (
-            node.name
-            if node.op == "placeholder"
-            else f"{getattr(node.target, '__name__', node.target)}({given})"
-        )
-        tags = [
-            tag
-            for tag in (getattr(x, "name", x) for x in map(node.meta.get, TAGS))
-            if tag not in (None, "is_forward")
-        ]
+        called = f"{getattr(node.target, '__name__', node.target)}({given})"
+        what = node.name if node.op == "placeholder" else called
+        found = (getattr(x, "name", x) for x in map(node.meta.get, TAGS))
+        tags = [tag for tag in found if tag not in (None, "is_forward")]
         lines.append(
             f"{names[node]}: {_type(node.meta.get('val'))} = {what}{'  # ' if tags else ''}{', '.join(tags)}"
         )
@@ -158,18 +135,11 @@ def differences(made: Made, folder: Path, most: int = 12) -> list[str]:
         (file, *section) for file, sections in made.items() for section in sections.items()
     ]:
         old = read(folder / f"{file}.txt").get(title, [])
-        lines = [
-            line
-            for pair in zip(old, got, strict=False)
-            if pair[0] != pair[1]
-            for line in map("{}{}".format, "-+", pair)
-        ]
+        pairs = [pair for pair in zip(old, got, strict=False) if pair[0] != pair[1]]
+        lines = [f"{sign}{line}" for pair in pairs for sign, line in zip("-+", pair, strict=True)]
         if len(old) != len(got):
-            lines = [
-                line
-                for line in difflib.unified_diff(old, got, lineterm="", n=0)
-                if line[:2] not in ("--", "++", "@@")
-            ]
+            changes = difflib.unified_diff(old, got, lineterm="", n=0)
+            lines = [line for line in changes if line[:2] not in ("--", "++", "@@")]
         more = [f"... {len(lines) - most} more"] if len(lines) > most else []
         found += ["\n".join([f"{file}.txt, {title}:", *lines[:most], *more])] if lines else []
     return found

@@ -20,17 +20,11 @@ from fp8compile.features.chunked_logits import flatten
 from tests.support import hooks
 from tests.support.executed import planning
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, grads_of, sqnr
+from tests.support.harness import ALL_FP8, CHUNKED, HEAD_OFF, grads_of, sqnr
 from tests.support.models import make
 
 BF16 = torch.bfloat16
 WORDS, TOKENS = 2048, 256
-CHUNKED = {
-    "auto_chunker.enable": True,
-    "auto_chunker.amplify_ratio_threshold": 1,
-    "auto_chunker.output_size_threshold": 1024,
-}
-HEAD_OFF = {"rules": [{"module": "*head*", "fp8": "off"}, *ALL_FP8["rules"]]}
 IN_BF16 = ("float", "transformers", "returned", "two losses")
 LOSSES = ("plain", "transformers", "ignored", "capped", "tied", "autocast")
 
@@ -111,10 +105,8 @@ class Words(nn.Module):
             logits = logits.float()
         if self.loss == "transformers":
             shifted = F.pad(targets, (0, 1), value=-100)[..., 1:].contiguous()
-            return (
-                F.cross_entropy(logits.view(-1, self.words), shifted.view(-1), reduction="sum")
-                / targets.numel()
-            )
+            total = F.cross_entropy(logits.view(-1, self.words), shifted.view(-1), reduction="sum")
+            return total / targets.numel()
         found = F.cross_entropy(logits.view(-1, self.words), targets.view(-1))
         if self.loss == "two losses":
             found = found + 1e-4 * torch.logsumexp(logits.float(), -1).square().mean()
@@ -183,9 +175,8 @@ def test_what_a_gpu_keeps() -> None:
     kept = {}
     for chunked in (False, True):
         model = unallocated(lambda: Words("float", 16384), BF16)
-        call = torch.compile(
-            model, backend="fp8", options={"policy": HEAD_OFF, **(CHUNKED if chunked else {})}
-        )
+        options = {"policy": HEAD_OFF, **(CHUNKED if chunked else {})}
+        call = torch.compile(model, backend="fp8", options=options)
         tokens = torch.zeros(2, 1024, dtype=torch.int64)
         step = fake_gpu.trace(lambda call=call, tokens=tokens: call(tokens, tokens).backward())
         kept[chunked] = step.kept_for_backward

@@ -18,6 +18,7 @@ from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_graph")
 BYTES = TOKENS * TOP * WIDTH
+WGRAD_OFF = {"rules": [{"gemm": "wgrad", "fp8": "off"}, *ALL_FP8["rules"]]}
 
 
 @pytest.fixture
@@ -44,11 +45,8 @@ def records(layer: Any) -> list[CollectiveRecord]:
 
 def train(layer: Any, rank: int = 0, **options: Any) -> list[dict[str, Tensor]]:
     torch._dynamo.reset()
-    return steps(
-        layer,
-        torch.compile(layer, backend="fp8", options={"policy": ALL_FP8, **options}, fullgraph=True),
-        rank,
-    )
+    call = torch.compile(layer, backend="fp8", options={"policy": ALL_FP8, **options}, fullgraph=True)
+    return steps(layer, call, rank)
 
 
 @pytest.mark.slow
@@ -81,11 +79,7 @@ def test_the_same_bits_on_one_process(cls: type[Moved], recipe: str, one_process
     ("cls", "options", "reason"),
     [
         (Moved, {"recipe": "rowwise"}, "recipe 'rowwise' has more than one scale per tensor"),
-        (
-            Moved,
-            {"policy": {"rules": [{"gemm": "wgrad", "fp8": "off"}, *ALL_FP8["rules"]]}},
-            "wgrad in high precision: policy",
-        ),
+        (Moved, {"policy": WGRAD_OFF}, "wgrad in high precision: policy"),
         (AlsoRead, {}, None),  # what came is no operand of a matmul
     ],
 )

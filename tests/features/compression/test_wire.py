@@ -39,9 +39,8 @@ def test_a_block_that_is_not_finite_arrives_as_nan(bad: float) -> None:
 
 
 def test_a_model_of_one_process_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="neither wrapped in DistributedDataParallel nor sharded by fully_shard"
-    ):
+    wrong = "neither wrapped in DistributedDataParallel nor sharded by fully_shard"
+    with pytest.raises(ValueError, match=wrong):
         compress_gradients(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="takes the model"):
         compress_gradients(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]

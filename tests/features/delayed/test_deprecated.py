@@ -63,9 +63,8 @@ def test_a_file_of_0_2_0(kind: str, called: bool) -> None:
 @pytest.mark.feature("schedule", "weight_cache", "frozen")
 def test_old_names_warn_and_name_the_new_one() -> None:
     for name, new in RENAMED.items():
-        with pytest.warns(
-            DeprecationWarning, match=rf"fp8compile.{name} is now fp8compile.{new}\b"
-        ) as caught:
+        said = rf"fp8compile.{name} is now fp8compile.{new}\b"
+        with pytest.warns(DeprecationWarning, match=said) as caught:
             assert callable(getattr(fp8compile, name))
         assert caught[0].filename == __file__
         assert new in fp8compile.__all__ and name not in fp8compile.__all__
@@ -81,10 +80,9 @@ def test_old_functions_do_what_they_did() -> None:
     state = fp8compile.scaling_state(model)
     assert state.keys() == saved["one"].keys()
     assert all(same(row, saved["one"][name]) for name, row in state.items())
+    more = {**saved["one"], "2.weight.input.0": torch.ones(15)}
     with pytest.raises(fp8compile.StateError, match="unexpected"):
-        fp8compile.load_scaling_state(
-            model, {**saved["one"], "2.weight.input.0": torch.ones(15)}, strict=True
-        )
+        fp8compile.load_scaling_state(model, more, strict=True)
     run = compiled(model, policy={**POLICY, "schedule": {}}, amax_history_len=4)
     with fp8compile.dry_run():
         run(torch.ones(32, 64)).sum().backward()

@@ -1,5 +1,4 @@
-"""What cold calls leave in CUDA's caching allocator is given back once: by a model of several graphs, not
-while capturing."""
+"""What cold calls leave in CUDA's caching allocator is given back once a model, and not while capturing."""
 
 from __future__ import annotations
 

@@ -12,24 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.features.delayed.test_overflow import chain, step
 from tests.support import hooks
-from tests.support.harness import compiled, grads_of, load_scaling, noise, scaling_tensors, sqnr
-from tests.support.models import Positive, Stack
+from tests.support.harness import compiled, load_scaling, scaling_tensors, sqnr
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
-
-
-def chain() -> nn.Module:
-    return Stack(*map(Positive, range(3)))
-
-
-def step(run: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tensor]:
-    """A training call: its output, and all gradients."""
-    x = noise(32, 128, seed=1).abs().requires_grad_()
-    model.zero_grad()
-    y = run(x)
-    y.backward(noise(32, 128, seed=2).abs())
-    return [y.detach(), x.grad, *grads_of(model).values()]
 
 
 def scaled(model: nn.Module, factor: float) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from tests.equivalence.protocols import PROTOCOLS, Run
-from tests.features.delayed.test_state import GRADIENT, INPUT, call, constant, padded
+from tests.features.delayed.test_repeats import Blocks
+from tests.features.delayed.test_state import GRADIENT, INPUT, call, constant, padded, ready
 from tests.support import hooks
 from tests.support.harness import compiled, grads_of, histories, load_scaling, noise, scaling_tensors
 from tests.support.hooks import slots_of
@@ -36,8 +37,7 @@ def sgd(model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
 
 def trained(value: float = 1.0) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """A linear that has made one step on 1.0."""
-    model = linear(value)
-    run = compiled(model)
+    model, run = ready(value)
     call(run, 1.0)
     sgd(model).step()
     return model, run
@@ -62,8 +62,7 @@ def test_a_forward_without_a_backward_holds_nothing_back_after_a_step() -> None:
 
 @pytest.mark.parametrize(("cold", "most"), [(True, 32), (False, 64)])
 def test_without_an_optimizer_it_is_given_up(cold: bool, most: int) -> None:
-    model = linear()
-    run = compiled(model)
+    model, run = ready()
     if not cold:
         call(run, 1.0)
         call(run, 1.0)
@@ -79,8 +78,7 @@ def test_forwards_of_another_model_hold_nothing_back() -> None:
     """A teacher that is called with gradients, or a generator whose discriminator steps first."""
     other = linear()
     stray = [call(compiled(other), 8.0, None)]
-    model = linear()
-    run = compiled(model)
+    model, run = ready()
     for value in (1.0, 2.0, 4.0):
         stray.append(call(compiled(other), 8.0, None))
         call(run, value)
@@ -226,8 +224,7 @@ def test_a_state_that_is_loaded_between_forward_and_backward() -> None:
 
 def test_scales_stay_where_graphs_are_recorded_also_after_a_load() -> None:
     """A replay reads what was loaded at the address that it was recorded with."""
-    model = linear()
-    run = compiled(model, **{"triton.cudagraphs": True})
+    model, run = ready(**{"triton.cudagraphs": True})
     for _ in range(2):
         call(run, 1.0)
     saved = scaling_tensors(model)
@@ -278,35 +275,13 @@ def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
 EVENTS = st.lists(st.sampled_from("fffbbbrse?"), min_size=6, max_size=18).map("".join)
 
 
-class Blocks(nn.Module):
-    """Two blocks, compiled one by one; the second one runs twice in one checkpoint."""
-
-    def __init__(self, checkpointed: bool, **options: Any) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(make(Mlp) for _ in range(2))
-        self.checkpointed = checkpointed
-        for block in self.blocks:
-            block.compile(backend="fp8", options=options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for times, block in enumerate(self.blocks, 1):
-
-            def several(y: Tensor, times: int = times, block: nn.Module = block) -> Tensor:
-                for _ in range(times):
-                    y = block(y)
-                return y
-
-            x = checkpoint(several, x, use_reentrant=False) if self.checkpointed else several(x)
-        return x
-
-
 def by_schedule(
     events: str, checkpointed: bool, others: bool, late: bool = False, rank: int = 0, **options: Any
 ) -> list[Tensor]:
     """Outputs, gradients and state of a training. f: forward; b, r: the backward of the oldest, or newest,
     forward; s: a step, with `late` also while forwards wait. `others`: also evaluations (e) and reads of the
     state (?)."""
-    model = Blocks(checkpointed, **options)
+    model = Blocks((1, 2), checkpointed, **options)
     optimizer, seen, waiting = sgd(model, 0.05), list[Tensor](), list[Tensor]()
     for i, event in enumerate(events):
         if event == "f":
@@ -356,9 +331,8 @@ def test_the_report_counts_cold_calls() -> None:
     for step in range(3):
         run(noise(16, 128, seed=step)).sum().backward()
     (graph,) = fp8compile.report(model).graphs
-    assert (graph.cold_calls, graph.later_cold_calls) == (1, 0) and "cold" not in str(
-        fp8compile.report(model)
-    )
+    assert (graph.cold_calls, graph.later_cold_calls) == (1, 0)
+    assert "cold" not in str(fp8compile.report(model))
     model.load_state_dict(model.state_dict())
     run(noise(16, 128)).sum().backward()
     report = fp8compile.report(model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support import hooks
 from tests.support.harness import compiled, grads_of, histories, noise, sqnr
@@ -26,30 +26,17 @@ def seen(run: Callable[..., Any], value: float, grad: float | None = 1.0) -> flo
     return round(y[0, 0].item() / 128, 2)
 
 
-def test_the_steps_after_a_jump() -> None:
-    """100 saturates with the scale of 1. The next step has the scale of 100; and no step is cold."""
-    model = linear(1.0)
-    run = compiled(model)
-    with hooks.cold_calls() as cold:
-        for _ in range(3):
-            assert seen(run, 1.0) == 1.0
-        assert [seen(run, 100.0) for _ in range(2)] == [1.0, 100.0]
-        assert [seen(run, 300.0) for _ in range(2)] == [100.0, 300.0]
-    assert cold == [True] + [False] * 6
-
-
 ZERO = 0.0  # the gradient; None: no backward
 
 
 @pytest.mark.parametrize(
     ("options", "calls"),
     [
+        # 100 saturates with the scale of 1, and the next step has the scale of 100
+        ({}, [(1.0, 1.0), (100.0, 1.0), (100.0, 100.0), (300.0, 100.0), (300.0, 300.0)]),
         # twice the range of the scale is not yet an overflow: the scale is not due
         ({"interval": 9}, [(1.0, 1.0), (1.9, 1.0), (1.9, 1.0), (2.1, 1.0), (2.1, 2.1)]),
-        (
-            {"interval": 9},
-            [(1.0, 1.0), (100.0, 1.0), (100.0, 100.0), (900.0, 100.0), (900.0, 900.0)],
-        ),
+        ({"interval": 9}, [(1.0, 1.0), (100.0, 1.0), (100.0, 100.0), (900.0, 100.0), (900.0, 900.0)]),
         ({"interval": 9, "on_overflow": "saturate"}, [(1.0, 1.0), (100.0, 1.0), (100.0, 1.0)]),
         # a gradient that has only been zero makes calls cold: a slot that has a scale uses it
         ({}, [(1.0, 1.0, ZERO), (1.0, 1.0, ZERO), (1000.0, 1.0, ZERO), (1000.0, 1000.0, ZERO)]),
@@ -57,10 +44,11 @@ ZERO = 0.0  # the gradient; None: no backward
         ({}, [(1.0, 1.0), *[(2.0**-30, 0.0)] * 2, (2.0**-30, 2.0**-30)]),
         ({}, [(1.0, 1.0), (0.0, 0.0), (3.0, 1.0)]),  # zeros are no underflow: the history stays
         ({}, [(1.0, 1.0), (1e6, 1.0), (1.0, 0.0), (1.0, 1.0)]),  # a spike is forgotten
+        ({}, [(1.0, 1.0), (1e-7, 0.0), (1.0, 1.0)]),  # one odd batch changes no scale
     ],
     ids=[
-        *["fits", "overflows", "saturate", "zero gradient", "underflow, saturate", "underflow", "zeros"],
-        "spike",
+        *("jumps", "fits", "overflows", "saturate", "zero gradient", "underflow, saturate", "underflow"),
+        *("zeros", "spike", "odd batch"),
     ],
 )
 def test_what_each_call_reads(options: dict[str, Any], calls: list[tuple]) -> None:
@@ -94,6 +82,17 @@ def test_a_gradient(options: dict[str, Any], covered: float) -> None:
 
 def chain() -> nn.Module:
     return Stack(*map(Positive, range(4)))
+
+
+def step(
+    run: Callable[[Tensor], Tensor], model: nn.Module, inputs: float = 1.0, grads: float = 1.0
+) -> list[Tensor]:
+    """A training call on batches times these factors: its output, and all gradients."""
+    x = (noise(32, 128, seed=1).abs() * inputs).requires_grad_()
+    model.zero_grad()
+    y = run(x)
+    y.backward(noise(32, 128, seed=2).abs() * grads)
+    return [y.detach(), x.grad, *grads_of(model).values()]
 
 
 def load(model: nn.Module, factor: float) -> None:
@@ -136,9 +135,8 @@ def test_weights_loaded_later_against_the_reference(options: dict[str, Any], fac
                 sides.append([y, x.grad, *grads_of(parameters).values()])
             for got, expected in zip(*sides, strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-            assert histories(model) == {
-                key: (slot.history, slot.scale) for key, slot in reference.slots.items()
-            }, call
+            moved = {key: (slot.history, slot.scale) for key, slot in reference.slots.items()}
+            assert histories(model) == moved, call
     assert cold == [True] + [False] * 7
 
 
@@ -157,54 +155,28 @@ def test_an_infinity_after_an_overflow() -> None:
 # -- tensors that become much smaller than their history
 
 
-def smaller_weights(model: Any) -> None:
-    load(model, 1e-3)
-
-
-def smaller_batch(model: Any) -> None:
-    model.inputs = 1e-5
-
-
-def smaller_loss(model: Any) -> None:
-    model.grads = 1e-6
-
-
 @pytest.mark.cases(slow=2)
-@pytest.mark.parametrize("change", [smaller_weights, smaller_batch, smaller_loss])
+@pytest.mark.parametrize(
+    ("weights", "inputs", "grads"), [(1e-3, 1.0, 1.0), (1.0, 1e-5, 1.0), (1.0, 1.0, 1e-6)], ids=str
+)
 @pytest.mark.parametrize(
     "options", [{}, {"amax_history_len": 64}, {"interval": 4, "margin": 2}, {"fp8_format": "e4m3"}], ids=str
 )
-def test_what_a_spike_leaves(change: Any, options: dict[str, Any]) -> None:
+def test_what_a_spike_leaves(weights: float, inputs: float, grads: float, options: dict[str, Any]) -> None:
     """A layer is exact two calls after it is smaller, whatever the histories remember; what it has hidden of
     the next layer, as many calls later."""
     model, plain = chain(), chain()
     run = compiled(model, **options)
 
-    def errors() -> list[float]:
-        found = []
-        for side, net in ((plain, plain), (run, model)):
-            x = (noise(32, 128, seed=1).abs() * getattr(net, "inputs", 1.0)).requires_grad_()
-            net.zero_grad()
-            y = side(x)
-            y.backward(noise(32, 128, seed=2).abs() * getattr(net, "grads", 1.0))
-            found.append([y.detach(), x.grad, *grads_of(net).values()])
-        return [sqnr(*pair) for pair in zip(*found, strict=True)]
+    def error(inputs: float = 1.0, grads: float = 1.0) -> float:
+        pairs = zip(step(plain, plain, inputs, grads), step(run, model, inputs, grads), strict=True)
+        return min(sqnr(*pair) for pair in pairs)
 
-    before = [min(errors()) for _ in range(4)]
+    before = [error() for _ in range(4)]
     for net in (model, plain):
-        change(net)
-    after = [min(errors()) for _ in range(12)]
+        load(net, weights)
+    after = [error(inputs, grads) for _ in range(12)]
     assert before[-1] > 24 and min(after[-3:]) > before[-1] - 6, (before, after)
-
-
-def test_one_odd_batch_changes_no_scale() -> None:
-    model = linear(1.0)
-    run = compiled(model)
-    seen(run, 1.0)
-    (before,) = (slot.scale() for (_, role, _), slot in hooks.slots_of(model).items() if role == "input")
-    seen(run, 1e-7)
-    (after,) = (slot.scale() for (_, role, _), slot in hooks.slots_of(model).items() if role == "input")
-    assert before == after and seen(run, 1.0) == 1.0
 
 
 def test_no_warm_call_runs_unfused() -> None:

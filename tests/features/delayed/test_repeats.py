@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,34 +25,30 @@ SCHEDULES = {  # micro-batches: n goes forward, ~n backward
 
 
 class Blocks(nn.Module):
-    """Two blocks, compiled one by one; each runs `loops` times in a row, in one checkpoint."""
+    """Blocks that are compiled one by one. Each runs so often in a row, in one checkpoint."""
 
-    def __init__(self, loops: int, checkpointed: bool) -> None:
+    def __init__(self, loops: Sequence[int], checkpointed: bool, **options: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(make(ResidualMlp) for _ in range(2))
+        self.blocks = nn.ModuleList(make(ResidualMlp) for _ in loops)
         self.loops, self.checkpointed = loops, checkpointed
+        for block in self.blocks:
+            block.compile(backend="fp8", options=options)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = (
-                checkpoint(self.loop, block, x, use_reentrant=False)
-                if self.checkpointed
-                else self.loop(block, x)
-            )
+        for given in zip(self.blocks, self.loops, strict=True):
+            x = checkpoint(loop, x, *given, use_reentrant=False) if self.checkpointed else loop(x, *given)
         return x
 
-    def loop(self, block: nn.Module, x: Tensor) -> Tensor:
-        for _ in range(self.loops):
-            x = block(x)
-        return x
+
+def loop(x: Tensor, block: nn.Module, times: int) -> Tensor:
+    for _ in range(times):
+        x = block(x)
+    return x
 
 
 def trained(loops: int, checkpointed: bool, schedule: str, options: dict[str, Any]) -> list[Tensor]:
-    """Outputs and gradients, step by step. Weights grow four-fold at one step, as in a spike, and are as
-    before at another."""
-    model, seen = Blocks(loops, checkpointed), []
-    for block in model.blocks:
-        block.compile(backend="fp8", options=options)
+    """Outputs and gradients, step by step. Weights grow four-fold at one step, and shrink at another."""
+    model, seen = Blocks((loops, loops), checkpointed, **options), []
     for step, factor in enumerate((1.0, 4.0, 0.25, 1.0)):
         for weight in model.parameters():
             weight.data.mul_(factor)

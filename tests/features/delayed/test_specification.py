@@ -47,11 +47,7 @@ def twice(node: Node) -> None:
 
 
 ROWS = [
-    (
-        "stored scales are read of the input",
-        slot_ops.delayed_scale,
-        lambda x: x.update_arg(0, x.args[1]),
-    ),
+    ("stored scales are read of the input", slot_ops.delayed_scale, lambda x: x.update_arg(0, x.args[1])),
     ("stored scales are read of the input", slot_ops.delayed_inverse, valued(0, shape=(16, 4))),
     ("a slot is a row", slot_ops.delayed_scale, given(2, 16)),
     ("a slot is a row", slot_ops.delayed_inverse, given(2, -1)),
@@ -79,12 +75,7 @@ def test_a_joint_graph_that_breaks_a_rule(says: str, target: Any, mutate: Callab
 
 SINGLE = [
     (slot_ops.votes, (of(WIDE, 16, 3, 4), [0, 3]), "a slot is a row", given(1, [16])),
-    (
-        slot_ops.agreed_scale,
-        (of(WIDE, 3), of(WIDE, 1), 1, "g", 448.0, 0),
-        "one of the votes",
-        given(2, 2),
-    ),
+    (slot_ops.agreed_scale, (of(WIDE, 3), of(WIDE, 1), 1, "g", 448.0, 0), "one of the votes", given(2, 2)),
 ]
 
 

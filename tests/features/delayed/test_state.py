@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.support.harness import (
 )
 from tests.support.hooks import slots_of
 from tests.support.models import Branches, Mlp, Parallel, Stack, linear, make
-from tests.support.reference_casts import scale_of
+from tests.support.reference_casts import float32, scale_of
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs, pytest.mark.compat]
 
@@ -50,6 +51,12 @@ def constant(value: float, rows: int = 16) -> Tensor:
     return torch.full((rows, 128), value)
 
 
+def ready(weight: float = 0.5, **options: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A linear layer, and what it is compiled to."""
+    model = linear(weight)
+    return model, compiled(model, **options)
+
+
 def call(run, value: float = 1.0, grad: float | None = 1.0, rows: int = 16) -> Tensor:
     """One training call on constants: x = value, and dy = grad (None: no backward)."""
     y = run(constant(value, rows).requires_grad_())
@@ -66,8 +73,7 @@ def padded(values: list[float], length: int = 16) -> list[float]:
 
 
 def test_history_and_scale_after_known_inputs() -> None:
-    model = linear(0.5)
-    run = compiled(model, amax_history_len=3, on_overflow="saturate")
+    model, run = ready(0.5, amax_history_len=3, on_overflow="saturate")
     seen: dict[str, list[float]] = {"x": [], "dy": []}
     for x, dy in ((1.0, 8.0), (4.0, 2.0), (2.0, 1e-9), (0.5, 1e-9), (0.25, 3e-9), (0.0, 0.0)):
         call(run, x, dy)
@@ -78,18 +84,14 @@ def test_history_and_scale_after_known_inputs() -> None:
         for key, values, fp8_max in ((INPUT, seen["x"], 448.0), (GRADIENT, seen["dy"], 57344.0 / 2**11)):
             assert state[key].history() == padded(values, 3)[:3]
             assert state[key].scale() == scale_of(max(values[:3]), fp8_max)
-            assert (
-                state[key].scale_inv()
-                == torch.tensor(1.0 / state[key].scale(), dtype=torch.float64).float().item()
-            )
+            assert state[key].scale_inv() == float32(1.0 / state[key].scale())
         assert state[WEIGHT].history() == padded([0.5] * len(seen["x"]), 3)[:3]
         assert state[WEIGHT].scale() == 896.0
 
 
 def test_interval() -> None:
     """Scales change at the first non-zero amax, and at every third call from there."""
-    model = linear()
-    run = compiled(model, interval=3, on_overflow="saturate")
+    model, run = ready(interval=3, on_overflow="saturate")
     values = (0.0, 1.0, 2.0, 4.0, 2.0, 8.0, 1.0, 1.0)
     scales = (1.0, 448.0, 448.0, 448.0, 112.0, 112.0, 112.0, 56.0)
     for value, scale in zip(values, scales, strict=True):
@@ -112,8 +114,7 @@ def test_a_longer_history_that_comes_back() -> None:
 
 
 def test_quantizes_with_the_scale_of_earlier_calls() -> None:
-    model = linear(1.75)
-    run = compiled(model)
+    model, run = ready(1.75)
     for value, expected in ((1.75, 1.75), (7.0, 1.75), (7.0, 7.0), (1.0, 1.0)):
         # sums of 128 equal products: exact in any order
         torch.testing.assert_close(call(run, value), constant(expected * 1.75 * 128), rtol=1e-6, atol=0)
@@ -143,8 +144,7 @@ def test_a_slot_that_saw_only_zeros_is_cold(zeros: int) -> None:
 
 def test_eval_and_no_grad_do_not_move_it() -> None:
     """Before all training calls, between them, and between a forward and its backward. It is exact."""
-    model = linear()
-    run = compiled(model)
+    model, run = ready()
     x = noise(16, 128)
     exact = model(x).detach()
     with torch.no_grad():
@@ -207,8 +207,7 @@ def test_a_recomputation_reads_what_its_forward_read() -> None:
 def test_a_checkpoint_with_hooks_of_the_user_inside() -> None:
     """Offloading sets hooks of its own inside of the checkpoint, which then are the topmost ones in the
     recomputation, too."""
-    model = linear()
-    run = compiled(model)
+    model, run = ready()
 
     def block(x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept):
@@ -243,8 +242,7 @@ def test_a_non_finite_batch_leaves_no_trace(bad: float, when: int) -> None:
 
 
 def test_a_non_finite_gradient_moves_the_forward_only() -> None:
-    model = linear()
-    run = compiled(model)
+    model, run = ready()
     call(run, 1.0, 1.0)
     y = call(run, 2.0, None)
     grad = torch.ones_like(y)
@@ -258,8 +256,7 @@ def test_a_non_finite_gradient_moves_the_forward_only() -> None:
 
 @pytest.mark.usefixtures("apart")
 def test_a_batch_without_rows_does_not_move_it() -> None:
-    model = linear()
-    run = compiled(model)
+    model, run = ready()
     call(run, 2.0, 2.0)
     before = histories(model)
     y = call(run, 1.0, 1.0, rows=0)
@@ -270,8 +267,7 @@ def test_a_batch_without_rows_does_not_move_it() -> None:
 
 
 def test_the_state_dict_is_untouched() -> None:
-    model = linear(0.5)
-    run = compiled(model)
+    model, run = ready(0.5)
     before = model.state_dict().keys()
     call(run, 2.0)
     assert model.state_dict().keys() == before and not list(model.buffers())
@@ -286,8 +282,7 @@ def test_the_state_dict_is_untouched() -> None:
 
 @pytest.mark.usefixtures("apart")
 def test_a_recompile_keeps_the_history() -> None:
-    model = linear()
-    run = compiled(model)
+    model, run = ready()
     for i, rows in enumerate((16, 32, 48, 16, 7)):
         call(run, float(i + 1), float(i + 1), rows=rows)
     for value in (6.0, 7.0):  # frozen, and thawed
@@ -351,8 +346,7 @@ def test_more_instances_than_the_recompile_limit() -> None:
 
 
 def test_a_deleted_model_frees_its_state() -> None:
-    model = linear()
-    run = compiled(model)
+    model, run = ready()
     for value in (1.0, 2.0):
         call(run, value)
     page = next(iter(slots_of(model).values())).page

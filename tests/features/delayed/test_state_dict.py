@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile.errors import StateError
-from tests.support.harness import compiled, grads_of, histories, load_scaling, noise, scaling_tensors
+from tests.support.harness import (
+    compiled,
+    grads_of,
+    histories,
+    load_scaling,
+    noise,
+    reloaded,
+    scaling_tensors,
+)
 from tests.support.hooks import slots_of
 from tests.support.models import Mlp, Stack, Twice, make
 
@@ -31,14 +38,6 @@ def train(run, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, l
         optimizer.step()
         losses.append(loss.detach())
     return losses
-
-
-def saved(x: Any) -> Any:
-    """x after torch.save and torch.load."""
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 class Zero(Mlp):
@@ -69,7 +68,7 @@ def test_a_resumed_run_is_the_same(build, stop: int, before: bool, options: dict
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     run = compiled(model, **options)
     losses = train(run, model, optimizer, 0, stop)
-    file = saved((model.state_dict(), optimizer.state_dict(), scaling_tensors(model)))
+    file = reloaded((model.state_dict(), optimizer.state_dict(), scaling_tensors(model)))
     losses = train(run, model, optimizer, stop, end)
     other = make(build, seed=99)
     second = torch.optim.Adam(other.parameters(), 1e-2)
@@ -153,9 +152,8 @@ def state_of_mlp() -> dict[str, Tensor]:
 
 def test_another_model(caplog: pytest.LogCaptureFixture) -> None:
     model = make(Twice)
-    with pytest.raises(
-        StateError, match="unexpected: up.weight.input.0 .the model has no up.weight"
-    ) as caught:
+    wrong = "unexpected: up.weight.input.0 .the model has no up.weight"
+    with pytest.raises(StateError, match=wrong) as caught:
         load_scaling(model, state_of_mlp(), strict=True)
     assert len(caught.value.differences) == 6 and isinstance(caught.value, ValueError)
     assert not slots_of(model)

@@ -44,8 +44,7 @@ def divided(a: float, b: float) -> float:
 
 
 def moved(page: Tensor, *calls: list[float] | Tensor, first: int = 0, parts: tuple[int, ...] = ()) -> Tensor:
-    """The page after calls whose amaxes are these, of rows from `first` on. `parts`: of each row; one part,
-    if none is given."""
+    """The page after calls with these amaxes of rows from `first` on. `parts`: of rows; one by default."""
     amaxes = state_page.new_amaxes(page.shape[0], page.device)
     for seen in calls:
         amaxes = ops.raised_of(amaxes, [torch.as_tensor(seen)], [first])
@@ -208,8 +207,7 @@ def test_one_tensor_that_is_not_finite_stops_its_part(bad: float) -> None:
 
 
 def test_rows_that_no_call_has_raised_stay() -> None:
-    """So does what they say of amaxes that were not finite; also in a part that moves, or that stops. An amax
-    of zero has been seen."""
+    """So do marks of amaxes that were not finite, also if the part moves or stops. Zero has been seen."""
     slot = state_page.SlotSettings(E4M3, 4, 1)
     page = state_page.new_page(5, 4, torch.device("cpu"), [slot] * 5)
     page = moved(page, [1.0, 2.0, 4.0, 8.0, 16.0])

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import hooks
-from tests.support.harness import ALL_FP8
+from tests.support.harness import ALL_FP8, like, noise
 from tests.support.models import Moe
+from tests.support.stepped import stepped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BF16 = torch.bfloat16
@@ -22,9 +23,7 @@ class Sorted(nn.Module):
     def __init__(self, back: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.back = back
-        self.weight = nn.Parameter(
-            torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(0)).to(BF16)
-        )
+        self.weight = nn.Parameter(noise(2, 128, 128, dtype=BF16))
 
     def forward(self, x: Tensor) -> Tensor:
         order = x[:, 0].sort()[1]
@@ -39,17 +38,15 @@ def inverse(order: Tensor, copies: int = 1) -> Tensor:
 
 
 def train(model: nn.Module) -> tuple[dict[str, Tensor], int]:
-    """The gradients of a step, and how many scatters of matrices are in the joint graph."""
+    """The output and gradients of a step, and how many scatters of matrices are in the joint graph."""
     torch._dynamo.reset()
-    model.zero_grad()
-    x = torch.randn(40, 128, generator=torch.Generator().manual_seed(1)).to(BF16).requires_grad_()
+    run = torch.compile(model, backend="fp8", options={"recipe": "tensorwise", "policy": ALL_FP8})
     with hooks.joint_graphs() as graphs:
-        y = torch.compile(model, backend="fp8", options={"recipe": "tensorwise", "policy": ALL_FP8})(x)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(BF16))
+        made = stepped(run, model, [noise(40, 128, seed=1, dtype=BF16)], lambda y: like(y, 2))
     (graph,) = graphs
     nodes = graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default)
     left = sum(node.meta["val"].dim() == 2 for node in nodes)
-    return {"dx": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}, left  # type: ignore[dict-item]
+    return made, left
 
 
 # of a layer of experts: the gather of tokens reads rows more than once, so its backward stays a scatter

@@ -18,7 +18,6 @@ from fp8compile.features.export.forwards import Forward
 from tests.features.export.small import (
     FP8,
     Small,
-    bits,
     decompressed,
     evaluated,
     exported,
@@ -30,7 +29,7 @@ from tests.support.harness import load_scaling, sqnr
 from tests.support.hooks import phases_afresh, slots_of
 from tests.support.models import SwiGlu
 from tests.support.reference_casts import OCP, Quantized, quantize
-from tests.support.served import config_of, serve, tensors_of
+from tests.support.served import alike, config_of, same, serve, tensors_of
 
 pytest.importorskip("safetensors")
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
@@ -50,10 +49,6 @@ def stored(directory: Path, name: str) -> Quantized:
     return Quantized(tensors[f"{name}.weight"], tensors[key], (0, 0))
 
 
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
-
-
 @pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
@@ -66,7 +61,7 @@ def test_bytes_and_scales_of_current_scaling(recipe: str, dtype: torch.dtype, tm
     for name in FP8:
         weight = model.get_submodule(name).weight
         expected, found = quantize(weight, E4M3, block, rounded=rounded), stored(made.directory, name)
-        assert same_bytes(found.values, expected.values), name
+        assert same(found.values, expected.values), name
         assert found.scale_inv.dtype == torch.float32
         assert torch.equal(found.scale_inv.reshape(expected.scale_inv.shape), expected.scale_inv), name
     if dtype == torch.float32:
@@ -129,7 +124,7 @@ def test_margin_and_power_of_2_are_in_the_scale(tmp_path: Path) -> None:
     options: Any = {"margin": (0, 1, 0), "power_of_2_scale": True, "policy": rules}
     model, _, made = exported(tmp_path, "tensorwise", **options)
     expected, found = quantize(model.up.weight, E4M3, margin=1, rounded=True), stored(made.directory, "up")
-    assert same_bytes(found.values, expected.values) and found.scale_inv.item() == expected.scale_inv.item()
+    assert same(found.values, expected.values) and found.scale_inv.item() == expected.scale_inv.item()
     assert set(made.layers) == {"up"} and tensors_of(made.directory)["down.weight"].dtype == torch.float32
 
 
@@ -144,7 +139,7 @@ def test_delayed_takes_the_scales_of_its_state(tmp_path: Path) -> None:
     for name in FP8:
         slots = {role: slots_of(model)[f"{name}.weight", role, 0] for role in ("weight", "input")}
         expected = quantize(model.get_submodule(name).weight, E4M3, scale=slots["weight"].scale())
-        assert same_bytes(tensors[f"{name}.weight"], expected.values), name
+        assert same(tensors[f"{name}.weight"], expected.values), name
         assert tensors[f"{name}.weight_scale"].tolist() == [slots["weight"].scale_inv()]
         assert tensors[f"{name}.input_scale"].tolist() == [slots["input"].scale_inv()]
     values = tensors["up.weight"].float()
@@ -162,10 +157,7 @@ def test_torchs_default_dtype_is_that_of_no_scale(tmp_path: Path) -> None:
         found = tensors_of(fp8compile.export(compiled, tmp_path / "out").directory)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert found.keys() == usual.keys() and "up.input_scale" in found
-    for name, tensor in found.items():
-        assert tensor.dtype == usual[name].dtype, name
-        assert torch.equal(bits(tensor), bits(usual[name])), name
+    assert alike(found, usual) and "up.input_scale" in found
 
 
 @pytest.mark.feature("schedule")
@@ -191,14 +183,14 @@ def test_delayed_without_a_history_takes_the_current_amax(tmp_path: Path) -> Non
     load_scaling(model, None)
     made = fp8compile.export(compiled, tmp_path / "out")
     assert "up.input_scale" not in tensors_of(made.directory)
-    assert same_bytes(stored(made.directory, "up").values, quantize(model.up.weight, E4M3).values)
+    assert same(stored(made.directory, "up").values, quantize(model.up.weight, E4M3).values)
     model = Small()
     compiled = trained(model, 2)
     with torch.no_grad():
         model.up.weight.mul_(8.0)
     compiled(tokens(5)).sum().backward()
     made = fp8compile.export(compiled, tmp_path / "other")
-    assert same_bytes(stored(made.directory, "up").values, quantize(model.up.weight, E4M3).values)
+    assert same(stored(made.directory, "up").values, quantize(model.up.weight, E4M3).values)
     slot = slots_of(model)["down.weight", "weight", 0]
     assert stored(made.directory, "down").scale_inv.item() == slot.scale_inv()
 
@@ -231,7 +223,7 @@ def test_merged_weights_share_a_scale(tmp_path: Path) -> None:
     scale = 1.0 / quantize(up, E4M3).scale_inv.double().item()
     for name, weight in {"1.gate": gate, "1.up": up}.items():
         expected = quantize(weight, E4M3, scale=scale).values
-        assert same_bytes(stored(made.directory, name).values, expected), name
+        assert same(stored(made.directory, name).values, expected), name
     assert gate.abs().max() < up.abs().max()
 
 
@@ -251,8 +243,7 @@ def test_what_is_not_fp8_is_written_as_it_is(tmp_path: Path) -> None:
 
 
 def test_scales_that_no_format_has() -> None:
-    """Inputs with a scale a row, weights with one for 128 x 128: servers would scale inputs otherwise than
-    training did."""
+    """Inputs scaled by rows, weights by 128 x 128: servers would scale inputs otherwise than training did."""
     weight, data = fp8compile.Recipe("blockwise"), fp8compile.Recipe("rowwise")
     made = Forward("new", weight=weight.scaling("weight", "fprop"), data=data.scaling("input", "fprop"))
     known: Any = [SimpleNamespace(forward=made)]
@@ -317,9 +308,7 @@ def test_files(tmp_path: Path) -> None:
     names = {path.name for path in made.directory.iterdir()}
     assert names == {*again.files, "tokenizer.json"} and "model.safetensors" not in names and len(names) > 4
     index = json.loads((made.directory / "model.safetensors.index.json").read_text())
-    parts = tensors_of(made.directory)
-    assert set(index["weight_map"]) == set(parts) == set(whole)
-    assert all(same_bytes(parts[name].reshape(-1), whole[name].reshape(-1)) for name in whole)
+    assert alike(tensors_of(made.directory), whole) and set(index["weight_map"]) == set(whole)
 
 
 def test_tied_and_overlapping_tensors_have_their_own_memory(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fp8compile.features.export.checkpoint_formats import WEIGHTS
 from tests.features.export.small import Small, decompressed, evaluated, exported, tokens
 from tests.support.harness import sqnr
 from tests.support.reference_casts import OCP, Quantized, quantize
-from tests.support.served import config_of, serve, tensors_of
+from tests.support.served import config_of, same, serve, tensors_of
 
 pytest.importorskip("safetensors")
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
@@ -34,20 +34,17 @@ def uneven(path: Path, block: tuple[int, int], hidden: int = 256, **options: Any
 
 
 def expected(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Bytes of the values and of the scales, by the oracle's cast: 2**(byte - 127) multiplies the values."""
+    """Values, and the bytes of their scales, by the oracle's cast: 2**(byte - 127) multiplies the values."""
     made = quantize(weight, E4M3, block, rounded=True)
     fraction, exponent = torch.frexp(made.scale_inv.double())
     assert (fraction == 0.5).all()  # powers of two
     scales = (exponent - 1 + 127).repeat_interleave(block[0], 0)[: len(weight)]
-    return made.values.view(torch.uint8), scales.to(torch.uint8)
+    return made.values, scales.to(torch.uint8)
 
 
 def assert_as_expected(directory: Path, name: str, weight: Tensor, block: tuple[int, int]) -> None:
     tensors, (values, scales) = tensors_of(directory), expected(weight, block)
-    assert tensors[f"{name}.weight"].dtype == torch.float8_e4m3fn
-    assert tensors[f"{name}.weight_scale"].dtype == torch.uint8
-    assert torch.equal(tensors[f"{name}.weight"].view(torch.uint8), values)
-    assert torch.equal(tensors[f"{name}.weight_scale"], scales)
+    assert same(tensors[f"{name}.weight"], values) and same(tensors[f"{name}.weight_scale"], scales)
 
 
 @pytest.mark.cases(test=1, slow=1)
@@ -64,7 +61,7 @@ def test_the_ends_of_the_range(block: tuple[int, int], margin: int, tmp_path: Pa
     quantized = quantize(model.up.weight, E4M3, block, margin, rounded=True)
     tensors = tensors_of(made.directory)
     values, scales = tensors["up.weight"], tensors["up.weight_scale"]
-    assert torch.equal(values.view(torch.uint8), quantized.values.view(torch.uint8))
+    assert same(values, quantized.values)
     decoded = values.double() * torch.exp2(scales.double() - 127.0).repeat_interleave(32, 1)
     assert torch.equal(decoded, quantized.exact())
     assert scales[0, 0] == 127 and not values[:32, :32].float().any()  # zeros have the scale 1

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import fp8compile
-from tests.features.export.small import Small, bits, tokens
-from tests.support.processes import on_ranks
-from tests.support.served import tensors_of
+from tests.features.export.small import Small, tokens
+from tests.support.processes import error_of, on_ranks
+from tests.support.served import alike, same, tensors_of
 
 pytest.importorskip("safetensors")
 LIMIT = 120.0  # seconds, of each test
@@ -56,28 +56,26 @@ def _written(rank: int, folder: str) -> Any:
 @pytest.mark.feature("load")
 def test_a_file_a_rank(tmp_path: Path) -> None:
     """Shares are equal but for one tensor. A second export takes the place of the first."""
-    (made, before, again), (other, _, same) = on_ranks(2, _written, str(tmp_path), limit=LIMIT)
-    assert made == other and again == same
+    (made, before, again), (other, _, third) = on_ranks(2, _written, str(tmp_path), limit=LIMIT)
+    assert made == other and again == third
     pair = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert made.files == (*pair, "config.json", INDEX) and sorted(before) == sorted(made.files)
     index = json.loads(before[INDEX])
     assert set(index["weight_map"].values()) == set(pair)
     sizes = [len(before[name]) for name in pair]
     assert abs(sizes[0] - sizes[1]) <= 4 * 96 * 128  # bytes of the largest tensor
-    assert len(again.files) > 6 and sorted(files(tmp_path / "out")) == sorted(
-        (*again.files, "tokenizer.json")
-    )
+    assert len(again.files) > 6
+    assert sorted(files(tmp_path / "out")) == sorted((*again.files, "tokenizer.json"))
     first = tmp_path / "first"
     first.mkdir()
     for name, content in before.items():
         (first / name).write_bytes(content)
-    one, two = tensors_of(first), tensors_of(tmp_path / "out")
-    assert one.keys() == two.keys() == index["weight_map"].keys()
-    assert all(torch.equal(bits(x), bits(two[name])) for name, x in one.items())
+    one = tensors_of(first)
+    assert alike(one, tensors_of(tmp_path / "out")) and one.keys() == index["weight_map"].keys()
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in one.values())
     model = Small()
     assert "2 layers held in FP8" in str(fp8compile.load_fp8(model, first))
-    assert torch.equal(bits(model.up.weight.data_), bits(one["up.weight"]))
+    assert same(model.up.weight.data_, one["up.weight"])
 
 
 class One(nn.Module):
@@ -109,9 +107,7 @@ def test_replicas_of_shards_and_ranks_with_nothing_to_write(tmp_path: Path) -> N
 
 
 def _error(model: Any, *args: Any, **options: Any) -> str:
-    with pytest.raises(Exception) as raised:
-        fp8compile.export(model, *args, **options)
-    return f"{type(raised.value).__name__}: {raised.value}"
+    return error_of(lambda: fp8compile.export(model, *args, **options))
 
 
 def _errors(rank: int, folder: str) -> list[str]:

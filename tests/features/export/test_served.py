@@ -22,7 +22,7 @@ from tests.features.export.small import FP8, Small, bits, tokens, trained
 from tests.support import hooks
 from tests.support.harness import noise
 from tests.support.processes import on_ranks
-from tests.support.served import config_of, tensors_of
+from tests.support.served import alike, config_of, same, tensors_of
 
 pytest.importorskip("safetensors")
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
@@ -30,15 +30,6 @@ pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 SCALES = ("weight_scale", "weight_scale_inv")
 E4M3 = torch.float8_e4m3fn
 LIMIT = 120.0  # seconds, of each test with several processes
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Names, their order, dtypes, shapes and bytes."""
-    pairs = zip(one.items(), other.items(), strict=True)
-    return all(
-        a == b and x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y))
-        for (a, x), (b, y) in pairs
-    )
 
 
 def multiplied(call: Callable[[], Any]) -> list[tuple[Tensor, Tensor]]:
@@ -53,8 +44,7 @@ def agree(served: dict[str, Tensor], names: list[str], found: list[tuple[Tensor,
     assert len(found) == len(names)
     for name, (values, scale_inv) in zip(names, found, strict=True):
         key = next(f"{name}.{last}" for last in SCALES if f"{name}.{last}" in served)
-        ours = served[f"{name}.weight"]
-        assert ours.dtype == values.dtype and torch.equal(bits(ours), bits(values)), name
+        assert same(served[f"{name}.weight"], values), name
         scale = served[key]
         if scale.dtype == torch.uint8:
             scale = torch.exp2(scale.double() - 127.0).float()
@@ -67,10 +57,8 @@ def test_they_are_the_export_and_what_the_next_forward_multiplies(recipe: str, t
     compiled = trained(model, 3, recipe)
     served = dict(served_weights(compiled))
     made = fp8compile.export(model, tmp_path / "out")
-    written = tensors_of(made.directory)
-    assert sorted(written) == sorted(served)  # a file of safetensors has an order of its own
     assert [name for name in served if name in model.state_dict()] == list(model.state_dict())
-    assert same({name: written[name] for name in served}, served)
+    assert alike(tensors_of(made.directory), served)
     agree(served, list(FP8), multiplied(lambda: compiled(tokens(7))))
 
 
@@ -166,9 +154,9 @@ def test_what_is_held_in_fp8_is_served_as_it_came(tmp_path: Path) -> None:
     trained(model, 2, "tensorwise")
     served = dict(served_weights(model))
     assert list(served) == list(released) and not torch.equal(served["head.bias"], released["head.bias"])
-    held = [name for name in served if name.rpartition(".")[0] in FP8 and "weight" in name]
     came = released | scales
-    assert len(held) == 4 and same({name: came[name] for name in held}, {name: served[name] for name in held})
+    held = [name for name in served if name.rpartition(".")[0] in FP8 and "weight" in name]
+    assert len(held) == 4 and all(same(served[name], came[name]) for name in held)
 
 
 def test_what_cannot_be_served() -> None:
@@ -212,7 +200,7 @@ def _sharded(rank: int, recipe: str, gather: bool, mixed: bool, folder: str) -> 
         made.append({name: tensor.clone() for name, tensor in served_weights(model)})
         fp8compile.export(model, Path(folder, "shards" if shards else str(rank)))
     model.blocks[0].unshard()  # as a forward without gradients may leave it
-    assert all(torch.equal(bits(x), bits(made[1][name])) for name, x in served_weights(model))
+    assert alike(dict(served_weights(model)), made[1])
     return [*made, multiplied(lambda: model(x)), gathered(model)]
 
 
@@ -235,15 +223,14 @@ def test_shards_are_served_as_a_replica_is_exported(
     said = on_ranks(2, _sharded, recipe, gather, mixed, str(tmp_path), limit=LIMIT)
     for rank, (replica, served, found, arrived) in enumerate(said):
         for tensors, folder in ((replica, tmp_path / str(rank)), (served, tmp_path / "shards")):
-            written = tensors_of(folder)
-            assert len(written) == len(tensors) and same({name: written[name] for name in tensors}, tensors)
+            assert alike(tensors_of(folder), tensors)
         assert config_of(tmp_path / "shards") == config_of(tmp_path / str(rank))
         agree(served, layers, found)
         assert all(arrived[f"{name}.weight"] == ("e4m3", "") for name in layers if gather)
         if mixed:  # what is not cast has the dtype of the shards
             keep = [name for name in replica if name.rpartition(".")[0] in layers and "weight" in name]
             replica, served = ({name: x[name] for name in keep} for x in (replica, served))
-        assert same(replica, served)
+        assert alike(replica, served) and list(replica) == list(served)
 
 
 def _tensor_parallel(rank: int, recipe: str, group: bool, folder: str = "") -> Any:
@@ -273,9 +260,7 @@ def test_tensor_parallel_weights(recipe: str, group: bool, tmp_path: Path) -> No
     for rank, (plain, served, ((up, _), (down, _))) in enumerate(
         on_ranks(2, _tensor_parallel, recipe, group, str(tmp_path / "out"), limit=LIMIT)
     ):
-        assert same(plain, served)
-        written = tensors_of(tmp_path / "out")
-        assert len(written) == len(plain) and same({name: written[name] for name in plain}, plain)
+        assert alike(plain, served) and alike(plain, tensors_of(tmp_path / "out"))
         assert torch.equal(bits(served["up.weight"]).chunk(2)[rank], bits(up))
         assert torch.equal(bits(served["down.weight"]).chunk(2, 1)[rank], bits(down))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import logging
 import weakref
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from tests.support import cached, hooks
 from tests.support.cached import BF16, same
 from tests.support.executed import planning
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, load_scaling, noise, scaling_tensors
+from tests.support.harness import ALL_FP8, load_scaling, noise, reloaded, scaling_tensors
 from tests.support.models import Checkpointed, Lora, Stack, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
@@ -155,8 +154,7 @@ def test_plain_weights_in_each_step_compile_nothing_again(back: str) -> None:
 @pytest.mark.slow
 @pytest.mark.compat
 def test_memory_is_free_before_the_next_weight_is_cast(caplog: pytest.LogCaptureFixture) -> None:
-    """So the model never takes more than before. An optimizer that was given the frozen weights holds them,
-    and a warning says so."""
+    """So the model never takes more than before. An optimizer with frozen weights holds them: a warning."""
     gc.disable()
     try:
         with hooks.weights_kept_in_fp8() as alive, caplog.at_level(logging.WARNING, "fp8compile"):
@@ -236,10 +234,7 @@ def test_checkpoints_are_vanilla(tmp_path: Any) -> None:
     assert {name: (x.shape, x.dtype) for name, x in state.items()} == wanted
     assert all(torch.equal(state[name], p.dequantized()) for name, p in bases(model).items())
     safetensors.save_file(state, tmp_path / "model.safetensors")
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    plain.load_state_dict(torch.load(buffer))
+    plain.load_state_dict(reloaded(state))
     assert torch.equal(plain(batch(5)), model(batch(5)))  # both eager
     # what was saved is loaded bitwise, and other values are cast
     before = {name: (p.data_.clone(), p.inv_.clone()) for name, p in bases(model).items()}
@@ -260,12 +255,13 @@ def test_eager_copies_and_files() -> None:
     x = batch(7).requires_grad_()
     out = model(x)
     out.float().square().mean().backward()
-    for twin in (copy.deepcopy(model), _reloaded(model)):
+    from_file = reloaded(model, weights_only=False)
+    for twin in (copy.deepcopy(model), from_file):
         assert torch.equal(twin(batch(7)), out)
         x2 = batch(7).requires_grad_()
         twin(x2).float().square().mean().backward()
         assert torch.equal(x2.grad, x.grad)  # type: ignore[arg-type]
-    assert stored(copy.deepcopy(model)) == {True} and stored(_reloaded(model)) == {False}
+    assert stored(copy.deepcopy(model)) == {True} and stored(from_file) == {False}
     weight = next(iter(bases(model).values()))
     assert repr(weight).startswith("FrozenWeight((256, 128)") and weight.is_leaf
     assert isinstance(weight, nn.Parameter)
@@ -276,13 +272,6 @@ def test_eager_copies_and_files() -> None:
             frozen.copy_(3 * frozen.dequantized())
     model.load_state_dict(twin.state_dict(keep_vars=True))  # from one that is kept in FP8 to another
     assert torch.equal(model(batch(7)), twin(batch(7))) and not torch.equal(model(batch(7)), out)
-
-
-def _reloaded(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile
 from fp8compile.distributed import fp8_all_gather
-from fp8compile.errors import ShardingError, StrictError
 from fp8compile.features.fsdp_gather.all_gather import Gathered
 from fp8compile.features.fsdp_gather.gathered_scales import Scales, code_of
 from fp8compile.ir.records import Gatherable
 from tests.distributed.ranks import Net, build, gathered
 from tests.support import hooks
-from tests.support.harness import noise
+from tests.support.harness import Dispatched, noise
 from tests.support.models import ResidualMlp
-from tests.support.processes import on_ranks
+from tests.support.processes import error_of, on_ranks
 
 UP_OFF = {"policy": {"rules": [{"module": "*.up", "fp8": "off"}]}}
 
@@ -82,14 +79,6 @@ class Tied(ResidualMlp):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.up.weight.square().mean()
-
-
-def error_of(do: Callable[[], Any]) -> str:
-    try:
-        do()
-    except (ShardingError, StrictError) as error:
-        return str(error)
-    return "nothing"
 
 
 def _never(rank: int) -> list[str]:
@@ -162,17 +151,7 @@ def test_a_policy_without_fp8_is_told_and_a_schedule_is_not() -> None:
 # -- statistics, and what a step asks of the device --
 
 # or copy from the host to the device
-WAITS = ("_local_scalar_dense", "nonzero", "index_put_", "lift_fresh", "item")
-
-
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func).removeprefix("aten.").split(".")[0])
-        return func(*args, **(kwargs or {}))
+WAITS = {"_local_scalar_dense", "nonzero", "index_put_", "lift_fresh", "item"}
 
 
 def _statistics(rank: int, recipe: str) -> list[Any]:
@@ -186,9 +165,10 @@ def _statistics(rank: int, recipe: str) -> list[Any]:
         rows.append(fp8compile.stats(model).rows())
     weight = model.blocks[0].up.weight.full_tensor().to(torch.bfloat16)
     step(model, 4, rank, 256)
-    with Seen() as seen:
+    with Dispatched() as seen:
         hooks.refresh_gathered_scales(model.blocks[0].up.weight)
-    return [*rows, fp8compile.stats(model).rows(), weight.abs().max().item(), seen.names]
+    asked = {name.removeprefix("aten.").split(".")[0] for name in seen.names}
+    return [*rows, fp8compile.stats(model).rows(), weight.abs().max().item(), asked]
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -208,17 +188,15 @@ def test_statistics(ranks: int, recipe: str) -> None:
             if got["role"] != "weight" or ranks == 1:
                 assert numbers(got) == pytest.approx(numbers(expected), rel=1e-12) and got["sqnr"]
             else:
-                assert (
-                    got["sqnr"] == pytest.approx(expected["sqnr"], abs=1) and got["sqnr"] != expected["sqnr"]
-                )
+                assert got["sqnr"] == pytest.approx(expected["sqnr"], abs=1)
+                assert got["sqnr"] != expected["sqnr"]
                 if recipe == "tensorwise":
                     assert all(got[key] == expected[key] for key in ("scale", "scale_inv", "scale_inv_min"))
         if recipe == "tensorwise":
-            (first,) = (
-                row for row in later if row["name"] == "blocks.0.up.weight" and row["role"] == "weight"
-            )
+            named = "blocks.0.up.weight", "weight"
+            (first,) = (row for row in later if (row["name"], row["role"]) == named)
             assert first["amax"] == amax and first["scale"] * amax == pytest.approx(448 / 2)
-        assert "stack" in asked and not set(asked) & set(WAITS)
+        assert "stack" in asked and not asked & WAITS
 
 
 def test_the_padding_of_an_uneven_shard_is_not_measured() -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import fp8compile
-from tests.features.load.test_load import same
+from tests.features.load.test_load import comes_out
 from tests.support.compressed import compress, tiny
 from tests.support.harness import sqnr
+from tests.support.served import config_of, same
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -36,14 +36,12 @@ IDS = torch.arange(16).reshape(1, 16)
 )
 def test_in_and_out(kind: str, strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of a model that nothing has compiled or called: the same tensors, and the scheme of the file. Its
-    values are those of compressed-tensors' own decompressor, to the bit."""
+    values are those of compressed-tensors' own decompressor, to the bit; so are logits in eager mode."""
     theirs, model = (tiny(kind, dtype) for _ in range(2))
     tensors = compress(theirs, tmp_path / "in", strategy)
     said = fp8compile.load_fp8(model, tmp_path / "in")
     assert len(said.layers) == 7 and len(fp8compile.fp8_parameters(model)) == 7
-    made = fp8compile.export(model, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == tensors.keys() and all(same(x, tensors[name]) for name, x in found.items())
+    made = comes_out(model, tmp_path, tensors)
     assert made.format == "compressed-tensors" and made.layers.keys() == said.layers.keys()
     assert scheme(tmp_path / "out") == scheme(tmp_path / "in")
     again = transformers.AutoModelForCausalLM.from_pretrained(
@@ -54,6 +52,9 @@ def test_in_and_out(kind: str, strategy: str, dtype: torch.dtype, tmp_path: Path
         for name in said.layers:
             expected = again.get_submodule(name).weight
             assert same(model.get_submodule(name).weight.dequantized(), expected), name
+        plain = tiny(kind, dtype)
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(plain(input_ids=IDS).logits, model(input_ids=IDS).logits)
         if dtype == F32:
             recipes = {"tensor": "tensorwise", "block": "blockwise", "channel": "rowwise"}
             assert_logits(model, again, recipes[strategy])
@@ -73,7 +74,7 @@ def assert_logits(model: Any, theirs: Any, recipe: str) -> None:
 
 def scheme(folder: Path) -> list[tuple[Any, ...]]:
     """What has a scale, in each group, and which modules stay."""
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = config_of(folder)
     assert "lm_head" in config["ignore"]
     keys = "strategy", "num_bits", "type", "block_structure", "dynamic"
     groups = config["config_groups"].values()
@@ -93,16 +94,12 @@ def test_one_scale_of_each_name_and_shape(name: str, shape: tuple[int, ...], tmp
     (tmp_path / "in").mkdir()
     save_file(tensors, tmp_path / "in" / "model.safetensors")
     fp8compile.load_fp8(model, tmp_path / "in")
-    made = fp8compile.export(model, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert made.format == ("fp8" if name.endswith("inv") else "compressed-tensors")
-    if made.format != "fp8":
+    form = "fp8" if name.endswith("inv") else "compressed-tensors"
+    if form != "fp8":
         tensors = {key: x.reshape(1) if "scale" in key else x for key, x in tensors.items()}
-    assert found.keys() == tensors.keys() and all(same(x, tensors[key]) for key, x in found.items())
-    assert {x.shape for key, x in found.items() if "scale" in key} == {
-        shape if made.format == "fp8" else (1,)
-    }
-    if made.format == "fp8":
+    made = comes_out(model, tmp_path, tensors)
+    assert made.format == form
+    if form == "fp8":
         pytest.importorskip("accelerate")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(made.directory, dtype=F32)
     with torch.no_grad():
@@ -116,7 +113,5 @@ def test_another_format_than_the_one_it_came_in(tmp_path: Path) -> None:
     model = tiny("Llama", BF16)
     tensors = compress(tiny("Llama", BF16), tmp_path / "in", "block")
     fp8compile.load_fp8(model, tmp_path / "in")
-    fp8compile.export(model, tmp_path / "out", format="fp8")
-    found = load_file(tmp_path / "out" / "model.safetensors")
     renamed = {f"{name}_inv" if name.endswith("_scale") else name: x for name, x in tensors.items()}
-    assert found.keys() == renamed.keys() and all(same(x, renamed[name]) for name, x in found.items())
+    comes_out(model, tmp_path, renamed, format="fp8")

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,8 +22,9 @@ from tests.support import hooks
 from tests.support.harness import sqnr
 from tests.support.reference_casts import OCP, Quantized, quantize, scaled_mm
 from tests.support.reference_settings import RECIPES
+from tests.support.served import alike, config_of, same, tensors_of
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 SQUARE = Block(128, 128)
 KINDS = (SQUARE, ROW, WHOLE)
@@ -108,10 +107,11 @@ def values(tensors: dict[str, Tensor], name: str) -> Tensor:
     return (data * scale[: data.shape[0], : data.shape[1]]).to(BF16)
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """The same dtype, shape and bytes."""
-    first, second = (x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(first, second)
+def comes_out(made: nn.Module, path: Path, tensors: dict[str, Tensor], **how: Any) -> fp8compile.Exported:
+    """An export of these tensors, to the byte."""
+    said = fp8compile.export(made, path / "out", **how)
+    assert alike(tensors_of(path / "out"), tensors)
+    return said
 
 
 def freeze(made: Mlp) -> Mlp:
@@ -293,7 +293,7 @@ def test_adapters_train_and_the_rest_comes_out_as_it_went_in(block: Block, tmp_p
     with torch.no_grad():
         held.up.a.weight.add_(1)
     made = fp8compile.export(held, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    found = tensors_of(made.directory)
     assert made.format == ("fp8" if block == SQUARE else "compressed-tensors")
     assert made.layers.keys() == {"up.base", "down.base"} and {*made.layers.values()} <= {*OF[block]}
     assert found.keys() == tensors.keys()
@@ -307,11 +307,8 @@ def test_scales_go_out_in_the_dtype_that_they_came_in(stored: torch.dtype, tmp_p
     fp8compile.load_fp8(made, tmp_path)
     assert made.up.base.weight.inv_.dtype == torch.float32
     torch.compile(made, backend="fp8", options={"policy": POLICY})(batch()).float().mean().backward()
-    fp8compile.export(made, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == tensors.keys() and all(same(found[name], x) for name, x in tensors.items())
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert config.get("scale_fmt") == ("ue8m0" if stored == E8M0 else None)
+    comes_out(made, tmp_path, tensors)
+    assert config_of(tmp_path / "out").get("scale_fmt") == ("ue8m0" if stored == E8M0 else None)
 
 
 def test_a_state_dict_brings_the_same_bytes_back(tmp_path: Path) -> None:
@@ -335,9 +332,7 @@ def test_a_layer_that_stays_in_high_precision_is_no_warning(tmp_path: Path) -> N
     policy = {**POLICY, "rules": [{"module": "up.base", "fp8": "off"}, *POLICY["rules"]]}
     torch.compile(made, backend="fp8", options={"policy": policy, "strict": True})(batch()).sum().backward()
     assert {m.fqn for m in fp8compile.report(made).matmuls if m.decision == "fp8"} == {"down.base"}
-    assert fp8compile.export(made, tmp_path / "out").layers.keys() == {"up.base", "down.base"}
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == tensors.keys() and all(same(found[name], x) for name, x in tensors.items())
+    assert comes_out(made, tmp_path, tensors).layers.keys() == {"up.base", "down.base"}
 
 
 def test_a_rule_that_names_another_recipe_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -369,28 +364,6 @@ def test_a_weight_that_is_plain_in_the_next_checkpoint_is_plain_again(tmp_path: 
     assert fp8compile.load_fp8(made, tmp_path).layers.keys() == {"down.base"}
     assert type(made.up.base.weight) is nn.Parameter
     assert same(made.up.base.weight, tensors["up.base.weight"])
-
-
-def test_a_tiny_llama_by_its_names(tmp_path: Path) -> None:
-    """Logits in eager mode are those of transformers' own model with dequantized weights."""
-    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
-    config = transformers.LlamaConfig(**sizes, **heads, use_cache=False, tie_word_embeddings=True)
-    first, second = (transformers.LlamaForCausalLM(config).to(BF16).eval() for _ in range(2))
-    tensors: dict[str, Tensor] = {}
-    for name, x in first.state_dict().items():
-        parts = in_fp8(x) if "_proj" in name else {"weight": x.clone()}
-        stem = name.removesuffix(".weight")
-        tensors |= {f"{stem}.{last}": part for last, part in parts.items() if name != "lm_head.weight"}
-    save_file(tensors, tmp_path / "model.safetensors")
-    said = fp8compile.load_fp8(second, tmp_path)
-    assert len(said.layers) == 7
-    state = {name: x for name, x in tensors.items() if "_proj" not in name}
-    first.load_state_dict(state | {f"{x}.weight": values(tensors, x) for x in said.layers}, strict=False)
-    first.tie_weights()
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        assert torch.equal(first(input_ids=ids).logits, second(input_ids=ids).logits)
 
 
 def test_a_file_that_is_overwritten_changes_nothing(tmp_path: Path) -> None:
@@ -430,14 +403,7 @@ def test_buffers_that_no_checkpoint_has(tmp_path: Path) -> None:
         fp8compile.load_fp8(made, tmp_path)
 
 
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("one_process")
 def test_fully_shard_leaves_the_bytes(tmp_path: Path) -> None:
     """On one rank; test_shards.py has more."""
     from torch.distributed.device_mesh import init_device_mesh

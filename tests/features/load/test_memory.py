@@ -51,15 +51,13 @@ def test_the_peak_of_a_load(tmp_path: Path) -> None:
     """At most 1.05 bytes a parameter are held; the peak is 1.1 of that and one tensor."""
     tensors = {}
     for i in range(LAYERS):
-        tensors[f"{i}.weight"] = torch.randint(0, 100, (HIGH, WIDE), dtype=torch.uint8).view(
-            torch.float8_e4m3fn
-        )
+        drawn = torch.randint(0, 100, (HIGH, WIDE), dtype=torch.uint8)
+        tensors[f"{i}.weight"] = drawn.view(torch.float8_e4m3fn)
         tensors[f"{i}.weight_scale_inv"] = torch.ones(HIGH // 128, WIDE // 128)
     save_file(tensors, tmp_path / "model.safetensors")
     save_file({x: tensors[x] for x in ("0.weight", "0.weight_scale_inv")}, tmp_path / "one.safetensors")
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     held, parameters, peak = map(int, done.stdout.split()[-3:])
     assert parameters == LAYERS * WIDE * HIGH and held <= 1.05 * parameters

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
-from tests.features.load.test_load import POLICY, batch, freeze, model, released, same
+from tests.features.load.test_load import POLICY, batch, freeze, model, released
 from tests.support.harness import sqnr
 from tests.support.processes import on_ranks
+from tests.support.served import same
 
 pytestmark = pytest.mark.slow
 

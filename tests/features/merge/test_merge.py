@@ -5,6 +5,7 @@ as apart.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,9 @@ from fp8compile.ir.fx_utils import Ranks
 from tests.support import hooks
 from tests.support.executed import planning
 from tests.support.gpu_steps import unallocated
-from tests.support.harness import ALL_FP8, grads_of, histories, noise, sqnr
+from tests.support.harness import ALL_FP8, histories, like, noise, sqnr
 from tests.support.models import Checkpointed, LlamaLayer, NormalHeads, make
+from tests.support.stepped import stepped
 
 pytestmark = pytest.mark.shares_graphs
 BF16 = torch.bfloat16
@@ -53,16 +55,13 @@ def trained(model: nn.Module, call: Callable[[Tensor], Tensor], steps: int = 3) 
     """Outputs and gradients, step by step; the weights move."""
     found = []
     for step in range(steps):
-        x = noise(48, 128, seed=step, dtype=next(model.parameters()).dtype).requires_grad_()
+        x = noise(48, 128, seed=step, dtype=next(model.parameters()).dtype)
         with hooks.interpreted():
-            y = call(x)
-        y.backward(noise(*y.shape, seed=step + 100, dtype=y.dtype))
-        found.append({"y": y.detach(), **grads_of(model, [x])})
+            found.append(stepped(call, model, [x], functools.partial(like, seed=step)))
         with torch.no_grad():
             for p in model.parameters():
                 assert p.grad is None or p.grad.is_contiguous()
                 p -= 0.01 * p.grad if p.grad is not None else 0
-                p.grad = None
     return found
 
 
@@ -78,8 +77,7 @@ ALL_THREE = {f"{gemm} of q k v" for gemm in ("fprop", "dgrad", "wgrad")}
     ("recipe", "bias", "dtype"), [("delayed", True, torch.float32), ("tensorwise", False, BF16)]
 )
 def test_as_exact_as_apart(recipe: str, bias: bool, dtype: torch.dtype) -> None:
-    """Each output and each gradient is as near to high precision as without merging, and every layer keeps
-    its own history."""
+    """Outputs and gradients are as near to high precision as apart, and every layer has its own history."""
     results, states = [], []
     plain = make(lambda: Three(bias), dtype)
     results.append(trained(plain, plain))

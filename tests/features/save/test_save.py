@@ -127,8 +127,7 @@ class Twins:
 
 
 def test_beside_a_checkpointed_layer_in_any_order() -> None:
-    """What a checkpoint recomputes is not kept. Two forwards come before their backwards, and an evaluation
-    between."""
+    """What a checkpoint recomputes is not kept. Two forwards before two backwards; an evaluation between."""
     twins = Twins(make(MODELS["half"]), merge_matmuls=True)
     for number in range(2):
         twins.backward(twins(noise(2, 24, 128, seed=number)))

@@ -19,9 +19,10 @@ from tests.support.models import Mlp, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted")]
 
+Rules = list[dict[str, Any]]
 ON = {"fp8": "on"}
 # kinds of windows, for 12 steps: what changes, and at which steps
-TIMELINES: dict[str, list[dict[str, Any]]] = {
+TIMELINES: dict[str, Rules] = {
     "from": [{"name": "late", "module": "2", "during": "4..", "fp8": "off"}],
     "until": [{"name": "early", "module": "2", "during": "..4", "fp8": "off"}],
     "between": [{"name": "middle", "gemm": "fprop", "during": "4..8", "fp8": "off"}],
@@ -33,7 +34,7 @@ TIMELINES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-APART: list[dict[str, Any]] = [  # no step has both
+APART: Rules = [  # no step has both
     {"name": "late", "module": "0", "during": "100..", "fp8": "off"},
     {"name": "early", "module": "2", "during": "..1", "fp8": "off"},
 ]
@@ -47,18 +48,23 @@ def afresh() -> Iterator[None]:
 
 
 def layers() -> nn.Module:
-    return nn.Sequential(*(f() for f in (wide, nn.GELU, wide, nn.GELU, wide)))
+    first, second, third = (nn.Linear(128, 128) for _ in range(3))
+    return nn.Sequential(first, nn.GELU(), second, nn.GELU(), third)
 
 
-def wide() -> nn.Linear:
-    return nn.Linear(128, 128)
-
-
-def compiled(model: nn.Module, rules: list[dict[str, Any]], recipe: str = "delayed", **schedule: Any) -> Any:
-    policy: dict[str, Any] = {"extends": "none", "rules": [*rules, ON], "defaults": {"recipe": recipe}}
+def compiled(
+    model: nn.Module, rules: Rules, recipe: str = "delayed", schedule: Any = None, **defaults: Any
+) -> Any:
+    policy = {"extends": "none", "rules": [*rules, ON], "defaults": {"recipe": recipe, **defaults}}
     if schedule:
         policy["schedule"] = schedule
     return torch.compile(model, backend="fp8", dynamic=False, options={"policy": policy})
+
+
+def started(rules: Rules, lr: float = 0.1, **how: Any) -> tuple[Any, Any, torch.optim.Optimizer]:
+    """A model, what is called instead of it, and an optimizer."""
+    model = make(layers)
+    return model, compiled(model, rules, **how), torch.optim.SGD(model.parameters(), lr)
 
 
 def step(run: Any, optimizer: torch.optim.Optimizer, i: int, micro: int = 1) -> list[torch.Tensor]:
@@ -77,6 +83,20 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, A
     return copy.deepcopy((model.state_dict(), optimizer.state_dict(), scaling_tensors(model)))
 
 
+def resumed(
+    state: tuple[Any, Any, Any], rules: Rules, recipe: str = "delayed"
+) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    """Another model, compiled by these rules, that goes on from this state."""
+    weights, of_optimizer, scaling = state
+    twin = make(layers, seed=1)
+    twin.load_state_dict(weights)
+    run, optimizer = compiled(twin, rules, recipe), torch.optim.AdamW(twin.parameters(), 1e-3)
+    optimizer.load_state_dict(of_optimizer)
+    if recipe == "delayed":
+        load_scaling(twin, scaling)
+    return twin, run, optimizer
+
+
 @pytest.mark.cases(test=3, slow=22)
 @pytest.mark.parametrize("kind", TIMELINES)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
@@ -85,7 +105,7 @@ def test_a_switch_is_a_run_that_was_compiled_so(kind: str, recipe: str) -> None:
     is cold, and slots of no set are missing in another one."""
     rules, total = TIMELINES[kind], {"total_steps": 12} if kind == "percent" else {}
     model = make(layers)
-    run, optimizer = compiled(model, rules, recipe, **total), torch.optim.AdamW(model.parameters(), 1e-3)
+    run, optimizer = compiled(model, rules, recipe, total), torch.optim.AdamW(model.parameters(), 1e-3)
     starts, losses, cold = {}, [], []
     policy = fp8compile.Policy.load({"extends": "none", "rules": [*rules, ON], "schedule": total})
     with hooks.cold_calls() as calls:
@@ -98,29 +118,22 @@ def test_a_switch_is_a_run_that_was_compiled_so(kind: str, recipe: str) -> None:
     timeline = policy.timeline
     assert len(timeline) > 1
     for (first, active), (end, _) in zip(timeline[1:], [*timeline[2:], (12, ())], strict=True):
-        twin, names = make(layers, seed=1), {policy.timed[i].name for i in active}
-        weights, of_optimizer, scaling = starts[first]
-        twin.load_state_dict(weights)
+        names = {policy.timed[i].name for i in active}
         alone = [rule for rule in copy.deepcopy(rules) if rule["name"] in names and rule.pop("during")]
-        again, other = compiled(twin, alone, recipe), torch.optim.AdamW(twin.parameters(), 1e-3)
-        other.load_state_dict(of_optimizer)
-        if recipe == "delayed":
-            load_scaling(twin, scaling)
-            loaded = histories(twin)
+        twin, again, other = resumed(starts[first], alone, recipe)
+        loaded = histories(twin)
         for i in range(first, end):
             assert torch.equal(torch.stack(step(again, other, i)), losses[i].reshape(1)), (first, i)
     assert all(map(torch.equal, twin.state_dict().values(), model.state_dict().values()))
     if recipe == "delayed":  # slots that this set does not cast stay as they were loaded there
-        mine, theirs, before = histories(model), histories(twin), loaded
-        moved = {key for key in theirs if theirs[key] != before[key]}
+        mine, theirs = histories(model), histories(twin)
+        moved = {key for key in theirs if theirs[key] != loaded[key]}
         assert moved and all(mine[key] == theirs[key] for key in moved)
 
 
 def test_histories_move_where_nothing_is_cast() -> None:
     """A weight that is in high precision in the active set grows by 30: no call is cold then, nor later."""
-    model = make(layers)
-    run = compiled(model, [{"name": "off", "module": "2", "during": "2..4", "fp8": "off"}])
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    model, run, optimizer = started([{"name": "off", "module": "2", "during": "2..4", "fp8": "off"}], 0.0)
     with hooks.cold_calls() as calls:
         for i in range(6):
             if i == 3:
@@ -134,9 +147,7 @@ def test_histories_move_where_nothing_is_cast() -> None:
 
 
 def test_zeros_that_are_not_cast_make_no_call_cold() -> None:
-    model = make(layers)
-    run = compiled(model, [{"name": "off", "module": "0", "during": "..9", "fp8": "off"}])
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    model, run, optimizer = started([{"name": "off", "module": "0", "during": "..9", "fp8": "off"}], 0.0)
     with hooks.cold_calls() as calls:
         for i in range(4):
             F.mse_loss(run(torch.zeros(32, 128)), noise(32, 128, seed=i)).backward()
@@ -150,9 +161,8 @@ def test_what_is_not_cast_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     """An overflow of a tensor that the active set does not cast."""
     caplog.set_level("INFO", "fp8compile")
     for module, told in (("2", False), ("4", True)):
-        model = make(layers)
-        run = compiled(model, [{"name": "off", "module": module, "during": "1..", "fp8": "off"}])
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        rule = {"name": "off", "module": module, "during": "1..", "fp8": "off"}
+        model, run, optimizer = started([rule], 0.0)
         caplog.clear()
         with hooks.noticed_at_once():
             for i in range(4):
@@ -165,19 +175,20 @@ def test_what_is_not_cast_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_compilations_are_as_many_as_sets() -> None:
-    """And a graph for which sets decide alike is compiled once."""
-    for name, count in (("0", 3), ("none.0", 1)):
-        model = make(layers)
+    """And a graph for which sets decide alike is compiled once, and listed once."""
+    phases = {"warmup_steps": 1, "cooldown_at": 3}
+    for name, schedule, count in (("0", {}, 3), ("none.0", {}, 1), ("none.0", phases, 2)):
         rules = [
             {"name": "a", "module": name, "during": "2..", "fp8": "off"},
             {"name": "b", "module": name, "gemm": "fprop", "during": "1..", "recipe": "rowwise"},
         ]
-        run, optimizer = compiled(model, rules), torch.optim.SGD(model.parameters(), 0.1)
+        model, run, optimizer = started(rules, schedule=schedule)
         with hooks.halves() as halves:
-            for i in range(4):
+            for i in range(5):
                 step(run, optimizer, i)
         assert [backward for _, backward in halves] == [False, True] * count
-        assert len(fp8compile.report(model).graphs) == 1
+        report = fp8compile.report(model)
+        assert len(report.graphs) == 1 and (name == "0" or report.fp8_flop_fraction == 1.0)
 
 
 def test_micro_batches_checkpoints_and_evaluations() -> None:
@@ -207,15 +218,11 @@ def test_a_resumed_run_is_in_the_right_set() -> None:
     losses: list[torch.Tensor] = []
     for i in range(8):
         if i == 5:
-            weights, of_optimizer, scaling = state_of(model, optimizer)
+            state = state_of(model, optimizer)
         losses += step(run, optimizer, i)
     torch._dynamo.reset()
     with hooks.phases_afresh():
-        twin = make(layers, seed=1)
-        twin.load_state_dict(weights)
-        again, other = compiled(twin, rules), torch.optim.AdamW(twin.parameters(), 1e-3)
-        other.load_state_dict(of_optimizer)
-        load_scaling(twin, scaling)
+        twin, again, other = resumed(state, rules)
         fp8compile.set_step(5, twin)
         with hooks.phases_of_calls() as seen, hooks.cold_calls() as calls:
             found = [loss for i in range(5, 8) for loss in step(again, other, i)]
@@ -225,12 +232,11 @@ def test_a_resumed_run_is_in_the_right_set() -> None:
 
 def test_set_rule() -> None:
     """A rule for "by hand" is compiled from the start, with all sets of the timeline."""
-    model = make(layers)
     rules = [
         {"name": "mine", "module": "0", "during": "by hand", "fp8": "off"},
         {"name": "early", "module": "2", "during": "..1", "recipe": "rowwise"},
     ]
-    run, optimizer = compiled(model, rules), torch.optim.SGD(model.parameters(), 0.1)
+    model, run, optimizer = started(rules)
     with hooks.phases_of_calls() as seen, hooks.halves() as halves, hooks.cold_calls() as calls:
         for i, (name, on) in enumerate(
             [(None, None), (None, None), ("mine", True), ("early", True), ("mine", None), ("early", None)]
@@ -245,8 +251,7 @@ def test_set_rule() -> None:
 
 @pytest.mark.slow
 def test_a_set_that_no_step_has_is_compiled_late() -> None:
-    model = make(layers)
-    run, optimizer = compiled(model, APART), torch.optim.SGD(model.parameters(), 0.1)
+    _, run, optimizer = started(APART)
     with hooks.phases_of_calls() as seen, hooks.halves() as halves, hooks.cold_calls() as calls:
         step(run, optimizer, 0)
         assert len(halves) == 6  # early, none, late
@@ -263,8 +268,7 @@ def test_a_set_that_no_step_has_is_compiled_late() -> None:
 
 
 def test_a_late_compilation_that_fails_keeps_the_rules(caplog: pytest.LogCaptureFixture) -> None:
-    model = make(layers)
-    run, optimizer = compiled(model, APART), torch.optim.SGD(model.parameters(), 0.1)
+    _, run, optimizer = started(APART)
     step(run, optimizer, 0)
     fp8compile.set_rule("late", True)
     fp8compile.set_rule("early", True)
@@ -278,9 +282,7 @@ def test_a_late_compilation_that_fails_keeps_the_rules(caplog: pytest.LogCapture
 
 @pytest.mark.slow
 def test_on_step_may_switch_rules() -> None:
-    model = make(layers)
-    run = compiled(model, [{"name": "mine", "module": "0", "during": "by hand", "fp8": "off"}])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, run, optimizer = started([{"name": "mine", "module": "0", "during": "by hand", "fp8": "off"}])
     fp8compile.on_step(lambda step, loss: fp8compile.set_rule("mine", step >= 2, model), model)
     with hooks.phases_of_calls() as seen:
         for i in range(4):
@@ -305,9 +307,8 @@ def test_wrong_switches() -> None:
 
 
 def test_statistics_show_the_active_set() -> None:
-    model = make(layers)
-    run = compiled(model, [{"name": "mine", "module": "0", "during": "1..2", "recipe": "tensorwise"}])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rule = {"name": "mine", "module": "0", "during": "1..2", "recipe": "tensorwise"}
+    model, run, optimizer = started([rule])
     found = []
     for i in range(3):
         step(run, optimizer, i)
@@ -322,8 +323,7 @@ def test_frozen_weights_that_a_set_keeps_in_high_precision() -> None:
         model = make(layers)
         model[0].weight.requires_grad_(False)
         rules = [{"name": "late", "module": module, "during": "2..", "fp8": "off"}]
-        policy = {"extends": "none", "rules": [*rules, ON], "defaults": {"frozen": "fp8"}}
-        run = torch.compile(model, backend="fp8", options={"policy": policy})
+        run = compiled(model, rules, frozen="fp8")
         optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], 0.1)
         if error:
             with pytest.raises(Exception, match="frozen.*0.weight"):
@@ -336,10 +336,7 @@ def test_frozen_weights_that_a_set_keeps_in_high_precision() -> None:
 
 def test_kept_copies_are_those_of_the_active_set() -> None:
     rules = [{"name": "late", "module": "0", "during": "2..", "fp8": "off"}]
-    model = make(layers)
-    policy = {"extends": "none", "rules": [*rules, ON], "defaults": {"cache_weights": True}}
-    run = torch.compile(model, backend="fp8", options={"policy": policy})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, run, optimizer = started(rules, cache_weights=True)
     kept = []
     for i in range(4):
         step(run, optimizer, i, micro=2)

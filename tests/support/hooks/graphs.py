@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .base import Patched, noting
 from .kernels import lowered_as_for_a_gpu
-from .state import nothing_waits
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,7 +36,13 @@ def forget_trainings() -> None:
 
     # measurements that were asked for, and whose models no collection has freed yet
     process.of(probe.Active).clear()
-    nothing_waits()
+    with contextlib.suppress(ModuleNotFoundError):  # in a copy without this feature
+        from fp8compile.features.delayed.arena import Arenas
+
+        # forwards without a backward hold nothing back, and arenas of process groups are forgotten
+        arenas = process.of(Arenas)
+        arenas.clear()
+        arenas.kept.clear()
     # optimizers that no collection has freed yet: a model that had none follows the others
     optimizer_steps.STEPS.of.clear()
     process.of(logs.Said).clear()  # messages that are logged once a process
@@ -51,7 +56,6 @@ def strictly(shares: bool = False) -> Iterator[None]:
     settings = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "run_gc_after_compile": False}
     if shares:
         settings |= {"recompile_limit": 1000, "accumulated_recompile_limit": 10_000}
-    settings = {name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}
     random.seed(0)
     torch.manual_seed(0)
     cache = torch._functorch.config.patch(enable_autograd_cache=bool(os.environ.get("FP8COMPILE_TEST_CACHE")))
@@ -96,8 +100,7 @@ def lowered_for_a_cpu() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def generating(compiling: Callable[[], Any]) -> Iterator[None]:
-    """Inside, `compiling()` is called for each half, and the half interpreted, as if its code was slow to
-    generate."""
+    """Inside, `compiling()` is called for each half, which is interpreted as if its code was slow to make."""
     from fp8compile.runtime.inner import Inner
     from fp8compile.runtime.interpreter import Eager, boxed
 
@@ -114,11 +117,6 @@ def backend_with(**options: Any) -> Callable[..., Any]:
     from fp8compile.backend import fp8
 
     return functools.partial(fp8, options=options)
-
-
-def run_by(interpreter: Any) -> Patched:
-    """Inside, `interpreter(graph module)`, with `env` and `boxed_run`, runs lowered graphs and cold calls."""
-    return mock.patch("fp8compile.runtime.inner.Eager", interpreter)
 
 
 def traced() -> Patched:
@@ -156,8 +154,7 @@ def calls() -> Iterator[Counter]:
 
 @contextlib.contextmanager
 def sent(name: str) -> Iterator[list[tuple[torch.dtype, int]]]:
-    """The dtype and bytes of each tensor that interpreted graphs send by this collective of
-    `_c10d_functional`."""
+    """Dtype and bytes of each tensor that interpreted graphs send by a collective of `_c10d_functional`."""
     target, found = getattr(torch.ops._c10d_functional, name).default, list[tuple[torch.dtype, int]]()
 
     def see(call: Callable[..., Any], called: Any, args: tuple, kwargs: dict) -> Any:

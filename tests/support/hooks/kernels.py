@@ -88,8 +88,7 @@ def count_generated(graph: torch.fx.Graph) -> int:
 
 @contextlib.contextmanager
 def refusing(*forms: str) -> Iterator[list[str]]:
-    """Inside, a GPU is there whose libraries refuse FP8 matmuls in these forms. Gives the forms that they
-    were asked for."""
+    """Inside, a GPU's libraries refuse FP8 matmuls in these forms. Gives the forms that were asked for."""
     from fp8compile import process
     from fp8compile.passes import try_matmuls
 
@@ -156,8 +155,7 @@ def scales_of_products() -> Iterator[list[torch.Tensor]]:
 
 @contextlib.contextmanager
 def traffic(answer: tuple[int, int] | None = None) -> Iterator[list[tuple[int, int]]]:
-    """The bytes that a fused kernel and Inductor would move, for each group that is compared inside; or
-    `answer` for all."""
+    """The bytes that a fused kernel and Inductor would move, for each group compared; or `answer` for all."""
     from fp8compile.passes import fuse
 
     found: list[tuple[int, int]] = []

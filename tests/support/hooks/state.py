@@ -67,18 +67,6 @@ def states_of_forwards() -> Patched:
     return noting(DelayedGraph, "arguments", lambda given, *_, **__: given)
 
 
-def nothing_waits() -> None:
-    """Forwards without a backward hold nothing back, and arenas of process groups are forgotten."""
-    from fp8compile import process
-
-    with contextlib.suppress(ModuleNotFoundError):  # in a copy without this feature
-        from fp8compile.features.delayed.arena import Arenas
-
-        arenas = process.of(Arenas)
-        arenas.clear()
-        arenas.kept.clear()
-
-
 def moving_twice() -> Patched:
     """Inside, a move adds what calls have raised to the histories twice. (On a CPU.)"""
     from fp8compile.features.delayed import arena
@@ -137,17 +125,8 @@ def casts_by_place() -> Iterator[list[str]]:
     from fp8compile.features.weight_cache.weight_cache import WeightCache
 
     found: list[str] = []
-    cast, settle = WeightCache._cast, PendingCopies.settle
-
-    def noted(self: WeightCache, *args: Any) -> Any:
-        found.append("forward")
-        return cast(self, *args)
-
-    def settled(self: PendingCopies, weights: Any) -> Any:
-        found.append("update")
-        return settle(self, weights)
-
-    with mock.patch.object(WeightCache, "_cast", noted), mock.patch.object(PendingCopies, "settle", settled):
+    forwards = noting(WeightCache, "_cast", lambda *_: found.append("forward"))
+    with forwards, noting(PendingCopies, "settle", lambda *_: found.append("update")):
         yield found
 
 
@@ -167,22 +146,16 @@ def copies_held() -> Patched:
     )
 
 
-@contextlib.contextmanager
-def copies_begin_with(number: float) -> Iterator[None]:
+def copies_begin_with(number: float) -> Patched:
     """Inside, memory that is allocated for float32 copies holds this number."""
     from fp8compile.features.weight_cache.weight_cache import WeightCache
 
-    stock = WeightCache.empty
-
-    def empty(self: WeightCache, device: Any) -> Any:
-        made = stock(self, device)
+    def fill(made: Any, *_: Any) -> None:
         for copy in made:
             if copy.dtype == torch.float32:
                 copy.fill_(number)
-        return made
 
-    with mock.patch.object(WeightCache, "empty", empty):
-        yield
+    return noting(WeightCache, "empty", fill)
 
 
 def copies_given() -> Patched:
@@ -204,20 +177,14 @@ def static_inputs() -> Patched:
     return noting(Halves, "compile", noted)
 
 
-@contextlib.contextmanager
-def bytes_of_copies() -> Iterator[list[int]]:
+def bytes_of_copies() -> Patched:
     """The bytes of the copies that each graph compiled inside keeps between its calls."""
     from fp8compile.features.weight_cache import KeptCopies
 
-    found: list[int] = []
-    stock = KeptCopies.after
+    def size(_: Any, kept: KeptCopies, *__: Any) -> int:
+        return kept.hoisted.bytes if kept.hoisted is not None else 0
 
-    def after(self: KeptCopies, job: Any, done: Any) -> None:
-        stock(self, job, done)
-        found.append(self.hoisted.bytes if self.hoisted is not None else 0)
-
-    with mock.patch.object(KeptCopies, "after", after):
-        yield found
+    return noting(KeptCopies, "after", size)
 
 
 def kept_copies() -> int:
@@ -243,8 +210,7 @@ def weights_written() -> int:
 
 @contextlib.contextmanager
 def weights_kept_in_fp8() -> Iterator[list[int]]:
-    """An entry for each weight that a call keeps in FP8 only, as it does so: how many of them are still alive
-    in high precision."""
+    """For each weight that a call keeps in FP8 only: how many of them are then alive in high precision."""
     from fp8compile.features.frozen import frozen_weights
 
     found: list[int] = []
@@ -261,20 +227,11 @@ def weights_kept_in_fp8() -> Iterator[list[int]]:
         yield found
 
 
-@contextlib.contextmanager
-def frozen_values() -> Iterator[list[torch.Tensor]]:
+def frozen_values() -> Patched:
     """The FP8 values of weights that are put into modules inside."""
     from fp8compile.runtime import held
 
-    found: list[torch.Tensor] = []
-    stock = held.replace
-
-    def replace(module: Any, name: str, weight: Any) -> Any:
-        found.append(weight.data_)
-        return stock(module, name, weight)
-
-    with mock.patch.object(held, "replace", replace):
-        yield found
+    return noting(held, "replace", lambda _, module, name, weight: weight.data_)
 
 
 def refresh_gathered_scales(parameter: Any) -> None:
@@ -348,14 +305,12 @@ def measured_casts() -> Iterator[list[str]]:
     from fp8compile.runtime.probe import MeasuredCall
 
     seen: list[str] = []
-    stock = MeasuredCall.__call__
 
-    def measure(self: MeasuredCall, node: torch.fx.Node, args: tuple, result: Any) -> None:
-        if self.measurements and "fp8_operand" in node.meta:
+    def note(_: Any, call: MeasuredCall, node: torch.fx.Node, *__: Any) -> None:
+        if call.measurements and "fp8_operand" in node.meta:
             seen.append(node.meta["fp8_operand"].role)
-        stock(self, node, args, result)
 
-    with mock.patch.object(MeasuredCall, "__call__", measure):
+    with noting(MeasuredCall, "__call__", note):
         yield seen
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .base import Patched, noting
 from .graphs import _inner
 
 # operators that wait: a number for the host, sizes that are data, data from the host's unpinned memory
@@ -133,13 +132,6 @@ def bodies() -> Iterator[list[Body]]:
 
     with _inner(Inner(compile)):
         yield found
-
-
-def addresses_of_copies() -> Patched:
-    """Of each call that reads copies of `cache_weights`, where they are."""
-    from fp8compile.features.weight_cache.weight_cache import WeightCache
-
-    return noting(WeightCache, "copies", lambda made, *_, **__: [copy.data_ptr() for copy in made])
 
 
 def planted(where: str, read: Callable[[Tensor], Any]) -> Any:
