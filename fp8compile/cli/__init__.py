@@ -1,10 +1,7 @@
 """The command line: `fp8compile explain | estimate | compare | bench | tune | policy | plot | calibrate |
 devices | env`, or `python -m fp8compile`.
 
-stdout carries only the result: a table, or JSON. All other output goes to stderr, also what the user's own
-code prints. An error is one line on stderr. If the user's code raised, the user's traceback stands above this
-line. `fp8compile --traceback ...` shows our own traceback as well. Exit status: 0; 1 if the answer is no (a
-policy that is not valid, nothing in FP8 with --strict, a model that cannot be traced); 2 for wrong usage.
+docs/cli.md says what goes to stdout and to stderr, and which exit status a command has.
 
 torch takes seconds to import. So each function imports what it needs beyond click, and help, `devices` and
 `policy` answer at once.

@@ -153,7 +153,6 @@ def bench(
     show_default=True,
     help="Largest error of gradients that FP8 may add to bf16's.",
 )
-@click.option("--loss-budget", hidden=True)
 @click.option(
     "--like",
     metavar="TARGET",
@@ -162,10 +161,8 @@ def bench(
 @click.option("--out", metavar="FILE", help="Write the policy into this file.")
 def tune(
     target: str, device: str | None, policy: str | None, autocast: bool | None, as_json: bool,
-    loss: str | None, max_error: float, loss_budget: str | None, like: str | None, out: str | None
+    loss: str | None, max_error: float, like: str | None, out: str | None
 ) -> None:  # fmt: skip
-    if loss_budget is not None:
-        raise usage("--loss-budget is gone, since no study supports one; give --max-error, such as 0.05")
     hide_gpus("tune")
     settings: dict[str, Any] = {"device": device, "max_error": max_error}
     settings["options"] = prepared(device, {"--out": out}, policy)

@@ -1,15 +1,7 @@
 """TARGET of the command line: "path.py:function" or "package.module:function", for a model and its inputs.
 
-    def build():
-        return model                        # inputs come from --input
-        return model, args                  # model(*args)
-        return model, args, kwargs          # model(*args, **kwargs)
-        return dict(model=..., args=..., kwargs=...)
-
-A single tensor instead of `args` is the only argument. A mapping instead of `args` is `kwargs` (the result of
-a tokenizer, for example). The function's name may be dotted. It may also name an existing nn.Module instead
-of a function. A file is loaded with its folder first on sys.path, but not as "__main__". A module is searched
-in the current folder first, as with `python -m`.
+docs/cli.md says what the function may return. Its name may be dotted, and may be that of an nn.Module. A
+module is searched in the current folder first, as with `python -m`.
 
 Every failure is a TargetError of one line. If the user's own code raised, the error also carries the
 traceback, from the user's first frame on.

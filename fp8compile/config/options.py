@@ -17,7 +17,7 @@ from ..devices import catalog
 from ..errors import OptionError, StrictError, did_you_mean, near, one_of
 from ..logs import get_logger, say_once
 from . import peers
-from .policy import Policy, Rule, load
+from .policy import Policy, Rule, load, preceded
 from .recipe import SETTINGS, Recipe
 from .settings import boolean
 
@@ -84,9 +84,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     choose = given_policy if callable(given_policy) else None
     policy = load(None if choose is not None else given_policy)
     _ = policy.timeline  # raises where a share of all steps is meant, and nobody says how many there are
-    labels = (*(str(rule.name) for rule in excluded), *policy.labels)
-    own = None if policy.own is None else policy.own + len(excluded)
-    policy = dataclasses.replace(policy, rules=(*excluded, *policy.rules), own=own, labels=labels)
+    policy = preceded(policy, excluded)
     inductor = {**_mode_patches(mode), **_inductor_patches(theirs)}
     # checks each option under its own name; the policy checks all of them together with its recipe
     recipe = ours.get("recipe", "tensorwise")

@@ -1,18 +1,12 @@
 """Measure this machine's GPU for the cost model: `fp8compile calibrate`.
 
-    calibrate() -> Device      matmul rates in bf16, float16, float32 and FP8, copy bandwidth, and what one
-                               more kernel without work takes
-
 A rate is the median over a few large sizes. For each size, the time is the median of several runs. Each run
-has a cold cache: a buffer larger than L2 is written before it. FP8 matmuls are `torch._scaled_mm` with both
-operands K-major, as FP8 tensor cores require; `fp8` is their rate with fast accumulation, `fp8_precise`
-without. The other properties of the device (units, memory, architecture) come from its shipped description,
-or from torch. The result is stored (`catalog.store`): then `catalog.of` finds it for devices of this name.
+has a cold cache: a buffer larger than L2 is written before it. The other properties of the device (units,
+memory, architecture) come from its shipped description, or from torch.
 
-The measuring functions take a timer: `Timer.seconds(function)` is the time of one call. It contains a
-constant: events are recorded in a few microseconds. So the time of a launch is a slope, that of many launches
-over that of fewer, and is measured after work that keeps the device busy: else the host, which launches more
-slowly than the device runs, would be measured.
+The time of a call (`Timer.seconds`) contains a constant: events are recorded in a few microseconds. So the
+time of a launch is a slope, that of many launches over that of fewer, and is measured after work that keeps
+the device busy: else the host, which launches more slowly than the device runs, would be measured.
 """
 
 from __future__ import annotations

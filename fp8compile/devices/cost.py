@@ -1,25 +1,11 @@
 """How long a matmul takes in bf16 and in FP8, and what casting its operands costs: arithmetic on sizes only.
 
-    gemm(device, m, n, k, "bf16")           seconds of out[m, n] = a[m, k] @ b[k, n]
-    compute(device, m, n, k, "bf16")        its seconds on the tensor cores alone, in waves of tiles
-    casts(device, CastInput(...), scaling)  seconds for the FP8 copies of one tensor
-    break_even(gain)                        the smallest number of tokens from which a gain stays positive
+docs/cost-model.md describes the arithmetic, and has the sources of the constants. "fp8_precise" is FP8
+without fast accumulation.
 
-**Matmul**: ``max(compute, bytes / bandwidth) + launch``. Compute is counted in waves: the output is cut into
-tiles, each unit (SM, CU) works on one tile at a time, and the last wave takes as long as a full one. A tile
-takes ``2 bm bn (k + ramp)`` FLOP at its unit's share of the sustained rate. `ramp` is the cost of filling the
-pipeline. Tiles smaller than 128 x 256 run at a part of the rate. The model takes the best tile and the best
-split of k, as a library does. FP8 steps through k twice as deep, so its ramp is twice as long, and its
-kernels start later. Therefore small and odd sizes lose in FP8. "fp8_precise" is FP8 without fast
-accumulation, which is slower on Hopper (`catalog.Rates`).
-
-**Casts**: bytes read and written, and launches. A `ScalingCost` says how often a recipe walks over a tensor:
-`delayed`, `blockwise` and `mxfp8` once; `tensorwise` once for the amax and once for the cast; `rowwise` twice
-for each layout. If the producer's kernel does the cast, the cast reads for free. If nothing else reads the
-tensor in high precision, the kernel does not write that copy. This is a gain over bf16, so the net cost of
-casts can be negative.
-
-The sources of the constants are in docs/cost-model.md.
+If the producer's kernel does the cast, the cast reads for free. If nothing else reads the tensor in high
+precision, the kernel does not write that copy. This is a gain over bf16, so the net cost of casts can be
+negative.
 """
 
 from __future__ import annotations
@@ -35,7 +21,7 @@ from .catalog import Device
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.7), (128, 64, 0.7), (64, 64, 0.5))
 SPLITS = (1, 2, 4, 8, 16)  # parts of k that are computed in parallel and added up in float32
 FP8 = ("fp8", "fp8_precise")  # with and without fast accumulation
-RAMP = dict.fromkeys(FP8, 512)
+RAMP = dict.fromkeys(FP8, 512)  # filling its pipeline takes a kernel as long as so many columns of k
 RAMP_OTHERS = 256
 FP8_START_S = 2e-6  # an FP8 matmul of 256 x 256 x 256 takes 6 us on an H100, one in bf16 3.7
 STRIDED = 1 / 0.58  # slowdown along columns of memory: Inductor's transposes reach 58% of the bandwidth

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -11,25 +11,23 @@ from torch import nn
 NOTE = "under bf16 autocast, since parameters are float32"
 
 
-def wanted(modules: Iterable[nn.Module], asked: bool | None) -> bool:
+def wanted(modules: Sequence[nn.Module], asked: bool | None) -> bool:
     """Whether to turn on bf16 autocast: `asked`; None: if parameters are float32 and no autocast is on."""
     if asked is not None:
         return asked
-    parameters = [p for module in modules for p in module.parameters()]
-    already = torch.is_autocast_enabled(_device(parameters))
-    return not already and any(p.dtype == torch.float32 for p in parameters)
+    already = torch.is_autocast_enabled(_device(modules))
+    return not already and any(p.dtype == torch.float32 for module in modules for p in module.parameters())
 
 
 @contextlib.contextmanager
-def autocast(modules: Iterable[nn.Module], asked: bool | None) -> Iterator[str]:
+def autocast(modules: Sequence[nn.Module], asked: bool | None) -> Iterator[str]:
     """Inside the context, bf16 autocast is on where it is `wanted`. Gives a note if nobody asked for it."""
-    modules = list(modules)
     on = wanted(modules, asked)
-    device = _device([p for module in modules for p in module.parameters()])
-    with torch.autocast(device, torch.bfloat16) if on else contextlib.nullcontext():
+    with torch.autocast(_device(modules), torch.bfloat16) if on else contextlib.nullcontext():
         yield NOTE if on and asked is None else ""
 
 
-def _device(parameters: Iterable[torch.Tensor]) -> str:
+def _device(modules: Sequence[nn.Module]) -> str:
     """The type of the device of the parameters. A dry run takes those on the meta device to the CPU."""
-    return next((p.device.type for p in parameters if p.device.type != "meta"), "cpu")
+    kinds = (p.device.type for module in modules for p in module.parameters())
+    return next((kind for kind in kinds if kind != "meta"), "cpu")

@@ -2,11 +2,10 @@
 
     print(bench(model, tokens, labels=labels))
 
-A step is a forward, a backward and a fused AdamW whose learning rate is 0: it moves what an AdamW moves, and
-changes nothing. The arms take turns, round by round, so that drifts of clocks and temperature affect all of
-them alike. They share weights and optimizer: a model that trains on this GPU fits here, too. An arm's peak
-memory is that of its warm-up, before the next arm is compiled; FP8 comes last, since only it may keep
-something (`cache_weights`). The profiler sees one step of each arm.
+A step has a fused AdamW whose learning rate is 0: it moves what an AdamW moves, and changes nothing. The arms
+share weights and optimizer: a model that trains on this GPU fits here, too. An arm's peak memory is that of
+its warm-up, before the next arm is compiled; FP8 comes last, since only it may keep something
+(`cache_weights`). docs/cli.md has the rest.
 
 What single layers gain is not measured. It is the estimate by which the compiler decided about them.
 """

@@ -10,9 +10,7 @@ The step (forward, loss, backward) runs eagerly, four times, with the same weigh
     in FP8                  with the options and the scaling state that the next training call would have
 
 A model that trains in FP8 already is compared with its own scales: a copy of its scaling state is loaded into
-the sandbox, as into a resumed run. Nothing is left behind (`sandbox`): weights, gradients, buffers, random
-states, scaling state, statistics, reports and compiled code are as before. A `Session` keeps its compiled
-graphs for the next comparison.
+the sandbox, as into a resumed run. A `Session` keeps its compiled graphs for the next comparison.
 """
 
 from __future__ import annotations

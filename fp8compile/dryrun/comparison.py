@@ -1,27 +1,10 @@
 """The result of `fp8compile.compare`: rows of layers and parameters, worst first, and which left their band.
 
-Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2), so 20 dB is an error of a tenth. A layer has three
-kinds of them:
+docs/compare.md defines the columns, and says where the expected ranges come from. The healthy models there
+are those of notes/log.md, 2026-11-24. Decibels are SQNRs: 10 log10(|reference|^2 / |error|^2).
 
-    own         of each of its FP8 matmuls, against the float32 product of the tensors that were cast for it
-    output      of its result, against the run in high precision: with all that earlier layers left in it
-    gradient    of its weight, against the run in high precision: with all errors of forward and backward
-
-The band. What a matmul's own error is in good order follows from its formats, not from the model: rounding to
-E4M3 leaves 31.5 dB, to E5M2 25.5 dB, and the errors of both operands add, so 28.5 dB for fprop and 24.5 dB
-for dgrad and wgrad. Ten healthy models (notes/log.md, 2026-11-24) have 28.2 dB or more, 24.1 and 21.6. Sums
-that cancel lower it, so a layer leaves its band at `BAND` dB below.
-
-Outliers. In a tensor whose largest element is `OUTLIERS` times the median, a scale that is a little too old
-saturates what matters most. With its own amax as scale, E4M3 still resolves the rest: its range is 2^18. But
-such tensors precede divergence (Fishman et al., "Scaling FP8 training to trillion-token LLMs",
-arXiv:2409.12517), so they are out of band, too.
-
-A gradient that inherits errors has no such number. Beside it stands what another bf16 kernel would cost
-(`observe.dithered`): bf16 has four bits more than E4M3, five more than E5M2, which are 24 and 30 dB. Healthy
-models have gaps of 14 to 35 dB. A parameter leaves its band if the gap is more than `GAP` dB, and its SQNR is
-under `POOR` dB: that is an error of which no matmul knows. It is only asked if no layer has left its band,
-because a layer's fault spreads.
+A gradient has no expected SQNR, because it inherits errors. It is compared with what another bf16 kernel
+would cost (`observe.dithered`): bf16 has four bits more than E4M3, five more than E5M2: 24 and 30 dB.
 """
 
 from __future__ import annotations
@@ -40,8 +23,9 @@ if TYPE_CHECKING:
 
 EXPECTED = {"fprop": 28.5, "dgrad": 24.5, "wgrad": 24.5}  # dB
 ROLES = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("input", "gradient")}
-BAND, GAP, POOR = 10.0, 40.0, 10.0  # dB
-OUTLIERS = 500.0
+BAND = 10.0  # dB under what is expected, at which a layer leaves its band
+GAP, POOR = 40.0, 10.0  # dB: a gradient is out of range with so much less than bf16's has, and less than this
+OUTLIERS = 500.0  # an element so many times the median of its tensor
 _HEAD = ("fprop", "dgrad", "wgrad", "output (bf16)", "gradient (bf16)", "cosine", "norm ratio")
 
 

@@ -3,13 +3,8 @@
     print(fp8compile.estimate(model, tokens, labels=labels, device="h100"))
 
 The step is compiled twice for the described device (see `fake_gpu`): by Inductor alone, and with our passes.
-Nothing is executed, so weights may be on the meta device. The compilations give the bytes, the FLOPs and the
-module of each kernel; a roofline gives its time (see `roofline`). The result is not a measurement: it
-compares two compilations of one model by traffic and FLOPs. It ignores the host and caches, and how well
-kernels other than matmuls use the device. The optimizer counts if the caller says how many bytes it moves.
-Communication is not counted.
-
-For an AMD GPU, both compile for an NVIDIA GPU (Inductor's HIP path cannot be described), at AMD's rates.
+The compilations give the bytes, the FLOPs and the module of each kernel; a roofline gives its time (see
+`roofline`). docs/estimates.md says what that leaves out.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +152,8 @@ class Compiler:
         return self._costs(lambda adapt: functools.partial(backend, adapt=adapt), decided=True)
 
     def _costs(self, backend: Callable[[Any], Callable], decided: bool) -> tuple[Costs, Report]:
-        """`backend`: for what `adapt` of `backend.fp8` is. `decided`: see `Repeated.kinds`."""
+        """`backend`: for what `adapt` of `backend.fp8` is. `decided`: see `Repeated.kinds`. Raises
+        Fp8CompileError if costs of a part of the model come out negative."""
         if self.blocks is None:
             step, report = self._compiled(backend(None))
             return self._by_module(step), report
@@ -166,18 +162,6 @@ class Compiler:
         for order, times in samples(self.blocks.kinds(report.matmuls, decided)):
             step, _ = self._compiled(backend(judged(choices.repeat(order))), order)
             made.append((self._by_module(step), times))
-        return self._carried_on(made), report
-
-    @functools.cached_property
-    def whole(self) -> tuple[Report, Choices]:
-        """The report of the whole model, and what the policy chooses in it."""
-        assert self.blocks is not None
-        choices = Choices(self.blocks)
-        return traced(self.model, self.args, self.kwargs, self.options, judged(choices.note)), choices
-
-    def _carried_on(self, made: Sequence[tuple[Costs, int]]) -> Costs:
-        """The costs of all blocks. Fp8CompileError if a part of the model comes out negative."""
-        assert self.blocks is not None
         costs, name = carried_on(made, self.blocks), self.blocks.name or "the blocks"
         for layer in _layers(costs, {}):
             if layer.bf16.negative:
@@ -185,7 +169,14 @@ class Compiler:
                 raise Fp8CompileError(
                     f"the costs of {layer.name} come out negative, {why}: estimate without extrapolate"
                 )
-        return costs
+        return costs, report
+
+    @functools.cached_property
+    def whole(self) -> tuple[Report, Choices]:
+        """The report of the whole model, and what the policy chooses in it."""
+        assert self.blocks is not None
+        choices = Choices(self.blocks)
+        return traced(self.model, self.args, self.kwargs, self.options, judged(choices.note)), choices
 
     def _compiled(self, backend: Callable, order: Order | None = None) -> tuple[Step, Report]:
         """`order`: the blocks that are compiled, if not all are. What there is to warn of was said of all."""

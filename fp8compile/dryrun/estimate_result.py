@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..reporting.columns import aligned
-from ..reporting.html import HtmlPage, TimedPart, Timing, render, section, title
+from ..reporting.html import HtmlPage, Part, Split, TimedPart, Timing, render, section, split, title
 from ..reporting.layer_rows import microseconds, percent
 from ..reporting.report import Report
-from ..reporting.time_bars import Part, Split, scaled
 from . import roofline
 
 if TYPE_CHECKING:
@@ -147,9 +146,7 @@ class Estimate:
             ("moved outside of matmuls", _gigabytes(bf16.bytes_outside_matmuls, fp8.bytes_outside_matmuls)),
             ("kept for backward", _gigabytes(bf16.kept_for_backward, fp8.kept_for_backward)),
         )
-        costs = [cost for layer in self.layers for cost in (layer.bf16, layer.fp8)]
-        longest = 1e6 * max((cost.seconds for cost in costs), default=0.0)
-        parts = [_part(x, longest) for x in self.layers if x.bf16.seconds or x.fp8.seconds]
+        parts = [_part(x) for x in self.layers if x.bf16.seconds or x.fp8.seconds]
         said = (_METHOD, *self._attention, *self.notes)
         timing = Timing(said, _part(self._step).splits, tuple(parts), (_HEAD, *self._lines()))
         headline = f"{self.speedup:.2f}× on {self.device}, estimated"
@@ -210,12 +207,12 @@ def _line(layer: LayerCost) -> tuple[str, ...]:
 # -- the page --
 
 
-def _part(layer: LayerCost, longest: float = 0.0) -> TimedPart:
-    """The bars of a part. `longest`: the microseconds of the widest bar; 0: of the longer of the two."""
+def _part(layer: LayerCost) -> TimedPart:
+    """The bars of a part."""
     bf16, fp8 = layer.bf16, layer.fp8
     times = f"{microseconds(1e6 * bf16.seconds)} → {microseconds(1e6 * fp8.seconds)}"
     speedup = f"{bf16.seconds / fp8.seconds:.2f}×" if fp8.seconds and bf16.seconds else "–"
-    return TimedPart(layer.name, times, speedup, scaled([_split("bf16", bf16), _split("FP8", fp8)], longest))
+    return TimedPart(layer.name, times, speedup, (_split("bf16", bf16), _split("FP8", fp8)))
 
 
 def _split(name: str, cost: Cost) -> Split:
@@ -227,7 +224,7 @@ def _split(name: str, cost: Cost) -> Split:
         ("attention", "attention", cost.attention_seconds),
         ("casts and other" if casts else "other", "casts" if casts else "other", rest),
     )
-    return Split(name, tuple(Part(what, css, 1e6 * seconds) for what, css, seconds in times))
+    return split(name, (Part(what, css, 1e6 * seconds) for what, css, seconds in times))
 
 
 def _gigabytes(before: float, after: float) -> str:

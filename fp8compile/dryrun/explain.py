@@ -4,8 +4,7 @@
 
 Dynamo and AOTAutograd trace forward and backward, and our passes decide about every matmul as in training.
 Inductor generates no code, and graphs compute almost nothing (see `placeholders`). So values do not matter,
-and a model may be on the meta device. The model, its buffers and gradients, random states,
-`fp8compile.report` and other compiled models do not change (`sandbox`).
+and a model may be on the meta device. `sandbox` leaves everything as it was.
 """
 
 from __future__ import annotations

@@ -1,26 +1,12 @@
 """`fp8compile.guard(model)`: moves gemms that FP8 harms to another recipe, or to high precision, in training.
 
-    a measured call each `every` steps  ->  out of band `patience` times in a row
-    ->  the first rung of the ladder that repairs the operands  ->  the step, taken again with the move
-    ->  a rule from two steps later on, in the log
-
-What is watched: of each operand the error of its median row and of its median column, and the shares of
-elements that are flushed to zero and that saturate. A norm over the tensor hides what fails: outlier tokens
-have the norm, and all others are lost.
-
-A large error need not harm: of an operand with an offset, or of a gradient that nearly cancels, high
-precision loses as much. So before a move, the step is taken in high precision, in FP8, and in FP8 with the
-move: nothing moves unless that takes a third of the error from the gradient of the whole model. A gradient
-that is far from bf16's although no move would help, since the errors of many layers add, is a warning. Where
-the model cannot be called again (FSDP2 shards it), only numbers count that were out of band in no harmless
-training (`SURE`).
+docs/guard.md says what it watches, when it moves a gemm, and why.
 
 The rungs are tried on the operands that were measured, in the copy that keeps rows as they are: a recipe that
 repairs rows and columns there repairs the training (notes/log.md). The copy for the weight's gradient is no
-judge, as its rows sum over tokens. All gemms that read the operand move.
+judge, as its rows sum over tokens.
 
-In a distributed job each rank measures its own batch. The ranks vote after each measurement, and move
-together. A guard never ends a training: its errors are warnings, and end the guard.
+In a distributed job each rank measures its own batch. The ranks vote after each measurement.
 """
 
 from __future__ import annotations
@@ -39,9 +25,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from .. import compat
-from ..config.policy import Policy, Rule
+from ..config.policy import Policy, Rule, preceded
 from ..config.policy.guard_table import LAST, GuardTable
-from ..config.policy.policy_text import to_toml
+from ..config.policy.policy_files import to_toml
 from ..config.recipe import Recipe
 from ..devices.formats import pick
 from ..errors import OptionError, at_most
@@ -314,7 +300,7 @@ class Guard:
             return
         assert self._policy is not None
         rules = self._rules(made)
-        policy = moves.extended(self._policy, rules)  # an error before anything has moved
+        policy = preceded(self._policy, rules)  # an error before anything has moved
         moves.put(model, rules)
         for move in made:
             logger.warning("fp8: guard of %s: %s", self._name, move)

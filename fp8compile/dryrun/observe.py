@@ -5,10 +5,7 @@ forward matmul. Later runs are compared with it value by value, while they run. 
 are four sums for each tensor (`sums`), on the device.
 
 In an FP8 run, each FP8 matmul is also compared with the product of the tensors that were cast for it, in
-float32. That is the matmul's *own* error: what it inherits from the layers before it is in both products. So
-its own error finds the layer that is at fault, where errors of results and gradients spread to later layers.
-
-Noise: `dithered` is what another bf16 kernel might have returned.
+float32. That is the matmul's *own* error: what it inherits from the layers before it is in both products.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The least time of a described kernel: the longer of bytes and FLOPs at sustained rates, plus a launch.
 
 **Matmuls** run at the device's rate for their dtype, in waves of tiles (`devices.cost.compute`, without the
-cost model's limit on what FP8 may gain). FP8 has two rates, with and without fast accumulation; scales of
-blocks have a rate of their own. The waves have constants that were fitted to six published times
-(docs/cost-model.md). `waves=False` counts FLOPs at the full rate.
+cost model's limit on what FP8 may gain). `waves=False` counts FLOPs at the full rate.
 
 **Fused attention** is slower than a matmul and stays in high precision, so it takes most of a step with long
 sequences. Its FLOPs, forward and backward, count at a share of the bf16 matmul rate. The share is that of the

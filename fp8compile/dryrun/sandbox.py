@@ -51,7 +51,7 @@ def taken(model: Any) -> Callable[..., Any]:
 
 def modules_of(model: Any) -> list[nn.Module]:
     """The modules that a callable uses: itself, its bound arguments, closure, globals and attributes."""
-    found: dict[int, nn.Module] = {}
+    found: list[nn.Module] = []
     seen: set[int] = set()
 
     def visit(x: Any, depth: int) -> None:
@@ -60,28 +60,29 @@ def modules_of(model: Any) -> list[nn.Module]:
             return
         seen.add(id(x))
         if isinstance(x, nn.Module):
-            found[id(x)] = x
-        elif isinstance(x, functools.partial):
-            visit_all((x.func, *x.args, *x.keywords.values()), depth)
-        elif isinstance(x, types.MethodType):
-            visit_all((x.__self__, x.__func__), depth)
-        elif isinstance(x, types.FunctionType):
-            cells = [cell.cell_contents for cell in x.__closure__ or () if _filled(cell)]
-            used = [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
-            visit_all((*cells, *used), depth)
-        elif isinstance(x, (list, tuple)):
-            visit_all(x, depth)
-        elif isinstance(x, dict):
-            visit_all(x.values(), depth)
-        elif callable(x) and hasattr(x, "__dict__") and type(x).__module__ != "builtins":
-            visit_all(vars(x).values(), depth)
-
-    def visit_all(items: Iterable[Any], depth: int) -> None:
-        for item in items:
-            visit(item, depth + 1)
+            found.append(x)
+            return
+        for part in _used_by(x):
+            visit(part, depth + 1)
 
     visit(model, 0)
-    return list(found.values())
+    return found
+
+
+def _used_by(x: Any) -> Iterable[Any]:
+    if isinstance(x, functools.partial):
+        return x.func, *x.args, *x.keywords.values()
+    if isinstance(x, types.MethodType):
+        return x.__self__, x.__func__
+    if isinstance(x, types.FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or () if _filled(cell)]
+        return *cells, *(x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__)
+    if isinstance(x, (list, tuple)):
+        return x
+    if isinstance(x, dict):
+        return x.values()
+    has_attributes = callable(x) and hasattr(x, "__dict__") and type(x).__module__ != "builtins"
+    return vars(x).values() if has_attributes else ()
 
 
 def roots_of(modules: list[nn.Module]) -> list[nn.Module]:

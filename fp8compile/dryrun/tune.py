@@ -3,17 +3,8 @@
     tuned = fp8compile.tune(model, tokens, targets, device="h100", max_error=0.05)
     tuned.write("policy.toml")  # a commented policy, for options={"policy": "policy.toml"}
 
-Layers whose names differ in numbers only are a group (`tuned`). For each group and each candidate, one
-training step runs eagerly with that group alone in FP8, as `fp8compile.compare` runs it. The error of a step
-is that of its gradients:
-
-    error^2 = mean over all elements of trained parameters of min(1, |g_fp8 - g|^2 / |g|^2 - what bf16 has)
-
-where |.| is over one parameter, because Adam scales each parameter's update by its own gradient. Squares of
-groups are assumed to add up. Times come from `fp8compile.estimate`, of steps with all layers in one recipe.
-From the fastest choice, groups change one by one to a candidate with a smaller error, until the sum is small
-enough. The result is measured and estimated again as a whole policy; so is every uniform recipe. The fastest
-of those whose measured error is at most `max_error` is returned.
+docs/tune.md defines the error, and describes the search. Steps run as those of `fp8compile.compare` do, and
+times come from `fp8compile.estimate`, of steps with all layers in one recipe.
 """
 
 from __future__ import annotations
@@ -27,9 +18,9 @@ from typing import Any
 import torch
 
 from ..config.options import parse
-from ..config.policy import VARIABLE
 from ..errors import Fp8CompileError, OptionError, TuneError
 from ..ir.records import FP8, HIGH_PRECISION
+from ..logs import POLICY_VARIABLE
 from ..reporting.layer_rows import pattern
 from .autocast import wanted
 from .compare import Loss, Session
@@ -75,10 +66,6 @@ def tune(
     refuses the batch, if its loss is not finite, if it is not deterministic, or if no GPU can be described
     here (a process with a CUDA device); OptionError (a ValueError) for bad options, as `compare` does.
     """
-    if "loss_budget" in kwargs:
-        raise OptionError(
-            "tune: 'loss_budget' is gone, since no study supports one; give max_error, such as 0.05"
-        )
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < 1:
         raise OptionError.of(
             "max_error", max_error, "a relative error of gradients above 0 and under 1, such as 0.05"
@@ -100,7 +87,7 @@ def tune(
 
 def _extends(options: Mapping[str, Any]) -> str:
     """The name or path of the policy that the result extends."""
-    policy = options.get("policy") or os.environ.get(VARIABLE) or "default"
+    policy = options.get("policy") or os.environ.get(POLICY_VARIABLE) or "default"
     if not isinstance(policy, (str, os.PathLike)) or not {*options} <= {"policy", "strict"}:
         raise OptionError.of(
             "options", dict(options), "a name or path of a policy, {'policy': ...}, which the result extends"

@@ -104,17 +104,12 @@ class Comparing:
         if step % self.every:
             self.seen = None
             return []
-        found = self.compared(step)
+        run = self.session.run
+        found = self.of_seen(step, lambda seen: run(seen.args, seen.kwargs, seen.loss, repeat=False))
         if found is None:
             return []
         _warn(step, found)
         return rows_of(step, found)
-
-    def compared(self, step: int) -> Comparison | None:
-        """The comparison of the step that was waited for. Its error is a warning, and ends all."""
-        return self.of_seen(
-            step, lambda seen: self.session.run(seen.args, seen.kwargs, seen.loss, repeat=False)
-        )
 
     def of_seen(self, step: int, take: Callable[[Seen], T]) -> T | None:
         """What `take` makes of the call that was waited for. Its error is a warning, and ends all."""

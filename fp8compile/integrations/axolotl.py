@@ -1,13 +1,5 @@
-"""Axolotl, from its YAML file alone:
-
-    plugins:
-      - fp8compile.integrations.axolotl.FP8Plugin
-    fp8compile:
-      policy: fast
-      schedule: {warmup_steps: 200}
-
-The keys are the arguments of `fp8compile.integrations.transformers.FP8Callback`.
-"""
+"""Axolotl, from its YAML file alone, as docs/hosts.md shows. The keys under `fp8compile` are the arguments of
+`fp8compile.integrations.transformers.FP8Callback`."""
 
 from __future__ import annotations
 

@@ -82,12 +82,12 @@ def find(graph: Graph, inputs: Inputs) -> tuple[list[Matmul], list[OpaqueRecord]
         if node.op != "call_function":
             continue
         if form_of(node) is not None:
-            matmuls.append(_matmul(node, inputs.named(_module_of(node))))
+            matmuls.append(_matmul(node, inputs.named(module_of(node))))
             barriers.add(node)
             if not compat.dynamo.is_backward(node):
                 _forward(matmuls[-1], origins, weights)
         elif (hidden := _hidden(node)) is not None:
-            fqn = inputs.named(_module_of(node))
+            fqn = inputs.named(module_of(node))
             nested = tuple(_nested(node, graph.owning_module, fqn))
             opaque.append(OpaqueRecord(fqn, str(node.target), hidden, nested))
             barriers.update([node] if hidden in HIDDEN.values() else [])
@@ -167,7 +167,8 @@ def _weight_name(weight: str, module: str) -> str:
     return name if not module or f"{name}.".startswith(f"{module}.") else module
 
 
-def _module_of(node: Node) -> str:
+def module_of(node: Node) -> str:
+    """The module whose forward or backward contains a node; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return readable_module(list(stack.values())[-1][0]) if stack else ""
 

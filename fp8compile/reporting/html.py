@@ -1,26 +1,42 @@
 """`report.to_html()`: a report as one self-contained HTML page that works without JavaScript.
 
-Each layer has a bar. The length of the bar is the layer's share of the FLOPs, its colour is the decision. The
-decision, its rule and its reason stand beside the bar and on hover; an opened row shows them in full. Equal
-layers of repeated blocks are one row, whose details list them one by one. The graph of the matmuls
-(`diagram`) and the operators that hide matmuls follow. The page of an estimate begins with the time of a step
-(`Timing`), which `dryrun.estimate_result` fills in.
-
-`layers` computes the numbers and words, report.html.jinja is the markup. jinja2 escapes every text, because a
-module may have any name. The page's Content-Security-Policy forbids it to load anything.
+docs/cli.md describes the page. That of an estimate begins with the time of a step (`Timing`), which
+`dryrun.estimate_result` fills in. `layer_rows` computes the numbers and words, report.html.jinja is the
+markup. jinja2 escapes every text, because a module may have any name. The page's Content-Security-Policy
+forbids it to load anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from ..ir.records import GraphReport
+from ..ir.records import FP8, GraphReport
 from . import diagram
 from .layer_rows import Row, flops, layers_of, microseconds, rows_of, share
 from .record_tables import RecordTable, tables
-from .time_bars import Split, matmul_split
+
+
+class Part(NamedTuple):
+    """A segment of a time bar. `css`: the class that colours it."""
+
+    name: str
+    css: str
+    us: float
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the time of a step goes, in one precision."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def us(self) -> float:
+        return sum(part.us for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,11 @@ class Timing:
     parts: tuple[TimedPart, ...]
     table: tuple[tuple[str, ...], ...]
 
+    @property
+    def longest(self) -> float:
+        """The microseconds of the widest bar of a part."""
+        return max((split.us for part in self.parts for split in part.splits), default=0.0)
+
 
 @dataclass(frozen=True)
 class HtmlPage:
@@ -88,12 +109,32 @@ def title(what: str, graphs: Iterable[GraphReport]) -> str:
     return f"fp8compile {what}{': ' + names if names else ''}"
 
 
+def split(name: str, parts: Iterable[Part]) -> Split:
+    """The bar of these parts; those without time are left out."""
+    return Split(name, tuple(part for part in parts if part.us > 0))
+
+
+def matmul_splits(rows: Sequence[Row]) -> tuple[Split, ...]:
+    """The matmuls' time in high precision, and their time as decided; () if no layer has estimated times."""
+    timed = [layer for row in rows if row.times for layer in row.layers]
+    if not timed:
+        return ()
+    before, after, casts = map(sum, zip(*(layer.times or () for layer in timed), strict=True))
+    high = sum(record.bf16_us or 0.0 for layer in timed for record in layer.records if record.decision != FP8)
+    after_parts = (
+        Part("FP8 matmuls", "fp8", after - high),
+        Part("casts", "casts", casts),
+        Part("other matmuls", "high", high),
+    )
+    return split("high precision", [Part("matmuls", "high", before)]), split("FP8", after_parts)
+
+
 def section(graph: GraphReport) -> Section:
     """The rows, times and diagram of one graph."""
     layers = layers_of(graph.matmuls)
     rows = rows_of(layers)
     of_graph = tuple(tables((*graph.opaque, *graph.added)))
-    return Section(graph, rows, matmul_split(rows), of_graph, diagram.draw(graph, layers))
+    return Section(graph, rows, matmul_splits(rows), of_graph, diagram.draw(graph, layers))
 
 
 def render(page: HtmlPage, path: str | Path | None = None) -> str:

@@ -323,10 +323,5 @@ def _with_unit(value: float, *units: str) -> str:
     """`value`, given in the first unit, in the first of at most three digits. Each is 1000 of the last."""
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1e3, units[1:]
-    return _digits(value) + " " + units[0]
-
-
-def _digits(value: float) -> str:
-    if value >= 99.95 or value == 0:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    digits = 0 if value >= 99.95 or value == 0 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {units[0]}"

@@ -1,9 +1,6 @@
 """Pictures: of a monitor's file (`fp8compile plot run.jsonl`), and of a comparison (`plot_comparison`).
 
-The first shows scales and overflows of layers over time.
-
-Each layer has a row; the worst layers come first. Layers are ordered by the highest overflows% of any of
-their tensors at any step, then by the lowest SQNR. The left picture shows the scales of input, weight and
+The first has a row for each layer, the worst first. The left picture shows the scales of input, weight and
 gradient, which multiply into FP8, on a logarithmic axis (a band if a tensor has several scales). The right
 picture shows their overflows in percent.
 """

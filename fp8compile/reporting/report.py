@@ -1,18 +1,5 @@
 """The report of compiled graphs: every matmul with its decision and reason, and every op that hides matmuls.
-
-`print(fp8compile.report(model))` writes::
-
-    fp8: 72 of 75 matmuls, 91.3% of matmul FLOPs; 3 kept: 3 output head; not rewritten: 24 attention
-
-    graph 0: GPT, training: 72 of 75 matmuls, 91.3% of matmul FLOPs
-    module                gemm                   m     n     k    share  decision
-    --------------------  -------------------  ---  ----  ----  -------  ---------------------------
-    h.0-11.mlp.up (x12)   fprop, dgrad, wgrad  512  4096  1024    45.7%  FP8, delayed
-    ...
-    lm_head               fprop, dgrad, wgrad  512  9344  1024     8.7%  high precision: output head
-
-    graph 1: GPT, evaluation: 25 matmuls, compiled in high precision: the model is in eval mode
-"""
+docs/report.md shows one."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Statistics of every quantized tensor: `fp8compile.stats(model)`.
-
-    >>> fp8compile.stats(model, measure=True)      # asks to measure the next training call
-    >>> loss = model(x); loss.backward()
-    >>> print(fp8compile.stats(model))
-    tensor              role   recipe   format  amax  scale_inv ... underflows%  mse       sqnr  row_error
-    ------------------  -----  -------  ------  ----  ---------     -----------  --------  ----  ---------
-    layers.0.up.weight  input  delayed  e4m3fn  4.31  0.00962       0.0031       0.000291  31.6  0.0262
+"""Statistics of every quantized tensor: `fp8compile.stats(model)`. docs/telemetry.md shows them.
 
 Amaxes and scales of delayed scaling are read from the scaling state. They are available at any time and cost
 one copy of each page to the host. All other numbers are measured on request (`measure`, see `stats`).

@@ -59,7 +59,6 @@ for command in (*helps, "devices", "policy show llama"):
         ("tune my_model.py:build --out no/such/policy.toml", "there is no folder no/such"),
         ("tune my_model.py:build --max-error much", "not a valid float"),
         ("tune my_model.py:build --max-error 2", "max_error"),
-        ("tune my_model.py:build --loss-budget 0.2%", "give --max-error"),
         ("tune my_model.py:build --like my_model.py:biuld", "Did you mean 'build'"),
         ("bench my_model.py:build --device gpu0", "'gpu0' is not a device as torch names it"),
         ("bench my_model.py:build --option recipe=tensorwsie", "Did you mean 'tensorwise'"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8compile.config.policy import Policy
-from fp8compile.config.policy.policy_text import to_toml
+from fp8compile.config.policy.policy_files import to_toml
 
 CURRENT = [True, False, False]
 WHOLE = {

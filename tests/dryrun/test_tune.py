@@ -231,8 +231,6 @@ def test_a_model_that_is_not_deterministic() -> None:
 def test_wrong_options() -> None:
     with pytest.raises(OptionError, match="'options' must be a name or path of a policy"):
         tuned_mlp(options={"recipe": "rowwise"})
-    with pytest.raises(OptionError, match="'loss_budget' is gone.*give max_error"):
-        tuned_mlp(loss_budget="0.2%")
     with pytest.raises(OptionError, match="a name or path of a policy"):
         tuned_mlp(options={"policy": Policy()})
     with pytest.raises(OptionError, match="FP8 tensor cores"):

@@ -5,7 +5,7 @@
     match                       the facts that a rule can test, and whether it matches
     windows                     rules in time: which are active at a step
     policy_tables               Rule, Policy and the other tables
-    policy_files                reading policies
+    policy_files                reading and writing policies
 
 >>> load("llama").choose(site).fp8
 """
@@ -18,8 +18,8 @@ from .match import nameless as nameless
 from .match import unmatched as unmatched
 from .policy_errors import PolicyError as PolicyError
 from .policy_files import BUILTIN as BUILTIN
-from .policy_files import VARIABLE as VARIABLE
 from .policy_files import load as load
+from .policy_files import preceded as preceded
 from .policy_tables import Policy as Policy
 from .policy_tables import Rule as Rule
 from .policy_tables import Schedule as Schedule

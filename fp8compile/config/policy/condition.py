@@ -1,11 +1,7 @@
 """The expression language of `where`: a condition on the sizes m, n and k of a matmul.
 
-``n < 128 or k < 128``, ``m * n * k >= 2**30``, ``256 <= n <= 8192 and k % 64 == 0``,
-``max(n, k) / min(n, k) > 8``
-
-A condition is a Python expression of m, n, k, numbers, ``+ - * / // % **``, comparisons, ``and or not``,
-parentheses, `min` and `max`. The text may come from somebody else. So its tree is checked node by node before
-it is compiled: other names, calls and attributes are errors.
+docs/policy.md#where describes it: a part of Python's expressions. The text may come from somebody else. So
+its tree is checked node by node before it is compiled: other names, calls and attributes are errors.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from ..settings import integer
 from .policy_errors import PolicyError
-from .validation import key, line, table
+from .validation import key, line, table, whole
 
 LAST = "high_precision"  # the last rung of a ladder
 
@@ -26,24 +24,20 @@ def _rungs(name: str, given: Any) -> tuple[str, ...]:
 class GuardTable:
     """`[guard]`: what `fp8compile.guard(model)` does. Steps are optimizer steps."""
 
-    every: int = key(
+    every: int = whole(
         "Measure a call each so many steps, and before the first of them at steps 2, 3, 4, 8, 16 and so on.",
-        partial(integer, least=50),
-        500,
-        minimum=50,
+        least=50,
+        default=500,
     )
-    patience: int = key(
-        "Move what is out of its band in so many measurements in a row.",
-        partial(integer, least=2),
-        3,
-        minimum=2,
+    patience: int = whole(
+        "Move what is out of its band in so many measurements in a row.", least=2, default=3
     )
     ladder: tuple[str, ...] = key(
         f"Where gemms move: the first of these recipes that repairs them. After the last one: {LAST!r}.",
         _rungs,
         ("rowwise", "blockwise", LAST),
     )
-    most: int = key("Move at most so many layers at a time.", partial(integer, least=1), 4, minimum=1)
+    most: int = whole("Move at most so many layers at a time.", least=1, default=4)
 
     def measures(self, step: int) -> bool:
         """Is this step measured? What fails from the beginning cannot wait for `every`."""

@@ -1,7 +1,6 @@
 """Patterns for names of modules, parameters and classes: globs, or regular expressions after ``re:``.
 
-``*`` stands for any text, dots too; ``?`` for one character; ``[0-3]`` and ``[!0-3]`` for one of a set. A
-regular expression has to match the whole name. A glob that no name can fit is refused when the policy is
+A regular expression has to match the whole name. A glob that no name can fit is refused when the policy is
 loaded: later it would silently do nothing.
 """
 

@@ -1,4 +1,5 @@
-"""Makes a Policy of a file, a name, a dict or the environment. Errors say where they are, and what to write.
+"""Makes a Policy of a file, a name, a dict or the environment, and a file of a Policy. Errors say where they
+are, and what to write.
 
 Whatever the source, its tables go through `validation`. A file may come from somebody else: reading one
 executes nothing. Each `load` reads a file anew, because it may have been edited.
@@ -7,6 +8,7 @@ executes nothing. Each `load` reads a file anew, because it may have been edited
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -171,6 +173,13 @@ def _joined(file: PolicyFile, base: Policy | None, source: str) -> Policy:
     )
 
 
+def preceded(policy: Policy, rules: Sequence[Rule]) -> Policy:
+    """The policy with further rules of the user's own, which have names, before all others."""
+    labels = (*(str(rule.name) for rule in rules), *policy.labels)
+    own = None if policy.own is None else policy.own + len(rules)
+    return dataclasses.replace(policy, rules=(*rules, *policy.rules), own=own, labels=labels)
+
+
 # -- files --
 
 
@@ -201,3 +210,22 @@ def _parsed(content: str, source: str) -> dict[str, Any]:
         problem = PolicyError(f"not valid TOML: {error}.")
         problem.source = f"policy {source}"
         raise problem from None
+
+
+def to_toml(policy: Policy) -> str:
+    """A file that decides as the policy does: with its rules, also those of policies that it extends, but for
+    those that are never reached, which a file may not have."""
+    first = {"extends": "none", **{key: getattr(policy, key) for key in ("eval", "save", "device")}}
+    tables = [(f"[recipes.{json.dumps(name)}]", given(recipe)) for name, recipe in policy.recipes.items()]
+    tables += [("[defaults]", given(policy.defaults))]
+    singles = {"[schedule]": policy.schedule, "[guard]": policy.guard}
+    tables += [(title, given(one)) for title, one in singles.items() if one is not None]
+    hidden = unreached(policy.rules)
+    tables += [("[[rules]]", given(rule)) for i, rule in enumerate(policy.rules) if i not in hidden]
+    parts = [_lines({key: value for key, value in first.items() if value is not None})]
+    return "\n\n".join([*parts, *(f"{title}\n{_lines(values)}".rstrip() for title, values in tables)]) + "\n"
+
+
+def _lines(values: dict[str, Any]) -> str:
+    """JSON of strings, numbers, booleans and lists of them is TOML, too."""
+    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())

@@ -16,14 +16,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 from ...errors import OptionError, near
 from .. import peers
 from ..operators import MATMULS
 from ..recipe import RECIPES, SETTINGS, Recipe
-from ..settings import integer
 from . import match, patterns, windows
 from .condition import checked
 from .guard_table import GuardTable
@@ -38,6 +37,7 @@ from .validation import (
     table,
     table_of,
     tables_of,
+    whole,
 )
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
@@ -176,16 +176,10 @@ class Schedule:
     """`[schedule]`: steps are optimizer steps. High precision before `warmup_steps` and from `cooldown_at`
     on; with an empty table, by `set_precision`. It is a first rule with the name "schedule"."""
 
-    warmup_steps: int = key(
-        "Train in high precision for so many steps first.", partial(integer, least=0), 0, minimum=0
-    )
-    cooldown_at: int | None = key(
-        "The step from which training is in high precision again.", partial(integer, least=1), minimum=1
-    )
-    total_steps: int | None = key(
-        "The steps of the training, of which windows of rules may give a share.",
-        partial(integer, least=1),
-        minimum=1,
+    warmup_steps: int = whole("Train in high precision for so many steps first.", least=0, default=0)
+    cooldown_at: int | None = whole("The step from which training is in high precision again.", least=1)
+    total_steps: int | None = whole(
+        "The steps of the training, of which windows of rules may give a share.", least=1
     )
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
     @table("[schedule]")
     @dataclass(frozen=True, kw_only=True)
     class Schedule:
-        warmup_steps: int = key("Train in high precision first.", partial(integer, least=0), 0)
+        warmup_steps: int = whole("Train in high precision first.", least=0, default=0)
 
 `Schedule(warmup_steps="3")`, and a file that says so, give "'warmup_steps' must be an integer >= 0; got '3'
 (str)."
@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ...errors import OptionError, describe, did_you_mean, near
 from .. import peers
-from ..settings import Check, one
+from ..settings import Check, integer, one
 from .policy_errors import PolicyError
 
 T = TypeVar("T")
@@ -104,6 +104,11 @@ def key(meaning: str, check: Check, default: Any = None, **schema: Any) -> Any:
     metadata = {"check": check, "schema": {"description": meaning, **schema}}
     given = {"default_factory" if callable(default) else "default": default}
     return dataclasses.field(**given, metadata=metadata)
+
+
+def whole(meaning: str, least: int, default: int | None = None) -> Any:
+    """A key for an integer from `least` on."""
+    return key(meaning, functools.partial(integer, least=least), default, minimum=least)
 
 
 def table(title: str = "") -> Callable[[type[T]], type[T]]:

@@ -1,13 +1,8 @@
 """Rules in time: which rules of a policy are active at a step, and the sets of rules to compile.
 
-    during = "1000.."             from step 1000 on
-    during = "1000..5000"         up to step 5000, without it
-    during = ["..2%", "90%.."]    of [schedule] total_steps, rounded down
-    during = "by hand"            off until `set_rule`
-
-Steps are optimizer steps. Outside of its windows a rule is as if it were not there. A *set* is the positions
-of the rules that are active at a step, in order. It ends at the first without conditions: none decides after
-that one.
+docs/policy.md#during has the forms of a window. Steps are optimizer steps. A *set* is the positions of the
+rules that are active at a step, in order. It ends at the first without conditions: none decides after that
+one.
 """
 
 from __future__ import annotations
@@ -106,7 +101,7 @@ class Timed:
         """The set of a step. `by_hand`: name of a rule with `during` -> on or off, whatever its windows."""
         if by_hand and self.varies:
             return self._active(step, by_hand)
-        return self.timeline[bisect.bisect_right(self._starts, step) - 1][1]
+        return self.timeline[bisect.bisect_right(self.timeline, step, key=lambda one: one[0]) - 1][1]
 
     def during(self, active: Set) -> Policy:
         """The policy of these rules alone, without windows and schedule. In a phase of the schedule, nothing
@@ -214,10 +209,6 @@ class Timed:
         """The first step, and those at which a window begins or ends."""
         ends = {end for entry in self._entries for window in entry.windows or () for end in window}
         return tuple(sorted({0, *ends} - {_NEVER}))
-
-    @cached_property
-    def _starts(self) -> tuple[int, ...]:
-        return tuple(step for step, _ in self.timeline)
 
     def _active(self, step: int, by_hand: Mapping[Any, bool]) -> Set:
         found = []

@@ -10,9 +10,7 @@ compiled with its forward, whether the step calls backward or not.
     step.bytes_outside_matmuls, step.flops, step.kept_for_backward, step.code
 
 The figures are static: bytes are counted on Inductor's schedule, each buffer once per kernel
-(`plan_traffic`). They compare two compilations of one model and are not a measurement. Limits: code between
-graphs runs on the CPU and is not counted; a tensor that one graph passes to the next does not count as kept
-for backward; there is no autotuning; the process must not have a CUDA device.
+(`plan_traffic`). docs/estimates.md has the limits.
 
 This folder patches private names of torch. Comments say which names moved between torch 2.11 and 2.15.
 """

@@ -17,13 +17,8 @@ from ...devices.gpu import Gpu
 CUDA = torch.device("cuda", 0)
 
 
-def _capability(gpu: Gpu) -> int:
-    """The compute capability as Inductor and Triton write it: 90."""
-    return 10 * gpu.major + gpu.minor
-
-
 def _interface(gpu: Gpu) -> type:
-    """Inductor's device interface, answering from `gpu`."""
+    """Inductor's device interface, answering from `gpu` where it does not ask torch.cuda at each call."""
     from torch._dynamo.device_interface import CudaInterface
 
     class Worker(CudaInterface.Worker):
@@ -31,13 +26,10 @@ def _interface(gpu: Gpu) -> type:
         current_device = staticmethod(lambda: 0)
 
     answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
-        "get_compute_capability": lambda device=None: _capability(gpu),
         "get_device_properties": lambda device=None: gpu,
         "is_bf16_supported": lambda *a, **k: True,
-        "is_dtype_supported": lambda *a, **k: True,
         "is_triton_capable": lambda device=None: True,
         "raise_if_triton_unavailable": lambda device=None: None,
         "synchronize": lambda device=None: None,
@@ -91,51 +83,49 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
     from triton.runtime import driver
 
     device_interface.get_interface_for_device("cpu")  # registers the real ones before the context
-    triton_driver = mock.MagicMock()
-    triton_driver.get_current_target = lambda: GPUTarget("cuda", _capability(gpu), gpu.warp_size)
-    true = lambda *a, **k: True  # noqa: E731
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(compat.triton.default_contraction())
-
-        def patch(module: str, attribute: str, value: Any) -> None:
-            """Patch a name that may be missing in some versions."""
-            target = importlib.import_module(module)
-            if hasattr(target, attribute):
-                stack.enter_context(mock.patch.object(target, attribute, value))
-
-        # Inductor traces its patterns once, by running ops. Here they run on the CPU, before the GPU appears.
-        # The arguments are those of Inductor's own calls, because these functions run once per distinct
-        # argument list and a second run fails.
-        trace_joint: Any = joint_graph.lazy_init  # its annotation lacks the argument in 2.11
-        trace_joint(torch.device("cpu"))
-        post_grad.lazy_init()
-        for passes in (joint_graph, post_grad):
-            patch(passes.__name__, "lazy_init", lambda *a, **k: None)
-        interfaces = dict.fromkeys(("cuda", "cuda:0"), _interface(gpu))
-        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
-        for name, answer in _cuda_answers(gpu).items():
-            patch("torch.cuda", name, answer)
-        patch("torch.version", "cuda", "13.0")
-        patch("torch.utils._triton", "has_triton", true)
-        patch("torch._inductor.scheduler", "has_triton", true)
+    # Inductor traces its patterns once, by running ops. Here they run on the CPU, before the GPU appears.
+    # The arguments are those of Inductor's own calls, because these functions run once per distinct
+    # argument list and a second run fails.
+    trace_joint: Any = joint_graph.lazy_init  # its annotation lacks the argument in 2.11
+    trace_joint(torch.device("cpu"))
+    post_grad.lazy_init()
+    target = GPUTarget("cuda", 10 * gpu.major + gpu.minor, gpu.warp_size)
+    triton_driver = mock.MagicMock(get_current_target=lambda: target)
+    true, nothing = (lambda *a, **k: True), (lambda *a, **k: None)
+    # Constant folding would compute on the device, and so would Inductor's choice whether to pad a matmul's
+    # odd sizes. A cached graph would bypass our hooks.
+    off = ("fx_graph_cache", "fx_graph_remote_cache", "joint_graph_constant_folding", "shape_padding")
+    patches = (
+        compat.triton.default_contraction(),
+        mock.patch.object(joint_graph, "lazy_init", nothing),
+        mock.patch.object(post_grad, "lazy_init", nothing),
+        mock.patch.dict(
+            device_interface.device_interfaces, dict.fromkeys(("cuda", "cuda:0"), _interface(gpu))
+        ),
+        mock.patch.multiple("torch.cuda", **_cuda_answers(gpu)),
+        mock.patch("torch.version.cuda", "13.0"),
+        mock.patch("torch.utils._triton.has_triton", true),
+        mock.patch("torch._inductor.scheduler.has_triton", true),
         # CUDA builds make a real tensor here, to initialise the device before a fake one comes (2.11).
-        patch("torch._subclasses.fake_tensor", "init_gpu_context", lambda *a, **k: None)
-        # tensor[...], copy_ and contiguous ask the device's runtime for a guard, and there is no runtime.
-        unguarded: dict[str, Any] = {"__getitem__": _getitem, "contiguous": _contiguous, "copy_": _copy_}
-        unguarded["__invert__"] = lambda x: torch.bitwise_not(x)
-        stack.enter_context(mock.patch.multiple(FakeTensor, create=True, **unguarded))
+        mock.patch("torch._subclasses.fake_tensor.init_gpu_context", nothing),
+        # these ask the device's runtime for a guard, and a build for CPUs has no such runtime
+        mock.patch.multiple(
+            FakeTensor,
+            create=True,
+            __getitem__=_getitem,
+            __invert__=lambda x: torch.bitwise_not(x),
+            contiguous=_contiguous,
+            copy_=_copy_,
+        ),
         # recomputed attention would read the random state of a device
-        patch("torch._functorch.partitioners", "functionalize_rng_ops", lambda joint, *graphs: graphs[:2])
-        # Constant folding would compute on the device, and so would Inductor's choice whether to pad a
-        # matmul's odd sizes. A cached graph would bypass our hooks.
-        off = ("fx_graph_cache", "fx_graph_remote_cache", "joint_graph_constant_folding", "shape_padding")
-        stack.enter_context(torch._inductor.config.patch({"compile_threads": 1, **dict.fromkeys(off, False)}))
-        stack.enter_context(
-            torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
-        )
-        previous = driver._active
-        driver.set_active(triton_driver)
-        stack.callback(setattr, driver, "_active", previous)
+        mock.patch("torch._functorch.partitioners.functionalize_rng_ops", lambda joint, *graphs: graphs[:2]),
+        torch._inductor.config.patch({"compile_threads": 1, **dict.fromkeys(off, False)}),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+        mock.patch.object(driver, "_active", triton_driver),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         _forget_devices()
         stack.callback(_forget_devices)
         yield

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...config.operators import MATMULS
-from ...frontend.inputs import readable_module
+from ...passes.collect import module_of
 from ...runtime.interpreter import Boxed
 from ..placeholders import placeholder_callable
 from . import plan_traffic
@@ -205,12 +205,6 @@ def _nearest(origins: set[torch.fx.Node], steps: int = 6) -> str:
         if named:
             return max(named, key=lambda fqn: fqn.count("."))
     return ""
-
-
-def module_of(node: torch.fx.Node) -> str:
-    """The module whose forward or backward contains an FX node; "" if unknown."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return readable_module(list(stack.values())[-1][0]) if stack else ""
 
 
 @contextlib.contextmanager

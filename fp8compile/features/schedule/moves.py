@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor, nn
 
-from ...config.policy import Policy, Rule
+from ...config.policy import Policy, Rule, preceded
 from ...runtime.optimizer_steps import STEPS
 from ...runtime.parameters import find, record_of
 
@@ -25,15 +25,8 @@ class Moves:
 
     def extended(self, policy: Policy) -> Policy:
         if policy not in self.policies:
-            self.policies[policy] = extended(policy, self.rules)
+            self.policies[policy] = preceded(policy, self.rules)
         return self.policies[policy]
-
-
-def extended(policy: Policy, rules: Sequence[Rule]) -> Policy:
-    """The policy with further rules of the user's own before all others."""
-    labels = (*(str(rule.name) for rule in rules), *policy.labels)
-    own = None if policy.own is None else policy.own + len(rules)
-    return replace(policy, rules=(*rules, *policy.rules), labels=labels, own=own)
 
 
 def rules_of(model: nn.Module) -> tuple[Rule, ...]:
