@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from .errors import StrictError as StrictError
     from .errors import TuneError as TuneError
     from .features.delayed.checkpoint import ScalingState as ScalingState
-    from .features.export.digest import digest as digest
     from .features.export.export import Exported as Exported
     from .features.export.export import export as export
     from .features.export.export import served_weights as served_weights
     from .features.export.mismatch import Mismatch as Mismatch
+    from .features.export.mismatch import digest as digest
     from .features.export.mismatch import mismatch as mismatch
     from .features.frozen.frozen_weights import restore_frozen_weights as restore_frozen_weights
     from .features.load.contents import Stack as Stack
@@ -88,9 +88,8 @@ _MODULES = {
         "TuneError",
     ),
     "features.delayed.checkpoint": ("ScalingState",),
-    "features.export.digest": ("digest",),
     "features.export.export": ("Exported", "export", "served_weights"),
-    "features.export.mismatch": ("Mismatch", "mismatch"),
+    "features.export.mismatch": ("Mismatch", "digest", "mismatch"),
     "reporting.monitor": ("Monitor",),
     "reporting.report": ("Report", "report"),
     "reporting.stats": ("Stats", "stats"),

@@ -1,16 +1,8 @@
-"""`torch.compile(model, backend="fp8")`: the whole story.
+"""`torch.compile(model, backend="fp8")`: from a Dynamo graph and options to a callable.
 
-Dynamo hands over a graph of the user's forward. We
-
-1. validate the options and load the policy (`config`),
-2. read what only this graph tells: parameters' names, whether the model is training (`frontend.inputs`),
-3. give the graph two more inputs, the scales of its scaling state and its amaxes (`ir.state_page`),
-4. let Inductor compile it with our passes over the joint graph of forward and backward: find every matmul,
-   decide, quantize, raise amaxes, and finally lower our operators (`passes.pipeline` has the order),
-5. report every matmul with its decision (`reporting`), and
-6. return a callable that finds the state of its call's parameters, and starts cold slots (`runtime`).
-
-A graph with nothing to differentiate, or of a model in eval mode, takes the same way in high precision.
+The options are validated, what only this graph tells is read (`frontend.inputs`), and the graph is compiled
+with our passes (`compilation`). One with nothing to differentiate, or of a model in eval mode, takes the same
+way in high precision.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ What is called in the life of a graph, in this order:
     partitioned                                   after the partitioner, with `partitions`; not from the cache
     half, backward                                each half; from the cache, `backward` alone
     compiled, callable                            before it serves calls
-    meet                                          at the first call with each set of parameters
+    first_call                                    with each set of parameters
     measure                                       at calls that are measured
     arguments                                     at each call, with `inputs`
 

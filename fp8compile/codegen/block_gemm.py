@@ -13,7 +13,7 @@ blocks it needs one number a step. With 1 x 128 blocks it needs a number for eac
 are first copied to [K / 128, rows], so that neighbours are read together.
 
 Programs walk the result in groups of rows of tiles, so that programs that run together share operands in the
-cache. Sizes that are known are constants of the kernel, others are arguments.
+cache.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
+from torch.utils._sympy.functions import FloorDiv
 
 from ..ir import ops
 from ..ir.fx_utils import FLOATS, PERMUTES, arg, aten, is_tensor, order_of, value
@@ -65,8 +66,6 @@ def size_of(size: Any) -> sympy.Expr:
 
 def quotient(size: sympy.Expr, by: int) -> sympy.Expr:
     """size // by."""
-    from torch.utils._sympy.functions import FloorDiv
-
     return sympy.Integer(int(size) // by) if size.is_Integer else FloorDiv(size, by)
 
 

@@ -43,10 +43,9 @@ TRANSPOSED = ((64, 256, 8),)  # rows and columns of a copy
 
 
 @functools.cache
-def tuned(kernel: Any, configs: tuple[tuple[int, ...], ...], restore: tuple[str, ...] = ()) -> Any:
+def tuned(kernel: Any, configs: tuple[tuple[int, ...], ...]) -> Any:
     """A JIT function with the configurations to choose from, one object for all launches that ask for the
-    same. A configuration is (BLOCK_R, BLOCK_C, warps) or (.., stages). `restore`: arguments that a benchmark
-    must not leave changed."""
+    same. A configuration is (BLOCK_R, BLOCK_C, warps) or (.., stages)."""
     import triton
 
     most = 1024 // (64 if torch.version.hip else 32)  # warps of a program: it has at most 1024 threads
@@ -54,7 +53,7 @@ def tuned(kernel: Any, configs: tuple[tuple[int, ...], ...], restore: tuple[str,
         triton.Config({"BLOCK_R": r, "BLOCK_C": c}, num_warps=min(warps, most), num_stages=(*stages, 3)[0])
         for r, c, warps, *stages in configs
     ]
-    return triton.autotune(configs=made, key=[], restore_value=list(restore) or None)(kernel)
+    return triton.autotune(configs=made, key=[])(kernel)
 
 
 def aligned(size: int) -> int:
@@ -265,10 +264,9 @@ class Launcher:
             return emit(torch.ops.prims.convert_element_type.default, total, dtype)
         total = self.new(emit, [columns], dtype)
         constants = {"ROWS": int(rows), "COLUMNS": int(columns)}
-        grid = [(quotient_up(columns, c), 1, 1) for _, c, _ in PARTIAL_SUMS]
-        launched = [(int(x), y, z) for x, y, z in grid]
+        grid = [(int(quotient_up(columns, c)), 1, 1) for _, c, _ in PARTIAL_SUMS]
         sums = tuned(fp8_column_sums, PARTIAL_SUMS)
-        compat.triton.launch(emit, sums, launched, {"partial": partial, "total": total}, constants)
+        compat.triton.launch(emit, sums, grid, {"partial": partial, "total": total}, constants)
         return total
 
     def size_arguments(
@@ -295,7 +293,7 @@ class Launcher:
             return int(expr)
         return compat.triton.size_node(emit, expr, self._symbol)
 
-    def _symbol(self, emit: Emitter, symbol: sympy.Symbol) -> Node:
+    def _symbol(self, symbol: sympy.Symbol) -> Node:
         """A node with the value of a symbol: an input of the graph, or a size of a tensor."""
         if symbol not in self.symbols:
             first = None
@@ -308,13 +306,9 @@ class Launcher:
                 if first is None and isinstance(value, torch.Tensor) and symbol in sizes(node):
                     first = node
             assert first is not None, symbol
-            found = Emitter(self.graph, first.next, first)
-            found.anchor = next(n for n in _from(first) if n.op != "placeholder")
+            anchor = first.next
+            while anchor.op == "placeholder":
+                anchor = anchor.next
+            found = Emitter(self.graph, anchor, first)
             self.symbols[symbol] = found(aten.sym_size.int, first, sizes(first).index(symbol))
         return self.symbols[symbol]
-
-
-def _from(node: Node):
-    while True:
-        node = node.next
-        yield node

@@ -1,11 +1,8 @@
 """Our operators as plain torch functions for Inductor to fuse.
 
-Why the functions have their form:
-
-* amax is taken in two stages, rows first: Inductor puts the first stage into the producer's or the cast's
-  kernel, and the second stages of a graph are gathered into one reduction for all tensors with equally many
-  rows.
-* A slot's scale is a view of the graph's input for scales, so no slot needs a kernel for one number.
+An amax is taken in two stages, rows first: Inductor puts the first stage into the producer's or the cast's
+kernel, and the second stages of a graph are gathered into one reduction for all tensors with equally many
+rows.
 
 Matmuls are in `scaled_mm`; at the end of this file are the memory layouts in which they expect the inverses
 of scales. An inverse is float32, one a block: [rows / block rows, columns / block columns], rounded up.
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from ..ir import merged, ops
 from ..ir.fx_utils import aten, is_data
+from ..ir.schemas import FP8Copy
 
 
 def row_amax(x: Tensor) -> Tensor:
@@ -39,8 +37,10 @@ def last_amaxes(rows: list[Tensor]) -> Tensor:
     return rows[0].amax(0, keepdim=True) if len(rows) == 1 else torch.cat(rows).view(len(rows), -1).amax(1)
 
 
-def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
+def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int], order: Tensor | None = None) -> Tensor:
     """The amax of each block of a copy, float32: `ops.amax_blocks`, along the tensor as it lies in memory."""
+    if transposed and order is not None:
+        x = ops.ordered(x, order)
     if x.numel() == 0:
         rows, columns = (x.shape[1], ops.padded_rows(x.shape[0])) if transposed else x.shape
         return x.new_zeros([ops.blocks(rows, block[0]), ops.blocks(columns, block[1])], dtype=torch.float32)
@@ -55,40 +55,24 @@ def amax_blocks(x: Tensor, transposed: bool, block: Sequence[int]) -> Tensor:
     return amax.t().contiguous() if transposed else amax
 
 
-def quantize(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    block: Sequence[int],
-    divide: bool,
-    dense: bool,
-) -> Tensor:
-    """[R, C] -> [R, C], row-major, in strides that Inductor has to keep if `dense`. Left to itself, Inductor
-    would pad rows, which ATen's row-wise kernel for sm_89 does not expect, and would transpose the copy where
-    the input is transposed, which no FP8 matmul takes. Not `dense` is for `joined`, which copies it."""
-    copy = ops.cast(x, ops.spread(scale, x.shape, block), dtype, fp8_max, divide)
-    return _dense(copy, *x.shape) if dense else copy
-
-
-def quantize_transposed(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    block: Sequence[int],
-    divide: bool,
-    dense: bool,
-    padded_already: bool,
-) -> Tensor:
-    """[R, C] -> [C, R padded to a multiple of 16]; `dense` as for `quantize`."""
-    columns, rows = x.shape[1], x.shape[0]
+def quantize(made: FP8Copy, dense: bool) -> Tensor:
+    """[R, C] -> [R, C] or, `transposed`, [C, R padded to a multiple of 16]; row-major, in strides that
+    Inductor has to keep if `dense`. Left to itself, Inductor would pad rows, which ATen's row-wise kernel for
+    sm_89 does not expect, and would transpose the copy where the input is transposed, which no FP8 matmul
+    takes. Not `dense` is for `joined`, which copies it."""
+    x, scale, how = made.source, made.scale, (made.dtype, made.fp8_max, made.divide)
+    if not made.transposed:
+        copy = ops.cast(x, ops.spread(scale, x.shape, made.block), *how)
+        return _dense(copy, *x.shape) if dense else copy
+    padded_already = made.rows is not None
+    x = ops.ordered(x, made.rows) if padded_already else x
+    rows, columns = x.shape
     padded = rows if padded_already else ops.padded_rows(rows)
     if scale.dim() == 2:
-        scale = ops.spread(scale, [columns, rows], block).t()
-    copy = ops.cast(x, scale, dtype, fp8_max, divide).t()
+        scale = ops.spread(scale, [columns, rows], made.block).t()
+    copy = ops.cast(x, scale, *how).t()
     if not padded_already and not (isinstance(rows, int) and rows == padded):
-        copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(dtype)
+        copy = torch.nn.functional.pad(copy.to(torch.float32), (0, padded - rows)).to(made.dtype)
     return _dense(copy, columns, padded) if dense else copy
 
 

@@ -27,13 +27,13 @@ from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import Emitter, arg, aten, element, element_of, is_data, value
 from ..ir.grouped import grouped_mm, order_of_groups, taken
-from ..ir.metadata import FORM
 from ..ir.schemas import GroupedProduct, product_of
 from . import launch
 from .grouped_gemm import launch_grouped, launch_order
 from .indexing import quotient, sizes
 from .lowerings import copied, stored
-from .scaled_mm_kind import GROUPED, TRITON, how_grouped
+from .scaled_mm import form_of
+from .scaled_mm_kind import GROUPED, TRITON
 
 
 def lower_order(node: Node, inline: Callable[..., Node]) -> None:
@@ -71,14 +71,6 @@ def lower_grouped_mm(
         return launch_grouped(node, inline, gpu_of(value(node).device), product)
     function, args = call_of(node, form)
     return inline(node, function, *args)
-
-
-def form_of(node: Node) -> str:
-    """The form of a `grouped_mm`."""
-    if FORM in node.meta:
-        return node.meta[FORM]
-    x = product_of(node)
-    return how_grouped(gpu_of(value(node).device), x.a_block, x.b_block, not compat.triton.reorders())
 
 
 def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:
@@ -195,7 +187,7 @@ def _values(copy: Tensor, inverse: Tensor, offs: Tensor, block: Sequence[int]) -
     return (wide * factor).to(torch.bfloat16)
 
 
-def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
+def amax_of_groups(x: Tensor, offs: Tensor, *_: Tensor) -> Tensor:
     """[E, C] float32: the largest magnitude of each column in each group, by a maximum of the bits of
     magnitudes: the bits of NaN are above those of infinity."""
     count = offs.shape[0]

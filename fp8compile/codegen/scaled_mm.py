@@ -1,9 +1,5 @@
-"""The lowering of FP8 matmuls: the forms that a matmul can take, and the choice between them.
-
-`lower_mm` chooses the form that one of our operators becomes. Where operands have several scales, it depends
-on the device, the blocks and the sizes: `scaled_mm_kind.how`.
-
-All forms are plain torch functions of a `ScaledProduct`, except for the Triton kernel (`block_gemm`).
+"""The lowering of FP8 matmuls: the forms that a matmul can take. All are plain torch functions of a
+`ScaledProduct`, except for the Triton kernel (`block_gemm`).
 
 cuBLASLt and CUTLASS add a bias in half precision only, in the result's dtype (`fusable`). Any other bias is
 added to a float32 product after the matmul. Inductor fuses this sum into the kernel that reads it, and the
@@ -27,6 +23,7 @@ from .. import compat
 from ..devices.gpu import gpu_of
 from ..ir import ops
 from ..ir.fx_utils import aten, value
+from ..ir.grouped import grouped_mm
 from ..ir.metadata import FORM
 from ..ir.schemas import ScaledProduct, product_of
 from . import scaled_mm_kind
@@ -52,13 +49,14 @@ def form_of(node: Node) -> str:
     """The form of a matmul: one of `scaled_mm_kind`'s, or TENSORWISE, where each operand has one scale."""
     if FORM in node.meta:
         return node.meta[FORM]
-    gpu = gpu_of(value(node).device)
+    gpu, launches = gpu_of(value(node).device), not compat.triton.reorders()
     if node.target is ops.scaled_mm:
         return REFERENCE if gpu is None else TENSORWISE
     x = product_of(node)
+    if node.target is grouped_mm:
+        return scaled_mm_kind.how_grouped(gpu, x.a_block, x.b_block, launches)
     (m, k), n = value(x.a).shape, value(x.b).shape[0]
     made = product_dtype(None if x.bias is None else value(x.bias), x.out_dtype)
-    launches = not compat.triton.reorders()
     return scaled_mm_kind.how(gpu, x.a_block, x.b_block, m, n, k, made, x.fast_accum, launches)
 
 

@@ -19,7 +19,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch._inductor.output_code import OutputCode
 from torch.fx import GraphModule
 
@@ -88,9 +90,6 @@ def _loader(backward: bool) -> Any:
 def cache_is_on() -> bool:
     """May a compilation use AOTAutograd's cache in the way above? Not if it is off, and not if somebody
     bundles entries. Nor where another thread might compile with our options."""
-    import torch._dynamo.config as dynamo_config
-    import torch._inductor.config as inductor_config
-
     bundles = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
     off = inductor_config.force_disable_caches or bundles or functorch_config.strict_autograd_cache
     on = options_by_thread() and functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache

@@ -7,6 +7,10 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.utils import get_compilation_metrics
+
 from .dynamo import frames
 
 T = TypeVar("T")
@@ -31,8 +35,6 @@ Told = Callable[[str, str, str, bool], None]
 def when_given_up(name: str, tell: Told) -> None:
     """Call `tell(name, function, cause, all)` where Dynamo leaves a call to eager, though it has compiled the
     function for other calls: now, with this `name`. `all`: it leaves all further ones, too."""
-    from torch._dynamo.convert_frame import CatchErrorsWrapper
-
     for frame in frames("torch/_dynamo/convert_frame.py"):
         wrapper = frame.f_locals.get("self")
         if isinstance(wrapper, CatchErrorsWrapper):
@@ -51,9 +53,6 @@ class _Converter:
         self.theirs, self.names, self.tell = theirs, names, tell
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
-        from torch._dynamo.utils import get_compilation_metrics
-
         before = get_compilation_metrics()[-1:]
         made = self.theirs(frame, *args, **kwargs)
         code = frame.f_code

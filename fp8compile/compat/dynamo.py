@@ -10,8 +10,19 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config, convert_frame
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, TensorifyScalarRestartAnalysis
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource, ConstantSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._export.utils import _compiling_state_context
+from torch._guards import TracingContext, detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 CALLS = ("forward", "__call__", "_call_impl")  # functions of a module that is being called
 
@@ -32,9 +43,6 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor, stable: bool = 
     """Give a Dynamo graph one more tensor input, at the end, and return the tensor that stands for it at
     compile time. The caller passes a tensor of the same sizes at each call; if `stable`, at one address (so
     that CUDA graphs need not copy it)."""
-    from torch._dynamo.source import ConstantSource
-    from torch._guards import detect_fake_mode
-
     placeholders, first = gm.graph.find_nodes(op="placeholder"), next(iter(gm.graph.nodes))
     with gm.graph.inserting_after(placeholders[-1]) if placeholders else gm.graph.inserting_before(first):
         node = gm.graph.placeholder(name)
@@ -50,8 +58,6 @@ def add_input(gm: GraphModule, name: str, example: torch.Tensor, stable: bool = 
 
 def rows_vary(*tensors: torch.Tensor) -> None:
     """Tell Dynamo that the first dimension of these tensors differs from call to call, and no other one."""
-    import torch._dynamo
-
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
@@ -65,8 +71,6 @@ def compiling() -> contextlib.AbstractContextManager[None]:
     """For a `make_fx` of ours: inside, `torch.compiler.is_compiling()` is true, as it is in Dynamo's part of
     a compilation from 2.13 on. Up to 2.13, one flag of the process says that fx is tracing, and a compiled
     function that another thread calls meanwhile would raise. (Dynamo's lock admits one thread at a time.)"""
-    from torch._export.utils import _compiling_state_context
-
     return _compiling_state_context()
 
 
@@ -119,8 +123,6 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 def shown(error: Exception) -> Exception:
     """`error` as an exception of a derived class, which Dynamo passes on to the user without wrapping it.
     Its text stays: Dynamo adds to `args` where to report a bug of its own."""
-    from torch._dynamo.exc import ShortenTraceback
-
     said = str(error)
     own = {"__module__": type(error).__module__, "__str__": lambda _: said}
     kind = type(type(error).__name__, (type(error), ShortenTraceback), own)
@@ -133,8 +135,6 @@ def shown(error: Exception) -> Exception:
 def restart(why: str) -> Exception:
     """An exception for a backend to raise: Dynamo traces the frame again, with what the backend changed."""
     # the one that backends raise; all others are errors of theirs
-    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-
     return TensorifyScalarRestartAnalysis(restart_reason=why)
 
 
@@ -152,8 +152,6 @@ def let_go(example_inputs: Any, inputs: Iterable[int]) -> None:
 
 def is_of_backend(error: Exception) -> bool:
     """Did a compiler raise this error, rather than the code that it compiles?"""
-    from torch._dynamo.exc import BackendCompilerFailed
-
     return isinstance(error, BackendCompilerFailed)
 
 
@@ -181,8 +179,6 @@ def tag_backward(graph: Graph) -> set[Node]:
 
 def real_tensors() -> contextlib.AbstractContextManager:
     """Inside, operators compute with numbers, also while torch traces (2.11 to 2.15)."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     return _disable_current_modes()
 
 
@@ -207,8 +203,6 @@ def root_modules(gm: GraphModule, attributes: Collection[int] = ()) -> dict[int,
 def _root(source: Any, is_attribute: bool) -> Any:
     """What the first step to a parameter or buffer starts from: `L['self']` is the source for
     `L['self']._modules['up']._parameters['weight']`. None if this is no source of one."""
-    from torch._dynamo.source import AttrSource
-
     root, owned = None, is_attribute
     containers = "_modules", "_parameters", "_buffers"
     while source is not None:
@@ -255,8 +249,6 @@ def called(functions: Collection[str] = ("__call__", "_wrapped_call_impl")) -> I
 
 def _output() -> Any:
     """What Dynamo traces now; None outside of Dynamo."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     try:
         return InstructionTranslator.current_tx().output
     except AttributeError:
@@ -265,10 +257,6 @@ def _output() -> Any:
 
 def guard_attribute(source: Any, name: str) -> None:
     """Compile again where this attribute of the module at `source`, a bool or a string, is another one."""
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import AttrSource
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     if context is not None:
         guard = AttrSource(source, name).make_guard(GuardBuilder.CONSTANT_MATCH)
@@ -278,8 +266,6 @@ def guard_attribute(source: Any, name: str) -> None:
 def symbolic_kernels() -> contextlib.AbstractContextManager[None]:
     """Inside, operators take symbolic sizes. Torch sets this up itself, but not for a backward that
     AOTAutograd compiles at its first call (of a tensor subclass)."""
-    from torch._dispatch.python import enable_python_dispatcher
-
     return enable_python_dispatcher()
 
 
@@ -307,8 +293,6 @@ def is_tangent(node: Node) -> bool:
 def other_code(functions: Iterable[types.FunctionType]) -> Iterator[None]:
     """Inside, each of these functions for which Dynamo has compiled code has a copy of its code object, so
     that Dynamo finds none and adds none. (Each holds a limited number, and Dynamo drops all or none.)"""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
     before = [(f, f.__code__) for f in functions if _debug_get_cache_entry_list(f.__code__)]
     for function, code in before:
         function.__code__ = code.replace(co_name=code.co_name)
@@ -324,9 +308,6 @@ def compiled_code_goes(kept: Collection[types.CodeType] = ()) -> Iterator[None]:
     """On leaving, drop the code that Dynamo has compiled inside, also the code for the user's frames after a
     graph break. A frame that had compiled code before keeps all of it, because Dynamo drops all code of a
     frame or none. So do the frames of `kept`. Inside, Dynamo does not learn which sizes are dynamic."""
-    from torch._dynamo import config, convert_frame
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
     ours: dict[int, types.CodeType] = {}
     theirs: set[int] = set()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Size, nn
+from torch._dynamo.callback import callback_handler
 
 from .dynamo import frames
 
@@ -66,7 +67,6 @@ def on_refusal(backend: str, tell: Callable[..., None]) -> None:
     """Have `tell(**keywords)`, with those that `torch.compile` passes to a backend of this name, called where
     Dynamo begins to compile for it, and will leave everything to eager: inside of FSDP1 with
     `use_orig_params=False`. `torch._dynamo.reset()` forgets this."""
-    from torch._dynamo.callback import callback_handler
 
     def begins(_: Any) -> None:
         if any(not module._use_orig_params and module._handle is not None for module in _under_way()):

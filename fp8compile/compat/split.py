@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import Graph, GraphModule
 
 from .dynamo import copy_graph, frames
@@ -29,7 +30,6 @@ def forward_of(gm: GraphModule) -> Graph:
     """The forward of a Dynamo graph in ATen, as Inductor would get it. Compiles nothing, and leaves a
     compilation that is in progress as it is."""
     from torch._functorch.aot_autograd import aot_module_simplified
-    from torch._guards import TracingContext, detect_fake_mode, tracing
 
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     graphs: list[Graph] = []

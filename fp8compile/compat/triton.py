@@ -11,6 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 from torch._inductor import config
 from torch.fx import Graph, Node
 
@@ -76,8 +78,6 @@ def launch(
     given. Launches with different constants are tuned apart. `contracts`: a compiler may make one
     instruction, which rounds once, of a product and a sum. (An eager step and Triton's interpreter round
     twice. Triton's own default is to contract, and not to from 3.10 on.)"""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
-
     _ours[_python_function(function)] = contracts
     with emit.graph.inserting_before(emit.anchor):
         node = emit.graph.call_function(
@@ -110,15 +110,11 @@ def eliminate_dead_code(graph: Graph) -> None:
 
 
 def launches(graph: Graph) -> list[Node]:
-    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-
     return graph.find_nodes(op="call_function", target=triton_kernel_wrapper_mutation)
 
 
 def launched(node: Node) -> tuple[Any, dict[str, Any]]:
     """The Triton function of a launch and its arguments."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
     kwargs: Any = node.kwargs
     arguments = {**kernel_side_table.get_constant_args(kwargs["constant_args_idx"]), **kwargs["kwargs"]}
     return kernel_side_table.get_kernel(kwargs["kernel_idx"]), arguments
@@ -128,12 +124,12 @@ _OPERATIONS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.fl
 _OPERATIONS |= {"PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min}
 
 
-def size_node(emit: Any, expr: Any, symbol: Callable[[Any, Any], Node]) -> Any:
+def size_node(emit: Any, expr: Any, symbol: Callable[[Any], Node]) -> Any:
     """Nodes that compute an integer expression of sizes."""
     if expr.is_Integer:
         return int(expr)
     if expr.is_Symbol:
-        return symbol(emit, expr)
+        return symbol(expr)
     if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
         op: Any = operator.mul
         parts = [size_node(emit, expr.base, symbol)] * int(expr.exp)
@@ -197,11 +193,9 @@ def accesses_known() -> contextlib.AbstractContextManager[Any]:
     """Inside, Inductor finds out only once which arguments one of our kernels writes (once more where one is
     not given). By itself it compiles the kernel to Triton's IR for that, twice a launch, and the layers of a
     model launch the same ones, as do the graphs of a model that is compiled block by block."""
-    from torch._higher_order_ops import triton_kernel_wrap as module
-
     names = "identify_accessed_tensors", "identify_mutated_tensors"  # the second one up to 2.11
-    name = next(name for name in names if hasattr(module, name))
-    find = getattr(module, name)
+    name = next(name for name in names if hasattr(triton_kernel_wrap, name))
+    find = getattr(triton_kernel_wrap, name)
 
     def identify(kernel: Any, arguments: dict[str, Any], *more: Any) -> Any:
         function = _python_function(kernel)
@@ -212,4 +206,4 @@ def accesses_known() -> contextlib.AbstractContextManager[Any]:
             _accesses[key] = find(kernel, arguments, *more)
         return _accesses[key]
 
-    return mock.patch.object(module, name, identify)
+    return mock.patch.object(triton_kernel_wrap, name, identify)

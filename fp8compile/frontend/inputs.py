@@ -151,25 +151,22 @@ def module_classes(modules: Iterable[nn.Module]) -> dict[str, str]:
 
 def names_of(modules: Sequence[nn.Module]) -> dict[str, Any]:
     """The fields of an `Inputs` that describe whole models."""
-    parts = module_classes(modules)
-    parameters = (name for module in modules for name, _ in module.named_parameters())
+    parts, matrices = module_classes(modules), _matrices(modules)
+    owned = _owned(modules)
     return {
         "modules": {name: kind for name, kind in parts.items() if name},
-        "parameter_names": frozenset(map(plain, parameters)),
+        "parameter_names": frozenset(owned),
         "containers": containers(parts),
-        "matrices": matrices(modules),
+        "matrices": tuple(name for name, p in owned.items() if id(p) in matrices),
     }
 
 
-def matrices(modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """The names of the 2-D parameters that are no embedding tables."""
-    owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
-    chosen = _matrices(modules)
-    return tuple(name for name, p in owned.items() if id(p) in chosen)
+def _owned(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    return {plain(name): p for module in modules for name, p in module.named_parameters()}
 
 
 def _matrices(modules: Sequence[nn.Module]) -> set[int]:
-    """The ids of these parameters."""
+    """The ids of the 2-D parameters that are no embedding tables."""
     parts = [part for module in modules for part in module.modules()]
     tables = {id(part.weight) for part in parts if isinstance(part, nn.Embedding)}
     shapes = {key: shape for module in modules for key, shape in compat.flat.shapes(module).items()}
@@ -225,7 +222,7 @@ def capture(gm: GraphModule, inputs: Sequence[Any]) -> Inputs:
     for source in {id(module): source for module, source in found.values()}.values():
         compat.dynamo.guard_attribute(source, "training")
     modules = distinct(found)
-    owned = {plain(name): p for module in modules for name, p in module.named_parameters()}
+    owned = _owned(modules)
     classes = list(dict.fromkeys(compat.fsdp.class_name(type(module)) for module in modules))
     last, rest = _last(found, names)
     return Inputs(

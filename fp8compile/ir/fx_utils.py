@@ -26,6 +26,7 @@ PERMUTES = (aten.permute.default, aten.t.default, aten.transpose.int)
 SLICES: tuple = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.narrow.default)
 SLICES += (aten.select.int, aten.unbind.int, aten.chunk.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+ALIKE = (*CASTS, *SAME, *VIEWS, *PERMUTES)  # the same values, in another dtype or layout
 # no storage of their own
 ALIASES = (*VIEWS, *PERMUTES, *SAME, *SLICES, aten.expand.default, operator.getitem)
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # metadata: the modules that a node belongs to
@@ -234,7 +235,7 @@ def peel(operand: Node, more: tuple = (), stack: bool = False) -> Matrix:
     *batch, rows, columns = map(known, value(operand).shape)
     count = batch[0] if stack else 1
     node, flipped = operand, False
-    while call_function(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, *more)):
+    while call_function(node, (*ALIKE, *more)):
         source = arg(node, 0)
         if value(source).device != value(node).device:
             break
@@ -297,7 +298,7 @@ def behind(node: Node, targets: tuple) -> Node:
 
 def root(node: Node) -> Node:
     """The tensor from which views, permutations, casts, expansions and clones made this one."""
-    return behind(node, (*CASTS, *SAME, *VIEWS, *PERMUTES, aten.expand.default, aten.clone.default))
+    return behind(node, (*ALIKE, aten.expand.default, aten.clone.default))
 
 
 def _swaps(node: Node, shape: tuple) -> bool | None:

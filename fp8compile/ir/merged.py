@@ -1,10 +1,8 @@
 """The operators of matmuls that are merged into one (see `features.merge.merge`).
 
-    largest(numbers); least(numbers)  [1], [1], .. -> [1] float32: the amax, or scale, of several tensors
-    side_by_side(parts, dim)          FP8 [R, C1], [R, C2], .. -> [R, C1 + C2 + ..]; the rows with `dim` 0
-    both_sides(parts, transposed)     the same of the rows, and of the transposed copies along the columns
-
-They are lowered like the operators of `ops`.
+largest(numbers); least(numbers)  [1], [1], .. -> [1] float32: the amax, or scale, of several tensors
+side_by_side(parts, dim)          FP8 [R, C1], [R, C2], .. -> [R, C1 + C2 + ..]; the rows with `dim` 0
+both_sides(parts, transposed)     the same of the rows, and of the transposed copies along the columns
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ implementations below, plain torch on any device, are the reference: cold calls 
     gather(amaxes)                                  several amaxes as one vector
     raised(amaxes, found, rows)                     amaxes that outlive a call, after a call that found these
 
-Features may have operators of their own (`define_op`).
-
 Layout: both operands of `scaled_mm` have the contracted dimension last ("K-major", what Hopper's FP8 tensor
 cores take). A tensor whose rows are contracted (tokens, in wgrad) is quantized transposed, its rows padded
 with zeros to a multiple of 16, so any number of tokens will do.
@@ -35,7 +33,7 @@ the other copy the rows of no group hold any value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +66,40 @@ def define_op(schema: str, fake=None):
         return operator
 
     return define
+
+
+class FP8Copy(NamedTuple):
+    """One FP8 copy of a matrix: nodes, or values while a graph runs. `item`: its place among the results of
+    its operator; None if it is the only one."""
+
+    source: Any
+    scale: Any
+    dtype: Any
+    fp8_max: float
+    transposed: bool
+    block: tuple[int, int] = (0, 0)
+    rows: Any = None  # the order of rows that are divided into groups
+    divide: bool = False  # `scale` is the inverse: values are divided by it
+    item: int | None = None
+
+    @property
+    def args(self) -> tuple:
+        """The arguments of `quantize`."""
+        order = [] if self.rows is None and not self.divide else [self.rows]
+        return (*self[:5], list(self.block), *order, *([True] if self.divide else []))
+
+    def of(self, result: Any) -> Any:
+        """This copy, in what the operator has returned."""
+        return result if self.item is None else result[self.item]
+
+
+def both_layouts(
+    x, scale, dtype, fp8_max, other=None, block=(0, 0), rows=None, late=None, divide=False
+) -> tuple[FP8Copy, FP8Copy]:
+    """With the arguments of `quantize_both`."""
+    plain = FP8Copy(x, scale, dtype, fp8_max, False, tuple(block), rows, divide, 0)
+    scale = scale if other is None else other
+    return plain, plain._replace(transposed=True, item=1, scale=scale, block=tuple(late or block))
 
 
 def padded_rows(rows):
@@ -133,16 +165,14 @@ def _amaxes(x: Tensor, transposed: bool, block: Sequence[int], order: Tensor | N
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def _copy(
-    x: Tensor, _scale, dtype: torch.dtype, _fp8_max, transposed: bool, _block=(0, 0), rows=None, *_
-) -> Tensor:
-    return torch.empty(_shape(x, transposed, rows), dtype=dtype, device=x.device)
+def _copy(*given: Any) -> Tensor:
+    x = FP8Copy(*given)
+    return torch.empty(_shape(x.source, x.transposed, x.rows), dtype=x.dtype, device=x.source.device)
 
 
-def _copies(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, _other=None, _block=(0, 0), rows=None, *_
-) -> tuple[Tensor, Tensor]:
-    return tuple(_copy(x, scale, dtype, fp8_max, layout, rows=rows) for layout in (False, True))  # type: ignore[return-value]
+def _copies(*given: Any) -> tuple[Tensor, Tensor]:
+    plain, late = both_layouts(*given)
+    return _copy(*plain.args), _copy(*late.args)
 
 
 def _product(
@@ -185,21 +215,15 @@ served_inverse = define_op(_SERVED, _like)(served_inverse_of)
     "Tensor? rows=None, bool divide=False) -> Tensor",
     _copy,
 )
-def quantize(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    transposed: bool,
-    block: Sequence[int] = (0, 0),
-    rows: Tensor | None = None,
-    divide: bool = False,
-) -> Tensor:
-    if transposed and rows is not None:
-        x = ordered(x, rows).t()
-    elif transposed:
+def quantize(*given: Any) -> Tensor:
+    copy = FP8Copy(*given)
+    x = copy.source
+    if copy.transposed and copy.rows is not None:
+        x = ordered(x, copy.rows).t()
+    elif copy.transposed:
         x = torch.nn.functional.pad(x.t(), (0, padded_rows(x.shape[0]) - x.shape[0]))
-    return cast(x, spread(scale, x.shape, block), dtype, fp8_max, divide).contiguous()
+    scale = spread(copy.scale, x.shape, copy.block)
+    return cast(x, scale, copy.dtype, copy.fp8_max, copy.divide).contiguous()
 
 
 @define_op(
@@ -208,21 +232,10 @@ def quantize(
     "(Tensor, Tensor)",
     _copies,
 )
-def quantize_both(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    transposed_scale: Tensor | None = None,
-    block: Sequence[int] = (0, 0),
-    rows: Tensor | None = None,
-    transposed_block: Sequence[int] | None = None,
-    divide: bool = False,
-) -> tuple[Tensor, Tensor]:
+def quantize_both(*given: Any) -> tuple[Tensor, Tensor]:
     """`transposed_scale`, `transposed_block`: those of the transposed copy; None: `scale`, `block`."""
-    plain = quantize(x, scale, dtype, fp8_max, False, block, rows, divide)
-    scale = scale if transposed_scale is None else transposed_scale
-    return plain, quantize(x, scale, dtype, fp8_max, True, transposed_block or block, rows, divide)
+    plain, late = both_layouts(*given)
+    return quantize(*plain.args), quantize(*late.args)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -11,32 +11,8 @@ from torch.fx import Node
 
 from ..config.recipe import Block
 from . import grouped, ops
-from .products import ScaledProduct as ScaledProduct  # others import it from here
-
-
-class FP8Copy(NamedTuple):
-    """One FP8 copy of a matrix: nodes, or values while a graph runs. `item`: its place among the results of
-    its operator; None if it is the only one."""
-
-    source: Any
-    scale: Any
-    dtype: Any
-    fp8_max: float
-    transposed: bool
-    block: tuple[int, int] = (0, 0)
-    rows: Any = None  # the order of rows that are divided into groups
-    divide: bool = False  # `scale` is the inverse: values are divided by it
-    item: int | None = None
-
-    @property
-    def args(self) -> tuple:
-        """The arguments of `quantize`."""
-        order = [] if self.rows is None and not self.divide else [self.rows]
-        return (*self[:5], list(self.block), *order, *([True] if self.divide else []))
-
-    def of(self, result: Any) -> Any:
-        """This copy, in what the operator has returned."""
-        return result if self.item is None else result[self.item]
+from .ops import FP8Copy as FP8Copy  # others import it from here, and the next one
+from .products import ScaledProduct as ScaledProduct
 
 
 def copies_of(target: Any, args: Sequence[Any]) -> tuple[FP8Copy, ...]:
@@ -44,16 +20,7 @@ def copies_of(target: Any, args: Sequence[Any]) -> tuple[FP8Copy, ...]:
     if target is ops.quantize:
         copy = FP8Copy(*args)
         return (copy._replace(transposed=bool(copy.transposed), block=tuple(copy.block)),)  # type: ignore[arg-type]
-    return _both(*args) if target is ops.quantize_both else ()
-
-
-def _both(
-    x, scale, dtype, fp8_max, other=None, block=(0, 0), rows=None, late=None, divide=False
-) -> tuple[FP8Copy, FP8Copy]:
-    """With the arguments of `quantize_both`."""
-    plain = FP8Copy(x, scale, dtype, fp8_max, False, tuple(block), rows, divide, 0)
-    scale = scale if other is None else other
-    return plain, plain._replace(transposed=True, item=1, scale=scale, block=tuple(late or block))
+    return ops.both_layouts(*args) if target is ops.quantize_both else ()
 
 
 def copies_at(node: Node) -> tuple[FP8Copy, ...]:

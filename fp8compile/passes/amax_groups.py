@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -12,32 +10,24 @@ from torch.fx import Node
 from .. import compat
 from ..config.recipe import WHOLE
 from ..errors import OptionError, near
-from ..ir.fx_utils import Emitter, aten
+from ..ir.fx_utils import Emitter, arg, aten
+from .joint import Joint
 from .plan import Operand
 from .written import whole
 
-if TYPE_CHECKING:
-    from .joint import Joint
 
-
-@dataclass(frozen=True)
-class AmaxGroups:
-    """Names of process groups. `shards`: by `amax_group`, for tensors scaled by their current amax."""
-
-    shards: Mapping[bool | str, str] = field(default_factory=dict)
-
-    def of(self, operand: Operand) -> str | None:
-        """The group that waits for this operand's current amax."""
-        whole = operand.scaling.block == WHOLE and not operand.scaling.delayed
-        return self.shards.get(operand.recipe.amax_group) if whole else None
+def group_of(joint: Joint, operand: Operand) -> str | None:
+    """The group that waits for this operand's current amax."""
+    current = operand.scaling.block == WHOLE and not operand.scaling.delayed
+    return joint.amax_groups.get(operand.recipe.amax_group) if current else None
 
 
 def amax_groups(joint: Joint) -> int:
     """OptionError where that is impossible: for two groups in one graph, and for a name of nothing."""
     operands = joint.plan.operands.values()
     shared = {x.recipe.amax_group for x in operands if x.scaling.block == WHOLE}
-    joint.amax_groups = AmaxGroups(named_groups("amax_group", shared, joint.inputs.groups))
-    joint.groups |= dict.fromkeys(joint.amax_groups.shards.values())
+    joint.amax_groups = named_groups("amax_group", shared, joint.inputs.groups)
+    joint.groups |= dict.fromkeys(joint.amax_groups.values())
     return len(joint.groups)
 
 
@@ -65,32 +55,28 @@ def named_groups(
 def _unknown(key: str, given: bool | str, dimensions: Mapping[str, str]) -> OptionError:
     names = ", ".join(map(repr, dimensions))
     if given in dimensions:
-        why = (
-            "parameters of one graph live on several meshes, whose dimensions of this "
-            "name are of different ranks"
-        )
+        meshes = "parameters of one graph live on several meshes"
+        why = f"{meshes}, whose dimensions of this name are of different ranks"
     elif dimensions:
         why = f"the mesh of the parameters has {names}"
     else:
         why = "the parameters are on no DeviceMesh: pass (mesh, dimension)"
-    allowed = (
-        "the name of a process group that this rank is in, or of a dimension of the "
-        f"parameters' DeviceMesh ({why})"
-    )
+    group = "the name of a process group that this rank is in"
+    allowed = f"{group}, or of a dimension of the parameters' DeviceMesh ({why})"
     return OptionError.of(key, given, allowed, near(str(given), dimensions))
 
 
 def reduce_current(joint: Joint) -> int:
     """Let tensors that are scaled by their current amax wait for that of their group; returns how many do.
     What a collective carries has been reduced already."""
-    written, groups = joint.form, joint.amax_groups
+    written = joint.form
     scales = {}
     for operand in written.amaxes:
-        if groups.of(operand) is not None and operand not in written.groups:
-            scales[written.scales[whole(operand)][0]] = operand
-    for scale, operand in scales.items():
-        amax, group = scale.args[0], groups.of(operand)
-        assert isinstance(amax, Node) and group is not None
+        group = group_of(joint, operand)
+        if group is not None and operand not in written.groups:
+            scales[written.scales[whole(operand)][0]] = operand, group
+    for scale, (operand, group) in scales.items():
+        amax = arg(scale, 0)
         emit = written.after(amax, operand, recompute=None, ac_graph_id=None)
         scale.update_arg(0, reduced(emit, amax, group))
     return len(scales)

@@ -147,13 +147,9 @@ class _Attribution:
 
     def made_of(self, matmul: Matmul, fprop: Matmul) -> bool:
         """Are an operand that is no gradient and the input of `fprop` computed from a common activation?"""
-        wanted: set[Node] | None = None
-        for operand in (matmul.a, matmul.b):
-            if operand.base not in self.origins.gradients:
-                wanted = wanted or ingredients(fprop.other_operand.base, self.origins, self.barriers)
-                if wanted & ingredients(operand.base, self.origins, self.barriers):
-                    return True
-        return False
+        read = ingredients(fprop.other_operand.base, self.origins, self.barriers)
+        others = [x.base for x in (matmul.a, matmul.b) if x.base not in self.origins.gradients]
+        return any(read & ingredients(x, self.origins, self.barriers) for x in others)
 
     def product_of(self, matmul: Matmul) -> Matmul | None:
         """The forward product without a weight in whose backward `matmul` is, by its number."""

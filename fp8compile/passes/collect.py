@@ -28,6 +28,7 @@ from ..ir.records import MatmulRecord, OpaqueRecord
 from .attribute import attribute, uncopied
 from .joint import Joint
 from .origins import Origins
+from .output_heads import TRANSPARENT
 
 # operators that hide matmuls: a part of the operator's name, and what it hides
 HIDDEN = {
@@ -51,8 +52,7 @@ HIDDEN = {
 }
 # names that torch.nn.utils gives to the parameters from which it computes a weight
 PARTS = re.compile(r"(?:parametrizations\.(\w+)\.original\d*|(?<![^.])(weight)_(?:orig|v))$")
-OWN_NAMESPACES = "aten prims prim _c10d_functional c10d inductor inductor_prims profiler higher_order".split()
-OWN_NAMESPACES += ["rngprims", ops.NAMESPACE]
+OWN_NAMESPACES = (*TRANSPARENT, "higher_order", ops.NAMESPACE)
 
 
 def collect(joint: Joint) -> int:

@@ -1,8 +1,5 @@
 """decide: give every matmul its decision, FP8 or the reason why not. Changes the records, not the graph.
 
-Where several graphs are made of this one, as rules hold at other steps, each of them decides for all of their
-policies (`of_each_policy`), so that all plan the same slots.
-
 The facts of each matmul are gathered here. From them and the policy, `resolve` makes the decision. Where a
 device is described, `weigh` decides about the matmuls that the policy leaves open.
 """
@@ -26,7 +23,8 @@ from .resolve import Facts, resolve
 
 
 def of_each_policy(run: Callable[[Joint], int]) -> Callable[[Joint], int]:
-    """A pass over decisions, for each policy; last for the graph's own, whose count it returns."""
+    """A pass over decisions, for each policy, so that all graphs that are made of this one plan the same
+    slots; last for the graph's own, whose count it returns."""
 
     def runs(joint: Joint) -> int:
         own, found = joint.policy, 0

@@ -38,10 +38,10 @@ class Groups:
         padded order, the ends of the groups there, and the group of each `align` rows; () for any other."""
         if operand.offs is None:
             return ()
-        key = (operand.offs, str(value(source).shape[0]), _align(operand))
+        size = value(source).shape[0]
+        key = (operand.offs, str(size), _align(operand))
         if key not in self.orders:
             emit = self.after(max(operand.offs, source), operand, recompute=None, ac_graph_id=None)
-            size = value(source).shape[0]
             known = size if isinstance(size, int) else emit(aten.sym_size.int, _first_of_rows(source), 0)
             made = emit(grouped.group_order, operand.offs, known, _align(operand))
             self.orders[key] = tuple(emit(operator.getitem, made, i) for i in range(3))

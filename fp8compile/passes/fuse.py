@@ -34,7 +34,7 @@ from ..ir.fx_utils import PERMUTES, VIEWS, arg, behind, is_data, reached, value
 from ..ir.schemas import copies_at
 from ..logs import get_logger
 from .grouping import OURS, SEEDS, Grouping, Ranks
-from .place import Made, generated, place
+from .place import generated, place
 
 logger = get_logger(__name__)
 
@@ -84,12 +84,12 @@ class _Finder:
         self.grouping = Grouping(self.sizes, self.stored, self.ranks)
         self.walks: dict[Seed, tuple[set[Node], set[Node]]] = {}  # of `shares`: what it visits, what it reads
 
-    def run(self) -> dict[Node, Made]:
-        """The functional node of each group, with its group and kernel. Users take its outputs by number."""
+    def run(self) -> dict[Node, Kernel]:
+        """The functional node of each group, with its kernel. Users take its outputs by number."""
         seeds = self.seeds()
         if len({value(seed.source).device for seed in seeds}) > 1:  # a graph has one vector of amaxes
             return {}
-        done: dict[Node, Made] = {}
+        done: dict[Node, Kernel] = {}
         taken: set[Seed] = set()
         for i, seed in enumerate(seeds):
             if seed in taken:
@@ -104,7 +104,7 @@ class _Finder:
             done.update(kernels)
         return done
 
-    def served(self, seed: Seed, others: list[Seed]) -> tuple[dict[Node, Made], list[Seed]]:
+    def served(self, seed: Seed, others: list[Seed]) -> tuple[dict[Node, Kernel], list[Seed]]:
         """The kernels that serve a seed, and all seeds that they serve. Raises Unwritable if none can."""
         source = seed.source
         # if sizes are data: Inductor keeps no strides of such copies (`GraphLowering.run_node`)
@@ -125,12 +125,12 @@ class _Finder:
         if ours > theirs and not needed:
             raise Unwritable(f"a kernel would move {ours} bytes, not {theirs}")
         kernels = self.kernels(group, [seed, *joined])
-        for node, (_, kernel) in kernels.items():
-            moved = f"{ours} bytes, {theirs} by Inductor"
-            logger.debug("%s: %s, %s; reads %s", source.name, kernel.name, moved, _reads(node))
+        for node, kernel in kernels.items():
+            moved, reads = f"{ours} bytes, {theirs} by Inductor", [x.name for x in node.all_input_nodes]
+            logger.debug("%s: %s, %s; reads %s", source.name, kernel.name, moved, reads)
         return kernels, [seed, *joined]
 
-    def kernels(self, group: Group, seeds: list[Seed]) -> dict[Node, Made]:
+    def kernels(self, group: Group, seeds: list[Seed]) -> dict[Node, Kernel]:
         """Write the kernel of a group, and put its functional node into the graph.
 
         A group becomes two kernels where a program would take 128 whole rows, because blocks are that tall
@@ -141,7 +141,7 @@ class _Finder:
         Raises Unwritable, with the graph as it was."""
         kernel = _written(group)  # before the replacement, which takes members out of the graph
         if not blocks.apart(group):
-            return self.replaced(group, kernel)
+            return self.replaced(kernel)
         if any(node.target is ops.amax_blocks for node in group.levels):
             raise Unwritable("scales of rows beside scales of 128 rows")
         sources = {behind(seed.source, VIEWS) for seed in seeds}
@@ -152,7 +152,7 @@ class _Finder:
         needed = _nearest(sources, {x.node for x in first.outputs}, group.members)
         inside = first.members.keys()
         first.outputs = [x for x in first.outputs if x.node in needed or set(x.replaces.users) - inside]
-        kernels = self.replaced(first, _written(first))
+        kernels = self.replaced(_written(first))
         try:
             second = self.grouping(group.domain, [sink for seed in seeds for sink in seed.sinks])
             if blocks.apart(second):
@@ -160,7 +160,7 @@ class _Finder:
         except Unwritable as error:  # the outputs of the first kernel are additional inputs of the second
             logger.debug("%s: its casts stay with Inductor: %s", seeds[0].source.name, error)
             return kernels
-        return kernels | self.replaced(second, _written(second))
+        return kernels | self.replaced(_written(second))
 
     def joined(self, group: Group, seed: Seed, others: list[Seed]) -> tuple[Group, list[Seed]]:
         """The group extended by other seeds that the same walk can serve, and these seeds. They read the
@@ -212,9 +212,10 @@ class _Finder:
 
     # -- in the graph --
 
-    def replaced(self, group: Group, kernel: Kernel) -> dict[Node, Made]:
+    def replaced(self, kernel: Kernel) -> dict[Node, Kernel]:
         """Put a functional node for a group into the graph, which may be out of order until it is sorted."""
-        anchor = next(iter(group.outputs)).replaces
+        group = kernel.group
+        anchor = group.outputs[0].replaces
         with self.graph.inserting_before(anchor):
             order = [x for x in (group.domain.order, group.groups) if x is not None]
             node = self.graph.call_function(generated, (*group.inputs, *kernel.scales, *order))
@@ -236,7 +237,7 @@ class _Finder:
             self.ranks.add(item)
         self.changed({output.replaces for output in group.outputs})
         self.sweep([output.replaces for output in group.outputs])
-        return {node: (group, kernel)}
+        return {node: kernel}
 
     def sweep(self, dead: list[Node]) -> None:
         """Erase `dead` and then their inputs, as far as no node reads them any more."""
@@ -325,9 +326,3 @@ def _read_outside(user: Node, inside: set[Node]) -> bool:
     if user.target in PERMUTES and user.users:
         return any(_read_outside(x, inside) for x in user.users)
     return user not in inside
-
-
-def _reads(made: Node) -> str:
-    return ", ".join(
-        f"{x.name} ({x.target if x.op == 'call_function' else x.op})" for x in made.all_input_nodes
-    )

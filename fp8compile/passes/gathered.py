@@ -20,19 +20,7 @@ from torch.fx import Node
 from .. import compat
 from ..config.recipe import WHOLE, Block, Scaling
 from ..ir import ops
-from ..ir.fx_utils import (
-    CASTS,
-    PERMUTES,
-    SAME,
-    VIEWS,
-    arg,
-    aten,
-    behind,
-    call_function,
-    readers,
-    same_shape,
-    value,
-)
+from ..ir.fx_utils import ALIKE, VIEWS, arg, aten, behind, call_function, readers, same_shape, value
 from ..ir.matmul import Matmul
 from ..ir.records import Gatherable
 from .joint import Joint
@@ -40,8 +28,6 @@ from .layouts import weight_kept
 from .legality import NO_ROWS
 from .plan import Operand
 from .written import Written
-
-ALIKE = (*CASTS, *SAME, *VIEWS, *PERMUTES)
 
 
 def unite(joint: Joint) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch.fx import Node
@@ -22,32 +21,19 @@ from .tensor_traffic import Source, source
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-@dataclass(eq=False)
 class Gemm:
-    """A matmul that may become FP8."""
+    """A matmul that may become FP8. `sizes`: m, n, k by the trace. `tokens`: which of them counts tokens, the
+    one that is no size of the weight; `m`: their number."""
 
-    matmul: Matmul
-    reads: list[tuple[CastCost, tuple[str, bool]]] = field(default_factory=list)  # casts, with the layouts
-    known: dict[tuple[bool, float], float] = field(default_factory=dict)  # of `seconds`, asked often
-
-    @cached_property
-    def sizes(self) -> tuple[int, int, int]:
-        """m, n, k by the trace."""
-        return hint(self.matmul.m), hint(self.matmul.n), hint(self.matmul.k)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Which of the sizes counts tokens: the one that is no size of the weight."""
-        weight = self.matmul.weight_operand
-        return 2 if weight is None else 1 if weight is self.matmul.a else 0
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return value(self.matmul.node).dtype
-
-    @property
-    def layer(self) -> Matmul:
-        return self.matmul.fprop or self.matmul
+    def __init__(self, matmul: Matmul):
+        self.matmul, self.layer = matmul, matmul.fprop or matmul
+        self.reads: list[tuple[CastCost, tuple[str, bool]]] = []  # casts, with the layouts
+        self.known: dict[tuple[bool, float], float] = {}  # of `seconds`, asked often
+        self.sizes = hint(matmul.m), hint(matmul.n), hint(matmul.k)
+        weight = matmul.weight_operand
+        self.tokens = 2 if weight is None else 1 if weight is matmul.a else 0
+        self.m = self.sizes[self.tokens]
+        self.dtype = value(matmul.node).dtype
 
     @property
     def recipe(self) -> str:
@@ -58,11 +44,6 @@ class Gemm:
     def fast(self) -> bool:
         """Whether it accumulates fast in FP8."""
         return self.matmul.recipe.use_fast_accum[GEMMS.index(self.matmul.gemm)]
-
-    @property
-    def m(self) -> int:
-        """The number of tokens."""
-        return self.sizes[self.tokens]
 
     def seconds(self, device: Device, fp8: bool, grown: float = 1.0) -> float:
         """Seconds of the matmul alone, with `grown` times as many tokens as in the trace."""

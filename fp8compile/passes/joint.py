@@ -19,7 +19,6 @@ from ..frontend.inputs import Inputs
 from ..ir.matmul import Decision, Matmul, Price
 from ..ir.records import Findings, Gatherable, OpaqueRecord
 from ..process import Extras
-from .amax_groups import AmaxGroups
 from .plan import Plan
 from .written import Written
 
@@ -65,7 +64,8 @@ class Joint(Rewritten):
 
     decided: dict[tuple[Policy, Matmul], tuple[Decision, Price]] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
-    amax_groups: AmaxGroups = field(default_factory=AmaxGroups)
+    # process groups by `amax_group`, for tensors that are scaled by their current amax
+    amax_groups: dict[bool | str, str] = field(default_factory=dict)
     written: Written | None = None
     extras: Extras = field(default_factory=Extras)  # of features, for their own passes
 

@@ -12,7 +12,6 @@ becomes, on a GPU,
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -36,11 +35,13 @@ FUNCTIONS: dict[Any, Callable] = {
     ops.current_scale: scale_of,
     ops.inverse: inverse_of,
     ops.served_inverse: served_inverse_of,
+    ops.amax_blocks: forms.amax_blocks,
     ops.transposed: forms.transposed,
     ops.dequantize: forms.dequantize,
     merged.largest: merged.largest_of,
     merged.least: merged.least_of,
     merged.side_by_side: forms.joined,
+    grouped.group_amax: scaled_grouped.amax_of_groups,
     grouped.of_groups: grouped.scales_of_groups,
 }
 # those that stay calls on a CPU
@@ -62,30 +63,20 @@ def _in_kernels(node: Node) -> bool:
 def split_casts(graph: Graph) -> int:
     """Split each `quantize_both` into two `quantize`. Up to the partitioner it is one operator, so that one
     read makes both copies in forward. From here on, a kernel may write only one of the copies."""
-    every = graph.find_nodes(op="call_function", target=ops.quantize_both)
-    found = [node for node in every if not stays(node)]
+    found = _split(graph, ops.quantize_both, lambda node, i: (ops.quantize, copies_at(node)[i].args))
+    _split(graph, merged.both_sides, lambda node, i: (merged.side_by_side, (arg(node, i), i)))
+    return found
+
+
+def _split(graph: Graph, target: Any, part: Callable[[Node, int], tuple[Any, tuple]]) -> int:
+    """Replace each result of an operator by `part`: the operator, with its arguments, that makes it alone."""
+    found = [node for node in graph.find_nodes(op="call_function", target=target) if not stays(node)]
     for node in found:
-        copies = copies_at(node)
-        for item in node.users:
-            if item.op != "call_function" or item.target is not operator.getitem:
-                how = item.format_node()
-                raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {how}")
         for item in sorted(node.users, key=lambda x: arg(x, 1)):
             with graph.inserting_before(node):
-                copy = graph.call_function(ops.quantize, copies[arg(item, 1)].args)
-            copy.meta.update({**item.meta, **{k: v for k, v in node.meta.items() if k not in item.meta}})
-            item.replace_all_uses_with(copy)
-            graph.erase_node(item)
-        graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=merged.both_sides):
-        if stays(node):
-            continue
-        for item in list(node.users):
-            side = arg(item, 1)
-            with graph.inserting_before(node):
-                whole = graph.call_function(merged.side_by_side, (arg(node, side), side))
-            whole.meta.update(item.meta)
-            item.replace_all_uses_with(whole)
+                alone = graph.call_function(*part(node, arg(item, 1)))
+            alone.meta.update({**node.meta, **item.meta})
+            item.replace_all_uses_with(alone)
             graph.erase_node(item)
         graph.erase_node(node)
     return len(found)
@@ -180,42 +171,17 @@ class _Lowering:
         self.graph.erase_node(write)
         return None
 
-    def amax_blocks(
-        self, node: Node, x: Node, transposed: bool, block: list[int], order: Node | None = None
-    ) -> Node:
-        if transposed and order is not None:
-            x = self.inline(node, ops.ordered, x, order)
-        return self.inline(node, forms.amax_blocks, x, transposed, block)
-
-    def quantize(
-        self,
-        node: Node,
-        x: Node,
-        scale: Node,
-        dtype,
-        fp8_max: float,
-        transposed: bool,
-        block=(0, 0),
-        order: Node | None = None,
-        divide: bool = False,
-    ) -> Node:
-        if order is not None and is_data(value(x).shape[0]):
+    def quantize(self, node: Node, *_) -> Node:
+        (copy,) = copies_at(node)
+        if copy.rows is not None and is_data(value(copy.source).shape[0]):
             raise Fp8CompileError(
                 f"{node.name}: no kernel for a cast whose rows are counted from data; please report this"
             )
-        if transposed and order is not None:
-            x = self.inline(node, ops.ordered, x, order)
         dense = not node.users or any(user.target is not merged.side_by_side for user in node.users)
-        how = (dtype, fp8_max, tuple(block), divide, dense)
-        if transposed:
-            return self.inline(node, forms.quantize_transposed, x, scale, *how, order is not None)
-        return self.inline(node, forms.quantize, x, scale, *how)
+        return self.inline(node, forms.quantize, copy, dense)
 
     def group_order(self, node: Node, *_) -> None:
         scaled_grouped.lower_order(node, self.inline)
-
-    def group_amax(self, node: Node, x: Node, offs: Node, *_) -> Node:
-        return self.inline(node, scaled_grouped.amax_of_groups, x, offs)
 
     def grouped_mm(self, node: Node, *_) -> Node:
         return scaled_grouped.lower_grouped_mm(node, self.inline, self.spread.get(node))

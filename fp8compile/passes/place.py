@@ -33,20 +33,18 @@ from ..ir import merged, ops
 from ..ir.fx_utils import Emitter, arg, aten, value
 from ..logs import dump
 
-Made = tuple[Group, Kernel]
-
 
 def generated(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Stands for a group in a graph until its launch is written."""
     raise NotImplementedError
 
 
-def place(graph: Graph, groups: dict[Node, Made]) -> None:
+def place(graph: Graph, kernels: dict[Node, Kernel]) -> None:
     """Replace the functional nodes by launches, and their results by the tensors that the launches write. The
     graph must be in topological order."""
-    _sink(graph, groups)
-    order = [node for node in graph.nodes if node in groups]
-    amaxes = [item for node in order for item, x in _items(node, groups[node][0]) if x.content == "amax"]
+    _sink(graph, kernels)
+    order = [node for node in graph.nodes if node in kernels]
+    amaxes = [item for node in order for item, x in _items(node, kernels[node].group) if x.content == "amax"]
     states = graph.find_nodes(op="call_function", target=ops.raised)
     places = {x: at for raised in states for x, at in _taken(raised, amaxes).items()}
     numbers: dict[Node, int] = {}
@@ -55,23 +53,23 @@ def place(graph: Graph, groups: dict[Node, Made]) -> None:
     for item in (*gathered, *amaxes):
         if item not in places:
             numbers.setdefault(item, len(numbers))
-    counts = [product(sizes(x.replaces)) for node in order for x in groups[node][0].column_amaxes]
+    counts = [product(sizes(x.replaces)) for node in order for x in kernels[node].group.column_amaxes]
     wide = [int(count) for count in counts if count.is_Integer]
     like: Any = order[0].args[0]
     columns = sum(map(launch.aligned, wide))
-    launcher = launch.Launcher(graph, len(numbers), like, columns, _parts(graph, groups))
+    launcher = launch.Launcher(graph, len(numbers), like, columns, _parts(graph, kernels))
     places |= {item: launch.AmaxPlace(launcher.vector, number) for item, number in numbers.items()}
     for gather in gathers:
         gather.args = (_runs(gather, numbers, launcher),)
     for node in order:
-        _launch(node, *groups[node], places, launcher)
+        _launch(node, kernels[node], places, launcher)
     for whole, memory in launcher.wholes.items():
         whole.replace_all_uses_with(memory)
         graph.erase_node(whole)
 
 
-def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
-    made = {node for node, (group, _) in groups.items() if all(x.op == "placeholder" for x in group.inputs)}
+def _sink(graph: Graph, kernels: dict[Node, Kernel]) -> None:
+    made = {node for node, x in kernels.items() if all(y.op == "placeholder" for y in x.group.inputs)}
     for node in graph.nodes:
         if node.target in (operator.getitem, *VIEWS) and node.args[0] in made:
             made.add(node)
@@ -84,20 +82,21 @@ def _sink(graph: Graph, groups: dict[Node, Made]) -> None:
         while reader in made and reader.users:
             reader = min(reader.users)
         # not to the end, after the graph's writes to its inputs
-        if node not in groups or reader.op != "output":
+        if node not in kernels or reader.op != "output":
             min(node.users).prepend(node)
 
 
-def _parts(graph: Graph, groups: dict[Node, Made]) -> dict[int, launch.BufferPart]:
+def _parts(graph: Graph, kernels: dict[Node, Kernel]) -> dict[int, launch.BufferPart]:
     """By the id of an output: where it belongs in a matrix all of whose parts come from kernels."""
     found: dict[int, launch.BufferPart] = {}
     for whole in graph.find_nodes(op="call_function", target=merged.side_by_side):
         parts, dim, first = arg(whole, 0), arg(whole, 1), 0
-        if not all(x.target is operator.getitem and x.args[0] in groups and len(x.users) == 1 for x in parts):
+        made = (x.target is operator.getitem and x.args[0] in kernels for x in parts)
+        if not all(made) or any(len(x.users) > 1 for x in parts):
             continue
         for part in parts:
-            group, _ = groups[arg(part, 0)]
-            found[id(group.outputs[arg(part, 1)])] = launch.BufferPart(whole, dim, first)
+            output = kernels[arg(part, 0)].group.outputs[arg(part, 1)]
+            found[id(output)] = launch.BufferPart(whole, dim, first)
             first += value(part).shape[dim]
     return found
 
@@ -136,9 +135,10 @@ def _runs(gather: Node, numbers: dict[Node, int], launcher: launch.Launcher) -> 
 
 
 def _launch(
-    node: Node, group: Group, kernel: Kernel, places: dict[Node, launch.AmaxPlace], launcher: launch.Launcher
+    node: Node, kernel: Kernel, places: dict[Node, launch.AmaxPlace], launcher: launch.Launcher
 ) -> None:
     dump(f"{kernel.name}.py", lambda: kernel.source)
+    group = kernel.group
     items = _items(node, group)
     inputs: dict[str, object] = {f"x{i}": x for i, x in enumerate(node.args[: len(group.inputs)])}
     for i, x in enumerate(node.args[len(group.inputs) :][: len(kernel.scales)]):

@@ -16,12 +16,8 @@ With one scale a row or a block, the two layouts of a tensor have scales of thei
 
 Of a tensor that another graph casts (`Operand.cast`) there is the amax alone.
 
-This is the canonical form. Everything else rewrites it: `substitute` (weights that arrive in FP8),
-`move_all_gathers` and `move_all_to_alls` (tensors that a collective carries in FP8), `layouts` (what is kept
-for backward), `write_merged` (one matmul for several), `reduce_current`, `store` (scales from the scaling
-state, with delayed scaling), `hoist`.
-
-The backward needs the scales of the forward unchanged, so scales are tagged MUST_SAVE.
+This is the canonical form, which all later passes rewrite. The backward needs the scales of the forward
+unchanged, so scales are tagged MUST_SAVE.
 """
 
 from __future__ import annotations

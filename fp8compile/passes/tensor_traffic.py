@@ -18,24 +18,11 @@ from .. import compat
 from ..codegen.traffic import fusable
 from ..devices.cost import CastInput
 from ..ir import ops
-from ..ir.fx_utils import (
-    CASTS,
-    PERMUTES,
-    SAME,
-    VIEWS,
-    Matrix,
-    aten,
-    behind,
-    call_function,
-    hint,
-    is_tensor,
-    readers,
-    value,
-)
+from ..ir.fx_utils import ALIKE, CASTS, Matrix, aten, behind, call_function, hint, is_tensor, readers, value
 from ..ir.matmul import form_of
 
-_MOVES: tuple = (*VIEWS, *PERMUTES, *SAME, *CASTS, operator.getitem, aten.expand.default)
-_MOVES += (aten.slice.Tensor, aten.select.int, aten.clone.default)
+_MOVES: tuple = (*ALIKE, operator.getitem, aten.expand.default, aten.slice.Tensor, aten.select.int)
+_MOVES += (aten.clone.default,)
 _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 _JOINS = (aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_scatter.default)
 MOST_NODES = 64  # of a producer's kernel; a longer chain has a tensor in memory somewhere
@@ -53,14 +40,12 @@ class Source(CastInput):
 def source(matrix: Matrix) -> Source:
     """The `Source` of an operand's base tensor."""
     base = matrix.base
-    elements = hint(matrix.shape[0]) * hint(matrix.shape[1])
     matmuls, shared = _readers(base)
-    if call_function(base, (ops.dequantize,)):  # a weight that FSDP2 has gathered in FP8
-        return Source(elements=elements, itemsize=1, shared=shared, readers=frozenset(matmuls))
-    read = _producer_bytes(base)
+    arrived = call_function(base, (ops.dequantize,))  # a weight that FSDP2 has gathered in FP8
+    read = None if arrived else _producer_bytes(base)
     return Source(
-        elements=elements,
-        itemsize=value(base).dtype.itemsize,
+        elements=hint(matrix.shape[0]) * hint(matrix.shape[1]),
+        itemsize=1 if arrived else value(base).dtype.itemsize,
         fused=read is not None,
         producer_bytes=read or 0,
         scattered=call_function(_moved(base), _JOINS),

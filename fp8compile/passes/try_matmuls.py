@@ -60,7 +60,7 @@ def try_matmuls(graph: Graph) -> int:
         for node in graph.find_nodes(op="call_function", target=target):
             if not there(value(node).device):
                 continue
-            first = form = _lowering(node).form_of(node)
+            first = form = scaled_mm.form_of(node)
             why = ""
             while form in NEXT and (refused := refusal(node, form)):
                 why, form = why or refused, NEXT[form]

@@ -50,6 +50,4 @@ def _kinds(gm: GraphModule, example_inputs: Any) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = defaultdict(list)
     for matmul, kind in kinds(matmuls, inputs).items():
         found[matmul.name].append(kind)
-    told = {name: kind for name, kind in found.items() if any(kind)}
-    logger.debug("fp8: kinds of the graph that DDP has cut: %s", told)
     return {name: tuple(kinds) for name, kinds in found.items()}

@@ -1,11 +1,4 @@
-"""What `quantize` has written: the canonical form, which later passes rewrite.
-
-For every operand of every decided matmul there is one cast a layout, with the nodes of its scale:
-
-    amax_x = amax(x)
-    scale_x = current_scale(amax_x); inv_x = inverse(scale_x)
-    x8 = quantize(x, scale_x, transposed=False); x8t = quantize(x, scale_x, transposed=True)
-    mm = scaled_mm(x8, w8, inv_x, inv_w)
+"""What `quantize` has written: the canonical form, with one cast a layout of each operand.
 
 A pass that rewrites the form reads it here, replaces what it has to, and keeps these tables true: nothing
 else knows which operand a node belongs to.

@@ -328,7 +328,7 @@ def kernels_on_cpu(
     made. `config`: the tile of each; `choose` and `limits`: see `hooks.launching`."""
     made: list[Interpreted] = []
 
-    def tuned(kernel: JITFunction, configs: Any, restore: Any = ()) -> Interpreted:
+    def tuned(kernel: JITFunction, configs: Any) -> Interpreted:
         made.append(Interpreted(kernel, configs[0]))
         return made[-1]
 

@@ -25,7 +25,7 @@ from ...ir.matmul import Matmul, factors
 from ...ir.metadata import OPERAND
 from ...ir.records import TableRecord
 from ...passes.all_gather_nodes import AllGather, wire_dtype
-from ...passes.amax_groups import reduced
+from ...passes.amax_groups import group_of, reduced
 from ...passes.joint import Joint
 from ...passes.plan import Operand
 from ...passes.quantize import current
@@ -172,7 +172,7 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
         emit = written.at(sent.node, operand, recompute=None, ac_graph_id=None)
         written.amaxes[operand] = amax = emit(ops.amax, _local_matrix(emit, sent))
         written.groups[operand] = sent.group
-        groups = () if operand.scaling.delayed else (sent.group, joint.amax_groups.of(operand))
+        groups = () if operand.scaling.delayed else (sent.group, group_of(joint, operand))
         for group in dict.fromkeys(name for name in groups if name is not None):
             amax = reduced(written.after(amax, operand, recompute=None, ac_graph_id=None), amax, group)
         emit = written.after(amax, operand, recompute=compat.inductor.MUST_SAVE, ac_graph_id=None)

@@ -116,7 +116,7 @@ FIX = ", e.g. options={'reduce_amax': mesh.get_group('dp')}"
 def _groups(joint: Joint, inputs: StateInputs) -> tuple[str, ...]:
     """The process groups over which the amaxes of the state are reduced. OptionError for all ranks in a
     pipeline, because each stage runs other graphs and waits for the stage before."""
-    groups, shards = compat.process_groups, joint.amax_groups.shards
+    groups, shards = compat.process_groups, joint.amax_groups
     recipes = [operand.recipe for operand in inputs.rows]
     every = named_groups("reduce_amax", {recipe.reduce_amax for recipe in recipes}, joint.inputs.groups)
     if any(map(groups.is_default_group, every.values())) and groups.in_pipeline():

@@ -30,10 +30,9 @@ from ...devices.catalog import Device
 from ...ir.fx_utils import ALIASES, CASTS, SAME, VIEWS, Ranks, aten, call_function, hint, readers, value
 from ...ir.matmul import GEMMS, Gemm, Matmul
 from ...passes.joint import Joint
-from ...passes.magnified import Backward
 from ...passes.plan import Plan
 from ...passes.quantize import split_addend
-from ...passes.readers import BLOCK, inexact, unreadable
+from ...passes.readers import BLOCK, Backward, inexact, unreadable
 
 MERGED = "one matmul each: {}"
 SUMS = (aten.add.Tensor,)

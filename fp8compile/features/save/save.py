@@ -66,8 +66,7 @@ from ...ir.records import TableRecord
 from ...ir.schemas import copies_at
 from ...logs import get_logger
 from ...passes.joint import Partitioned
-from ...passes.magnified import Backward
-from ...passes.readers import BLOCK, inexact, unreadable
+from ...passes.readers import BLOCK, Backward, inexact, unreadable
 from ...reporting.record_tables import megabytes, sizes
 from .parts import SavedPart, memory, parts_of, row_major, slices
 
