@@ -105,17 +105,15 @@ class Compilation:
             what = f"fp8: compiling {self.job.inputs.root}; the first calls take seconds to minutes"
             say_once(logger, logging.INFO, what, "compiling")
         function = compat.inductor.compile_fx(gm, examples, halves.compile, self._patches(), at_once, restore)
-        if slow and halves.converts and self._device().type == "cpu":
+        done = halves.rewritten or Rewritten()
+        if slow and done.converts and self._device().type == "cpu":
             cpu.load()
-        done = halves.rewritten
         if halves.restored:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
-            if done is not None and done.findings is not None and self.tells:
+            if done.findings is not None and self.tells:
                 self.record = tell(done.findings, self.options.warn)
-        known = self.interface, self.calls, self.owners, self.record, halves.converts
-        made = CompiledGraph(function, *known, self.parts, self.options, done.sites if done else ())
-        if done is not None:
-            made.alike, made.unfit, made.gemms = done.alike, done.unfit, done.gemms
+        known = self.interface, self.calls, self.owners, self.record, self.parts, self.options
+        made = CompiledGraph(function, *known, done)
         for part in self.parts:
             part.compiled(self.job, made)
         # what is compiled keeps this object, and is to keep no input

@@ -30,6 +30,7 @@ class Rewritten:
     matmuls: list[Matmul] = field(default_factory=list)
     opaque: list[OpaqueRecord] = field(default_factory=list)
     edges: tuple[tuple[int, int], ...] = ()  # between matmuls, by position
+    converts: bool = False  # some matmul became FP8
     inference: bool = False  # nothing to differentiate
     added: list[str] = field(default_factory=list)  # inputs that a pass has given their sizes
     complaints: list[str] = field(default_factory=list)  # what the policy's author should know

@@ -7,7 +7,7 @@ to compile, are not counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,10 +39,6 @@ class OutsideRecord(TableRecord):
     @property
     def name(self) -> str:
         return self.parameter
-
-    @property
-    def like(self) -> Hashable:
-        return self.cells([self])
 
     @classmethod
     def cells(cls, alike: Sequence[OutsideRecord]) -> tuple[str, ...]:

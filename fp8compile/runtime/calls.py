@@ -1,10 +1,5 @@
-"""How each call of a compiled graph runs: the code that Inductor made, or eagerly.
-
-| call | its forward runs |
-|---|---|
-| any other one | the code |
-| cold: a feature does not know yet what the code needs (a scale) | eagerly (`ir.ops`) |
-| measured (see `probe`) | eagerly |
+"""How each call of a compiled graph runs: the code that Inductor made, or eagerly (`ir.ops`). Eagerly run
+measured calls (see `probe`) and cold ones: there, a feature does not know yet what the code needs (a scale).
 
 A backward runs as its forward did: layouts and random numbers of saved tensors differ between the two ways.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import nn
 
 from .. import compat, process
 from ..config.options import Options
-from ..config.policy import Site
 from ..extension import GraphFeature
 from ..frontend.owner import place_at_call
 from ..ir.fx_utils import fake_mode_of
+from ..passes.joint import Rewritten
 from . import open_rules, probe
 from .calls import Call, Calls, Interface, is_dry
 from .ledger import Ledger
@@ -21,35 +22,26 @@ from .owners import Owners
 from .parameters import record_of, share_records
 
 
+@dataclass(eq=False, repr=False)
 class CompiledGraph:
     """Passes what features give to the graph, and records which parameters it is called with.
 
-    `function` is what Inductor made; `record` is the graph's index in the ledger; `converts`: some matmul of
-    it became FP8. `parts`: those that features have in it. `options`: what it was compiled with. `sites`: its
-    gemms, if it is of a part of a model.
-    """
+    `function` is what Inductor made; `record` is the graph's index in the ledger. `parts`: those that
+    features have in it. `options`: what it was compiled with. `done`: what the passes did to it."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        interface: Interface,
-        calls: Calls,
-        owners: Owners,
-        record: int | None,
-        converts: bool,
-        parts: Sequence[GraphFeature] = (),
-        options: Options | None = None,
-        sites: Sequence[Site] = (),
-    ):
-        self.function = compat.dynamo.undisabled(function)  # Dynamo disables itself around the whole call
-        self.interface, self.calls, self.owners = interface, calls, owners
-        self.record, self.converts, self.parts = record, converts, parts
-        self.options, self.sites = options, sites
-        self.alike: tuple[int, ...] = ()  # as those of `Rewritten`
-        self.unfit: frozenset[int] = frozenset()
-        self.gemms: frozenset[tuple[int, str]] = frozenset()
-        self.giving = [part for part in parts if part.inputs]  # those that give the graph inputs of its own
-        self.unread: torch.Tensor | None = None  # for inputs of features that the graph does not read
+    function: Callable[..., Any]
+    interface: Interface
+    calls: Calls
+    owners: Owners
+    record: int | None
+    parts: Sequence[GraphFeature]
+    options: Options
+    done: Rewritten
+    unread: torch.Tensor | None = None  # for inputs of features that the graph does not read
+
+    def __post_init__(self) -> None:
+        self.function = compat.dynamo.undisabled(self.function)  # Dynamo disables itself around all of it
+        self.giving = [part for part in self.parts if part.inputs]  # those that give the graph inputs
 
     def __call__(self, *args: Any) -> Any:
         interface = self.interface
@@ -129,17 +121,17 @@ class CompiledGraph:
         prefix = f"{place.name}." if place is not None and place.name else ""
         for i, weight in zip(interface.weights, weights, strict=True):
             record_of(weight).name = prefix + interface.names[i].removeprefix(interface.prefix)
-        if place is not None and self.sites and self.options is not None and self.record is not None:
-            open_rules.add(place.model, self.options, self.record, self.sites)
+        if place is not None and self.done.sites and self.record is not None:
+            open_rules.add(place.model, self.options, self.record, self.done.sites)
         return prefix
 
     def _measuring(self, args: Sequence[Any]) -> probe.MeasuredCall | None:
         """Set for a call that is measured, or runs beside one that is; None for any other call."""
         interface = self.interface
-        if not (interface.trains and self.converts) or compat.autograd.compiled_autograd():
+        if not (interface.trains and self.done.converts) or compat.autograd.compiled_autograd():
             return None
         inside = compat.autograd.in_backward()
         call = self.calls.measured_calls.at(args, interface.weights, inside, not (inside or is_dry()))
         for measurement in call.measurements if call is not None else ():
-            measurement.gemms |= {(record_of(args[i]), gemm) for i, gemm in self.gemms}
+            measurement.gemms |= {(record_of(args[i]), gemm) for i, gemm in self.done.gemms}
         return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -20,14 +21,12 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._graphs: dict[int, GraphReport] = {}
-        self._next = 0
+        self._numbers = itertools.count()
 
     def add(self, graph: GraphReport) -> int:
         """Add `graph`. Returns its index here, in place of `graph.index`."""
-        with self._lock:
-            index = self._next
-            self._next += 1
-            self._graphs[index] = dataclasses.replace(graph, index=index)
+        index = next(self._numbers)
+        self._graphs[index] = dataclasses.replace(graph, index=index)
         return index
 
     def extend(self, index: int, added: Iterable[TableRecord]) -> None:

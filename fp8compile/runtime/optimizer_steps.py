@@ -58,7 +58,7 @@ class OptimizerSteps:
         # steps of all optimizers, and settings by hand: what was found at an earlier tick may have changed
         self.ticks = 0
         self.offset = 0  # added to the steps that were counted
-        self.watches: dict[int, _Watch] = {}
+        self.watches: dict[_Watch, None] = {}
 
     def counted(self, parameter: Tensor) -> int:
         """How many optimizer steps this parameter has seen: the largest count of the optimizers that have it,
@@ -122,7 +122,7 @@ class OptimizerSteps:
         self.ticks += 1
         offset = find(every[0]).offset if every else None
         step = steps.count + (self.offset if offset is None else offset)
-        for watch in list(self.watches.values()):
+        for watch in list(self.watches):
             if watch.due(step, parameters):
                 watch.last = step  # where several optimizers take one step, the callback is called once
                 watch.callback(step)
@@ -193,9 +193,9 @@ def each_step(callback: Callable[[int], None], model: nn.Module | None, every: i
     function that removes the callback. TypeError if `model` is none."""
     count_steps()
     parameters_of(model)
-    number = max(STEPS.watches, default=-1) + 1
-    STEPS.watches[number] = _Watch(callback, every, weakref.ref(model) if model is not None else None)
-    return lambda: (STEPS.watches.pop(number, None), None)[1]
+    watch = _Watch(callback, every, weakref.ref(model) if model is not None else None)
+    STEPS.watches[watch] = None
+    return lambda: STEPS.watches.pop(watch, None)
 
 
 def steps_of(model: nn.Module) -> int:

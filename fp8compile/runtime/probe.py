@@ -88,8 +88,7 @@ class Measurement:
 
     `on_operand` gets each tensor that the call casts, once, before the call goes on: `[R, C]` in high
     precision, and the cast of it. So other casts of the same values can be tried. It does not get weights
-    that arrive in FP8 (FSDP2's gather). Its error ends the measurement.
-    """
+    that arrive in FP8 (FSDP2's gather). Its error ends the measurement."""
 
     def __init__(self, model: nn.Module, on_operand: OnOperand | None = None):
         """TypeError if `model` is no module."""
@@ -186,26 +185,17 @@ class MeasuredCalls:
         self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool
     ) -> MeasuredCall | None:
         """Set for a call that runs eagerly, else None. `may_begin`: it may begin a measurement."""
-        call = None
-        with ending(ENDS, lambda: _fail(process.of(Active))):
-            call = self._at(args, weights, in_backward, may_begin)
-        return call
-
-    def _at(
-        self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool
-    ) -> MeasuredCall | None:
-        key = tuple(id(args[i]) for i in weights)
+        key, wanting = tuple(id(args[i]) for i in weights), list[Measurement]()
         pending = self.pending.get(key)
-        wanting: list[Measurement] = []
         if pending is None or not in_backward:  # else it recomputes a measured call or one beside it
-            active = list(process.of(Active)) if may_begin else []
-            wanting = [measurement for measurement in active if measurement.wants(key)]
-            if not wanting and pending is None:
-                return None
+            if may_begin:
+                with ending(ENDS, lambda: _fail(process.of(Active))):
+                    wanting = [one for one in list(process.of(Active)) if one.wants(key)]
             if wanting:
                 pending = self.pending.setdefault(key, PendingForwards())
                 pending.patience = PendingForwards.patience
-            assert pending is not None
+            if pending is None:
+                return None
             if pending.patience == 0:  # the backwards do not come
                 del self.pending[key]
                 return None
@@ -283,8 +273,7 @@ def measured(
     Overflows: |x * scale| > fp8_max. Underflows: x is not 0, but its copy is. `error`: the sum of (x - copy *
     scale_inv)^2, `signal`: that of x^2, both over finite elements. `row_error`: the median over the copy's
     rows of sqrt(error / signal) of a row, without rows of zeros; NaN if there is no other. `column_error`:
-    the same of its columns.
-    """
+    the same of its columns."""
     x = x.t() if transposed else x
     counts = torch.zeros(2, dtype=torch.float64, device=x.device)
     rows, columns = x.shape
@@ -300,12 +289,9 @@ def measured(
         divider = ops.spread(inverse_of(own), (part.shape[0], columns), block)
         peak = torch.maximum(peak, part.abs().amax().to(torch.float64))
         finite = part.isfinite()
-        counts += torch.stack(
-            (
-                ((part * multiplier).abs() > fp8_max * ROUNDING).sum().to(torch.float64),
-                ((part != 0) & (image == 0)).sum().to(torch.float64),
-            )
-        )
+        over = (part * multiplier).abs() > fp8_max * ROUNDING
+        under = (part != 0) & (image == 0)
+        counts += torch.stack((over.sum(), under.sum()))
         for i, values in enumerate((part - image * divider, part)):
             square = torch.where(finite, values, 0.0).to(torch.float64).square()
             squares[i, start : start + step] = square.sum(1)

@@ -10,12 +10,13 @@ the cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import operator
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..passes import pipeline
 from ..passes.joint import Rewritten
 from . import probe
 from .inner import Inner
-from .interpreter import How, boxed
+from .interpreter import boxed
 from .pickled_graph import PickledNode, pickled, unpickled
 
 logger = get_logger(__name__)
@@ -41,31 +42,28 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Half:
-    """One half of a graph, without its compiled code.
+    """One half of a graph whose calls may run eagerly, without its compiled code.
 
-    `wrapped`: its calls may run eagerly; else the other fields are empty. `device`: the kind of device on
-    which it runs. `inputs`: their names. `marker`: which output of a forward marks a call (`calls.marks`),
-    and the name of that tensor.
-    """
+    `device`: the kind of device on which it runs. `inputs`: their names. `marker`: which output of a forward
+    marks a call (`calls.marks`), and the name of that tensor."""
 
-    wrapped: bool = False
-    device: str = ""
-    inputs: tuple[str, ...] = ()
-    marker: tuple[int, str] | None = None
-    casts: Mapping[tuple[int, probe.Name], probe.CastKind] = field(default_factory=dict)
+    device: str
+    inputs: tuple[str, ...]
+    marker: tuple[int, str] | None
+    casts: Mapping[tuple[int, probe.Name], probe.CastKind]
 
 
 @dataclass(frozen=True)
 class Content:
-    """What is kept of a half. `whole`: what the passes found in the graph of both halves, and whether some
-    matmul became FP8; with the forward only."""
+    """What is kept of a half. `half`: None if it runs compiled only. `whole`: what the passes found in the
+    graph of both halves; with the forward only."""
 
-    half: Half
+    half: Half | None
     steps: tuple[PickledNode, ...]
-    whole: tuple[Rewritten, bool] | None = None
+    whole: Rewritten | None
 
 
-def packed(half: Half, graph: GraphModule | None, whole: tuple[Rewritten, bool] | None) -> bytes | None:
+def packed(half: Half | None, graph: GraphModule | None, whole: Rewritten | None) -> bytes | None:
     """A half as bytes. None if it cannot be written."""
     try:
         return pickle.dumps(Content(half, pickled(graph.graph) if graph is not None else (), whole))
@@ -87,17 +85,10 @@ def unpacked(content: bytes | None) -> Content:
     return found
 
 
-class Later:
+def later(steps: tuple[PickledNode, ...], inner: Inner) -> Callable[..., Any]:
     """The interpreter of a pickled graph, which is made when a call first runs eagerly."""
-
-    def __init__(self, steps: tuple[PickledNode, ...], inner: Inner):
-        self.steps, self.inner = steps, inner
-        self.run: Any = None
-
-    def __call__(self, args: list[Any], how: How) -> Any:
-        if self.run is None:  # two threads may both make it: they are alike
-            self.run = boxed(self.inner.eager(unpickled(self.steps)))
-        return self.run(args, how)
+    made = functools.cache(lambda: boxed(inner.eager(unpickled(steps))))
+    return lambda args, how: made()(args, how)
 
 
 def facts(
@@ -150,8 +141,6 @@ def _tensors(values: Sequence[Any]) -> list[Any]:
         if type(x) not in (torch.Tensor, torch.nn.Parameter, compat.FakeTensor) or x.layout != torch.strided:
             raise Unknown(f"an input is a {type(x).__name__}")
         sizes = (*x.shape, *x.stride(), x.storage_offset())
-        if not all(type(size) is int for size in sizes):
-            raise Unknown("a size is symbolic")
         place = memory.setdefault(compat.autograd.storage_of(x), len(memory))
         hooks = compat.aot_cache.has_hooks(x)
         facts = [sizes, x.dtype, x.device, x.requires_grad, x.is_leaf]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8compile.codegen import launch, triton_kernels
-from fp8compile.features.delayed import move, triton_move
+from fp8compile.features.delayed import arena, triton_move
 from fp8compile.ir import ops
 from tests.support.interpreter import Interpreted
 from tests.support.machine_code import SHARED, TARGETS, compile_function, resources
@@ -71,8 +71,8 @@ def test_they_compile_to_machine_code(target):
         ("fp8_column_sums", sums, {"ROWS": 256, "COLUMNS": 4096}, *launch.PARTIAL_SUMS),
         ("fp8_raise", rows, {"COUNT": None, "rows3": None, "amax3": None}, *launch.RAISED),
     ]
-    for history in (1, 16, 1024, move.LONGEST):
-        config = (*move.configuration(history), move.WARPS)
+    for history in (1, 16, 1024, arena.LONGEST):
+        config = (*arena.configuration(history), arena.WARPS)
         functions.append(("fp8_move", page, {"LENGTH": history}, config))
     for name, types, constants, (height, width, warps) in functions:
         constants = {**constants, "BLOCK_R": height, "BLOCK_C": width}

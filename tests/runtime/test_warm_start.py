@@ -279,12 +279,12 @@ def test_what_cannot_be_written_is_not_kept() -> None:
     x = graph.placeholder("x")
     graph.output((graph.call_function(lambda x: x, (x,)),))
     made = torch.fx.GraphModule({}, graph)
-    assert warm_start.packed(warm_start.Half(), made, None) is None
+    assert warm_start.packed(None, made, None) is None
     with graph.inserting_before(x):
         graph.create_node("get_attr", "inner")
     with pytest.raises(Unpicklable, match="get_attr inner"):
         pickled(graph)
-    assert warm_start.packed(warm_start.Half(), made, None) is None
+    assert warm_start.packed(None, made, None) is None
     with pytest.raises(Unusable):
         warm_start.unpacked(b"nothing")
     with pytest.raises(Unusable):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from ...compilation import Job
 from ...extension import Feature, GraphFeature, Pass
 from ...ir.records import GraphReport
 from ...passes.joint import Rewritten
@@ -13,9 +13,6 @@ from .all_gathers import move_all_gathers
 from .all_to_alls import all_to_alls as run_all_to_alls
 from .all_to_alls import move_all_to_alls
 from .collectives import Collectives
-
-if TYPE_CHECKING:
-    from ...compilation import Job
 
 
 class _Sent(GraphFeature):

@@ -10,7 +10,7 @@ sends, by a scale that its group agrees on:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from ... import compat
 from ...config.recipe import WHOLE
-from ...ir import ops
+from ...ir import fx_utils, ops
 from ...ir.fx_utils import CASTS, PERMUTES, SAME, VIEWS, Emitter, arg, aten, call_function, hint, value
 from ...ir.matmul import Matmul, factors
 from ...ir.metadata import OPERAND
@@ -78,10 +78,6 @@ class CollectiveRecord(TableRecord):
     before: int
     reason: str = ""
     kind: Literal["all-gather", "all-to-all"] = "all-gather"
-
-    @property
-    def like(self) -> Hashable:
-        return self.kind, self.bytes, self.reason
 
     @classmethod
     def cells(cls, alike: Sequence[CollectiveRecord]) -> tuple[str, ...]:
@@ -188,14 +184,12 @@ def move(joint: Joint, kind: type[C], carry: Callable[[Written, Operand, C, Node
 def _local_matrix(emit: Emitter, collective: Collective) -> Node:
     """What this rank sends, as a matrix without the padding of an uneven shard: what its amax is taken of."""
     local = collective.local
-    kept = None
     if isinstance(collective, AllGather) and collective.size is not None:
         kept = collective.kept(compat.process_groups.rank_in(collective.group))
-    if kept == 0:
-        return emit(aten.full.default, [1, 1], 0.0, dtype=torch.float32, device=value(local).device)
-    if kept is not None:
-        assert isinstance(collective, AllGather)
-        local = emit(aten.clone.default, emit(aten.slice.Tensor, local, collective.dim, 0, kept))
+        if kept == 0:
+            return emit(aten.full.default, [1, 1], 0.0, dtype=torch.float32, device=value(local).device)
+        if kept is not None:
+            local = emit(aten.clone.default, emit(aten.slice.Tensor, local, collective.dim, 0, kept))
     return _matrix(emit, local)
 
 
@@ -227,13 +221,8 @@ def _sizes(emit: Emitter, node: Node) -> list[int | Node]:
 
 def _erase(written: Written, moved: Iterable[Collective]) -> None:
     """Erase collectives that nothing reads any more: to torch.fx, waits have effects, and are not dead."""
-    stale: dict[Node, None] = {}
-    for collective in moved:
-        stack = [collective.node]
-        while stack:
-            node = stack.pop()
-            stale[node] = None
-            stack += [user for user in node.users if user not in stale and user.op == "call_function"]
+    starts = [collective.node for collective in moved]
+    stale = fx_utils.reached(starts, lambda x: [user for user in x.users if user.op == "call_function"])
     for node in sorted(stale, reverse=True):
         if not node.users:
             written.erase(node)

@@ -16,13 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import compat
 from ...extension import Feature
+from ...ir.fx_utils import FLOATS
 from ...logs import get_logger, say_once
 from .wire import all_reduce as all_reduce_fp8
 from .wire import dequantize, reduce_scatter, to_rows
 
 logger = get_logger(__name__)
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass
@@ -36,29 +35,18 @@ class Bucket:
     calls: int = 0
     lost: Tensor | None = None  # [blocks, 128]: with error feedback, what the last call has rounded away
 
-    def numbers(self, signal: float, error: float) -> dict[str, Any]:
-        """The columns `mse` and `sqnr` (dB) of `stats`."""
-        if not math.isfinite(signal + error):
-            return {}
-        ratio = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
-        return {"mse": error / max(1, self.elements), "sqnr": ratio}
 
-
+@dataclasses.dataclass(eq=False, repr=False)
 class Compression:
     """What is compressed, and how: the state of the hooks. `group` is DDP's; None is the default one. Buckets
     are known by the ids of their parameters (DDP), or by that of FSDP2's group."""
 
-    def __init__(
-        self,
-        group: Any = None,
-        min_elements: int = 4096,
-        error_feedback: bool = False,
-        sqnr_every: int = 1000,
-    ):
-        self.group, self.min_elements = group, min_elements
-        self.error_feedback, self.sqnr_every = error_feedback, sqnr_every
-        self.buckets: dict[Any, Bucket] = {}
-        self._streams: dict[torch.device, Any] = {}
+    group: Any = None
+    min_elements: int = 4096
+    error_feedback: bool = False
+    sqnr_every: int = 1000
+    buckets: dict[Any, Bucket] = dataclasses.field(default_factory=dict)
+    streams: dict[torch.device, Any] = dataclasses.field(default_factory=dict)
 
     def takes(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Is a gradient of this shape compressed? Norms, biases and small parameters are not."""
@@ -76,10 +64,15 @@ class Compression:
     def rows(self) -> Iterator[dict[str, Any]]:
         """For `stats`: a row for each bucket that was measured, with the error of what this rank has sent."""
         for index, bucket in enumerate(self.buckets.values()):
-            if bucket.measured is not None:
-                name = f"bucket {index} ({bucket.parameters} parameters)"
-                known = {"name": name, "role": "reduced", "recipe": "compressed", "format": "e4m3fn"}
-                yield {**known, **bucket.numbers(*(x.item() for x in bucket.measured))}
+            if bucket.measured is None:
+                continue
+            name = f"bucket {index} ({bucket.parameters} parameters)"
+            row = dict[str, Any](name=name, role="reduced", recipe="compressed", format="e4m3fn")
+            signal, error = (x.item() for x in bucket.measured)
+            if math.isfinite(signal + error):
+                row["mse"] = error / max(1, bucket.elements)
+                row["sqnr"] = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None  # dB
+            yield row
 
     # -- DDP --
 
@@ -93,9 +86,9 @@ class Compression:
             future.set_result(buffer)
             return future
         device = buffer.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        stream = self.streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         future = torch.futures.Future(devices=[device])
         with torch.cuda.stream(stream):

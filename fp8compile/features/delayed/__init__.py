@@ -13,9 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import Module
 
 from ...compat.inductor import MUST_RECOMPUTE, MUST_SAVE
+from ...compilation import Job
 from ...extension import Feature, Pass, StoredScale
 from ...frontend.inputs import roots
 from ...ir.fx_utils import hint, value
@@ -33,13 +38,6 @@ from .state_dict import prepare_load, scaling_state
 from .state_page import READ
 from .store import load_scales, slots, store
 from .weight_state import find_state
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.fx import Node
-    from torch.nn import Module
-
-    from ...compilation import Job
 
 logger = get_logger(__name__)
 

@@ -32,14 +32,16 @@ from ... import compat, process
 from ...errors import Fp8CompileError
 from ...ir.ops import UNSEEN
 from ...runtime.optimizer_steps import listen
-from .move import LONGEST, launch_move
-from .state_page import HISTORY, new_amaxes, new_page, next_page, scales_of
+from .state_page import HISTORY, Rows, new_amaxes, new_page, next_page, scales_of
 from .weight_state import find_state
 
 LOCK = threading.RLock()  # guards which page has which slots, and moves: several threads may train
 PATIENCE = 16  # cold calls of a tensor that sees only zeros, or without a move
 MOST = 64  # warm forwards of the same weights without a move
 BYTES = 2**20  # of the pages of an arena
+BLOCK, NUMBERS = 64, 4096  # of `fp8_move`, at most: slots at a time, and numbers of their histories
+LONGEST = 4096  # the longest history that it takes
+WARPS = 4
 GONE = (
     "reduce_amax, amax_group: the process group {!r} was destroyed, and this model was compiled for it. "
     "Compile it again: torch._dynamo.reset(), or a new process"
@@ -192,11 +194,6 @@ class Arenas:
         for pending in list(self.waiting):
             pending.clear()
 
-    def give_up(self) -> None:
-        """The backwards that are waited for do not come."""
-        for pending in list(self.waiting):
-            pending.give_up()
-
 
 class Pending:
     """Training forwards of one set of weights, in all graphs that serve it, that wait for their backwards:
@@ -220,12 +217,32 @@ class Pending:
             self.clear()
 
     def give_up(self) -> None:
+        """The backwards that are waited for do not come."""
         self.given_up = True
         self.clear()
 
     def clear(self) -> None:
         self.count = 0
         process.of(Arenas).waiting.discard(self)
+
+
+def launch_move(page: Tensor, scales: Tensor, amaxes: Tensor, parts: Tensor) -> None:
+    """Move pages in place, write their `scales`, and make `amaxes` unseen, by a program for each part.
+    `parts`: int32 [n, 2], the first row and the number of rows of each. Everything is contiguous."""
+    from .triton_move import fp8_move  # which needs Triton
+
+    history = Rows(page).length
+    rows, columns = configuration(history)
+    with torch.cuda.device_of(page):
+        fp8_move[parts.shape[0],](
+            page, scales, amaxes, parts, history, rows, columns, num_warps=WARPS, enable_fp_fusion=False
+        )
+
+
+def configuration(history: int) -> tuple[int, int]:
+    """Slots at a time, numbers of a history (a power of two)."""
+    columns = 1 << max(0, history - 2).bit_length()
+    return max(1, min(BLOCK, NUMBERS // columns)), columns
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -1,16 +1,5 @@
 """The scaling state of a model in a checkpoint: of one process, or of all ranks.
 
-    scaling = fp8compile.ScalingState(model).state_dict()
-    torch.save({"model": model.state_dict(), "scaling": scaling}, "checkpoint.pt")
-
-    saved = torch.load("checkpoint.pt")
-    model.load_state_dict(saved["model"])
-    fp8compile.ScalingState(model).load_state_dict(saved["scaling"])  # before or after the model is compiled
-
-    state = {"model": model.state_dict(), "scaling": fp8compile.ScalingState(model)}
-    dcp.save(state, checkpoint_id=path)  # torch.distributed.checkpoint
-    dcp.load(state, checkpoint_id=path)  # also before the first call
-
 DCP takes plain tensors with one name for replicas, and keeps those of one rank. The state of a rank is its
 own. So all ranks gather their states, and the checkpoint has one item, "ranks", the same on all of them: the
 states, each that is equal on several ranks once. Each rank that loads takes what it has saved.
@@ -70,8 +59,7 @@ class ScalingState:
 
     On as many ranks as saved it, each rank takes its own state, and continues bitwise. A parameter of which
     tensor parallelism gives the rank a part of another shape starts cold, with the warning. On another number
-    of ranks the whole run starts cold, which a warning says.
-    """
+    of ranks the whole run starts cold, which a warning says."""
 
     def __init__(
         self,
@@ -132,7 +120,9 @@ class ScalingState:
 
     def _own(self, saved: dict[str, Any]) -> dict[str, Tensor] | None:
         """What this rank has saved, as `state_dict` has it with `all_ranks=False`; None: start cold."""
-        ranks, (rank, size) = saved["ranks"], self._place
+        ranks, rank, size = saved["ranks"], 0, 1
+        if compat.process_groups.has_groups():
+            rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if len(ranks) != size:
             what = f"this scaling state is of another number of ranks ({len(ranks)}, here {size})"
             if self.strict:
@@ -173,13 +163,6 @@ class ScalingState:
                 )
             found |= weights
         return found
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        """This rank, and of how many it is."""
-        if not compat.process_groups.has_groups():
-            return 0, 1
-        return dist.get_rank(self.group), dist.get_world_size(self.group)
 
 
 def _bytes(x: Any) -> bytes:

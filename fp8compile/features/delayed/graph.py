@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from ... import compat, process
+from ...compilation import Job
 from ...errors import Fp8CompileError
 from ...extension import GraphFeature
 from ...passes.joint import Joint, Rewritten
 from ...runtime.calls import Call, is_dry
+from ...runtime.compiled_graph import CompiledGraph
 from ...runtime.ledger import Ledger
 from . import leftovers, loads, notices
 from .arena import Arenas, Where
@@ -37,10 +39,6 @@ from .life import PageSet, PageSets
 from .state import check_unwanted
 from .state_page import new_amaxes, new_scales, rows_for
 from .store import Slots, StateInputs
-
-if TYPE_CHECKING:
-    from ...compilation import Job
-    from ...runtime.compiled_graph import CompiledGraph
 
 CAPTURED = (
     "a CUDA graph is being captured, and scales of this graph are not known yet: finding them waits for the "
@@ -79,9 +77,7 @@ class DelayedGraph(GraphFeature):
         self.hears = bool(self.slots.keys)
         if self.hears:
             where = Where(torch.device("cpu"), self.history, self.slots.groups, self.fixed)
-            self.page_sets = PageSets(
-                self.slots.keys, where, not done.inference, self.slots.cast, self.together
-            )
+            self.page_sets = PageSets(self.slots, where, not done.inference, self.together)
 
     def half(self, graph: GraphModule) -> None:
         """Fp8CompileError if the state would learn nothing: the partitioner drops what fits no half."""
@@ -134,13 +130,14 @@ class DelayedGraph(GraphFeature):
         pages = self.page_sets.at(args, device)
         again = inside and pages.is_again(hooked)
         if not dry and not again:
-            if pages.will_run_cold() and compat.autograd.capturing():
+            if pages.cold and not self.together and compat.autograd.capturing():
                 raise Fp8CompileError(CAPTURED)
             self._agree(pages)
             notices.look()
             moves = moves or arenas.move()
             if not moves and pages.is_held_up():
-                arenas.give_up()
+                for pending in list(arenas.waiting):
+                    pending.give_up()
                 moves = arenas.move()
         pages.arena.ready(moves)
         if not again:

@@ -21,20 +21,15 @@ class Leftovers:
 def before_call(pages: PageSet, cold: bool) -> None:
     """A forward with these pages begins, and is cold or warm."""
     leftovers = process.of(Leftovers)
-    if not _allocates(pages.page.tensor.device):
-        pages.first = False
-        return
-    if cold:
+    if cold and _allocates(pages.page.tensor.device):
         leftovers.some = True
-        return
     # Not while a graph is captured: cudaFree is illegal then. On other streams it is right: it waits for the
     # device, and blocks that are in use, or belong to captured graphs, stay.
-    if leftovers.some and torch.cuda.is_current_stream_capturing():
-        return
-    pages.first = False
-    if leftovers.some:
-        leftovers.some = False
-        torch.cuda.empty_cache()
+    elif not (leftovers.some and torch.cuda.is_current_stream_capturing()):
+        pages.first = False
+        if leftovers.some:
+            leftovers.some = False
+            torch.cuda.empty_cache()
 
 
 def _allocates(device: torch.device) -> bool:

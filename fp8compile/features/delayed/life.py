@@ -27,6 +27,7 @@ does not cast, and other graphs do, make none of its calls cold.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +39,8 @@ from ... import compat
 from ...runtime.parameters import record_of
 from .arena import LOCK, MOST, PATIENCE, Pending, Where
 from .state import Page, check_loaded, page_for
-from .state_page import SlotKey, new_amaxes
+from .state_page import new_amaxes
+from .store import Slots
 from .weight_state import WeightState
 
 
@@ -59,7 +61,6 @@ class PageSet:
     overdue: int = 0  # cold calls after the last one that had to be
     repeats: int = 0  # recomputations since then of forwards that do not wait any more
     first: bool = True  # no forward was warm yet
-    spare: torch.Tensor | None = None  # amaxes of calls that leave the state as it is
 
     def __post_init__(self) -> None:
         assert self.page.arena is not None
@@ -115,32 +116,28 @@ class PageSet:
 
     def state(self, dry: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The scales and amaxes for a call."""
-        return self.arena.by_page[self.page.number], self._aside() if dry else self.amaxes
+        return self.arena.by_page[self.page.number], self.aside if dry else self.amaxes
 
-    def will_run_cold(self) -> bool:
-        """Will a forward that begins now be cold, as far as is known?"""
-        return self.cold and not self.together
-
-    def _aside(self) -> torch.Tensor:
-        """Amaxes for a dry call; at one address, because a CUDA graph is recorded for addresses."""
-        if self.spare is None:
-            with compat.autograd.unseen():
-                self.spare = new_amaxes(self.amaxes.shape[0], self.amaxes.device)
-        return self.spare
+    @functools.cached_property
+    def aside(self) -> torch.Tensor:
+        """Amaxes of dry calls; at one address, because a CUDA graph is recorded for addresses."""
+        with compat.autograd.unseen():
+            return new_amaxes(self.amaxes.shape[0], self.amaxes.device)
 
     def begin_backward(self) -> None:
         self.arena.raised = True
         self.pending.end()
         if self.page.stale:
             with compat.autograd.unseen(), LOCK:
-                self.page.refresh()
+                self.page.claim()
 
     # -- between calls --
 
     def take_changes(self) -> None:
         """Of the slots: by other graphs, and by what was loaded."""
         page = self.page
-        page.refresh()
+        if page.stale:
+            page.claim()
         if page.loaded or page.restarted:
             page.patience = PATIENCE if page.restarted else page.patience
             page.loaded = page.restarted = False
@@ -151,20 +148,13 @@ class PageSet:
 
 
 class PageSets:
-    """The pages of one compiled graph, found at each call by the identity of the call's parameters. `keys`:
-    its slots; `where`: where their pages are, on whatever device; `cast`: the rows that it casts by."""
+    """The pages of one compiled graph, found at each call by the identity of the call's parameters. `where`:
+    where they are, on whatever device."""
 
-    def __init__(
-        self,
-        keys: Sequence[SlotKey],
-        where: Where,
-        has_backward: bool = True,
-        cast: Sequence[int] = (),
-        together: bool = False,
-    ):
-        self.keys, self.where, self.has_backward = tuple(keys), where, has_backward
-        self.cast, self.together = cast, together
-        self.inputs = tuple(dict.fromkeys(key.input for key in keys))
+    def __init__(self, slots: Slots, where: Where, has_backward: bool, together: bool):
+        self.keys, self.cast, self.where = slots.keys, slots.cast, where
+        self.has_backward, self.together = has_backward, together
+        self.inputs = tuple(dict.fromkeys(key.input for key in slots.keys))
         self.sets: dict[tuple[int, ...], PageSet] = {}
         self.by_pointer: dict[int, PageSet] = {}  # by the amaxes of their pages
 
@@ -196,12 +186,9 @@ class PageSets:
                 alive.by_pointer.pop(gone.amaxes.data_ptr(), None)
 
         refs = tuple(weakref.ref(owner, forget) for owner in owners)
-        made = PageSet(page, refs, pending_of(owners), self.cast, self.together, self.has_backward)
+        records = {id(record): record for record in map(record_of, owners)}
+        waiting = records[min(records)].extras.of(WeightState).pending  # of each set of weights
+        pending = waiting.setdefault(frozenset(records), Pending())
+        made = PageSet(page, refs, pending, self.cast, self.together, self.has_backward)
         self.sets[key] = self.by_pointer[made.amaxes.data_ptr()] = made
         return made
-
-
-def pending_of(owners: Sequence[Any]) -> Pending:
-    """Of a set of weights."""
-    records = {id(record): record for record in map(record_of, owners)}
-    return records[min(records)].extras.of(WeightState).pending.setdefault(frozenset(records), Pending())

@@ -92,11 +92,6 @@ class Page:
     def changed(self) -> bool:
         return self.stale or self.loaded or self.restarted
 
-    def refresh(self) -> None:
-        """Take the slots back, with their values, if another graph has taken some of them since."""
-        if self.stale:
-            self.claim()
-
     def claim(self) -> None:
         """Become the home of these slots, with the values that they have now."""
         loaded: list[Page] = []
@@ -120,10 +115,11 @@ class Page:
         """Copy row `before` of another page into `row`."""
         factor = self.settings[row].reach / page.settings[before].reach
         state_page.copy_row(self.tensor[row], page.tensor[before], factor)
-        if page.arena is not None:
+        if page.arena is not None and self.arena is not None:
             self.amaxes[row].clamp_(min=page.amaxes[before].to(self.tensor.device))
             page.amaxes[before] = UNSEEN
-            self._edited(page.arena.raised)
+            self.arena.edited = True
+            self.arena.raised |= page.arena.raised
         else:
             self.write(row)
 
@@ -133,12 +129,7 @@ class Page:
             self.tensor[row] = values
         if self.arena is not None:
             self.amaxes[row] = UNSEEN
-            self._edited()
-
-    def _edited(self, raised: bool = False) -> None:
-        assert self.arena is not None
-        self.arena.edited = True
-        self.arena.raised |= raised
+            self.arena.edited = True
 
 
 @dataclass(frozen=True)

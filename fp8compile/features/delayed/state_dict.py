@@ -3,9 +3,7 @@
 A slot is saved as the float32 vector "<parameter>.<role>.<use>": its row of a page (see `state_page`),
 followed by its patience, the number of calls that may still be cold because of this slot.
 "fp8compile.version" is an int64 vector of one element. All are copies on the CPU. Each has its own memory, as
-safetensors requires.
-
-Under FSDP2 a slot has the name of the parameter, as without it.
+safetensors requires. Parameters have the names that they have in the bare module, on all ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +35,8 @@ SHORTEST = {1: 12, VERSION: state_page.HISTORY + 2}
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's delayed scaling state: {"layers.0.up.weight.input.0": float32 vector, ...} and a version.
-
-    Names are those of the bare module, whatever torch.compile, DDP or checkpointing put around it. Other
-    recipes keep no state: their dict has the version alone.
-
-    Each rank has its own state, of the tensors that it has seen: under DDP and FSDP2 of its batches, under
-    tensor parallelism of its shards. The names are the same on all ranks.
-    """
+    """A model's delayed scaling state: {"layers.0.up.weight.input.0": float32 vector, ...}, and a version,
+    which is all that other recipes have."""
     copies: dict[Page, Tensor] = {}
     state = {VERSION_KEY: torch.tensor([VERSION])}
     for (name, role, use), slot in slots_of(model).items():

@@ -207,8 +207,7 @@ def next_page(page: Tensor, amaxes: Tensor, parts: Tensor) -> Tensor:
     the one after an overflow, the slot forgets what is older: that would flush the tensor for the length of
     the window (after a rollback, say, to weights from before a spike). One odd batch alone changes no scale
     that is not due. If any amax of a part is not finite, nothing of it moves but counts: one bad batch leaves
-    no trace (TransformerEngine keeps the infinity in the window for its whole length).
-    """
+    no trace (TransformerEngine keeps the infinity in the window for its whole length)."""
     bits, rows = amaxes.select(1, 0), Rows(page)
     ran = bits > UNSEEN
     amax = torch.where(ran, bits, 0).view(torch.float32)

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ from torch.fx import Graph, Node
 
 from ... import compat
 from ...codegen.inline import Inliner
-from ...config.recipe import Scaling
-from ...devices.formats import Format
 from ...errors import OptionError
 from ...ir import merged, ops
 from ...ir.fx_utils import Emitter, aten, become, element, value
@@ -73,12 +70,11 @@ def slots(joint: Joint) -> int:
     inputs = joint.extras.get(StateInputs)
     if inputs is None:
         return 0
-    numbers = count()
     for backward in (False, True):
         operands = [x for x in joint.plan.operands.values() if x.backward is backward and x.scaling.delayed]
         rows = [str(operand.matrix.shape[0]) for operand in operands]
         for operand in sorted(operands, key=lambda x: rows.index(str(x.matrix.shape[0]))):
-            inputs.rows[operand] = next(numbers)
+            inputs.rows[operand] = len(inputs.rows)
     if not inputs.rows:
         return 0
     by_index = {compat.dynamo.input_index(x): x for x in joint.graph.find_nodes(op="placeholder")}
@@ -96,18 +92,15 @@ def slots(joint: Joint) -> int:
 
 
 def _slot(operand: Operand) -> SlotKey:
-    key = operand.key
-    return SlotKey(key.input, key.role, key.use, _settings(operand.scaling, operand.format, key.role))
-
-
-def _settings(scaling: Scaling, form: Format, role: str) -> SlotSettings:
-    window, interval, answers = scaling.history
-    reach, info = form.max / 2.0**scaling.margin, torch.finfo(form.dtype)
-    if not answers:
-        return SlotSettings(reach, window, interval)
-    limit = limit_of(form.max, scaling.margin, role == "gradient")
-    floor = floor_of(form.max, info.smallest_normal * info.eps, scaling.margin)
-    return SlotSettings(reach, window, interval, limit, floor)
+    key, form, margin = operand.key, operand.format, operand.scaling.margin
+    window, interval, answers = operand.scaling.history
+    settings = SlotSettings(form.max / 2.0**margin, window, interval)
+    if answers:
+        info = torch.finfo(form.dtype)
+        limit = limit_of(form.max, margin, key.role == "gradient")
+        floor = floor_of(form.max, info.smallest_normal * info.eps, margin)
+        settings = settings._replace(limit=limit, floor=floor)
+    return SlotKey(key.input, key.role, key.use, settings)
 
 
 FIX = ", e.g. options={'reduce_amax': mesh.get_group('dp')}"

@@ -1,5 +1,4 @@
-"""The kernel that moves scaling state. `move` launches it, and only then imports this module: it needs
-Triton."""
+"""The kernel that moves scaling state, with Triton. `arena` launches it."""
 
 import triton
 import triton.language as tl

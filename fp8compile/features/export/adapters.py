@@ -29,8 +29,7 @@ from ...ir.frozen import FrozenWeight
 from ...ir.scale import inverse_of
 from . import forwards
 from .checkpoint_formats import SHAPES
-from .exported_layers import Chosen, cast
-from .exported_layers import whole as whole_tensor
+from .exported_layers import Chosen, cast, whole
 from .writers import Writers
 
 FP8, HIGH, BESIDE = "fp8", "high_precision", "adapter"
@@ -211,14 +210,14 @@ def _cast_again(weight: FrozenWeight, values: Tensor) -> FrozenWeight:
 
 
 @torch.no_grad()
-def left(whole: Vanilla, chosen: Chosen, merge: str | None) -> dict[str, float]:
+def left(bare: Vanilla, chosen: Chosen, merge: str | None) -> dict[str, float]:
     """Which part of each update is in what is written: <written - W, d> / <d, d>. ExportError if it is under
     half of one that was to be merged into FP8."""
     found: dict[str, float] = {}
-    for name, layer in whole.merged.items():
+    for name, layer in bare.merged.items():
         ours = chosen.layers.get(name)
         if ours is None:
-            written = whole.model.get_parameter(f"{name}.weight").float()
+            written = bare.model.get_parameter(f"{name}.weight").float()
         else:
             values, inverse = (x.cpu() for x in cast(ours))
             block = ours.scaling.block
@@ -252,7 +251,7 @@ def _state(peft_model: Any) -> dict[str, Tensor]:
     state = peft_model.state_dict(keep_vars=True)
     of_each = (get_peft_model_state_dict(peft_model, state, name) for name in peft_model.peft_config)
     written = {id(tensor) for tensors in of_each for tensor in tensors.values()}
-    return {name: whole_tensor(x) if id(x) in written else x for name, x in state.items()}
+    return {name: whole(x) if id(x) in written else x for name, x in state.items()}
 
 
 def _save(peft_model: Any, directory: Path, state: dict[str, Tensor]) -> None:

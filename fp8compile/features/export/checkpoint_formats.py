@@ -56,10 +56,10 @@ class CheckpointFormat(NamedTuple):
 def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
     """The format's name: `name`, or the recipes' own. ExportError if it is none, or cannot hold them."""
     layers = list(layers)
-    names = {layer.stored.name for layer in layers if layer.stored is not None}
+    names = {layer.stored.name if layer.stored is not None else "" for layer in layers}
     others = [layer for layer in layers if layer.scaling.block != SQUARE]
-    if all(layer.scaling.block == WHOLE and _came_so(layer) for layer in layers):
-        others = []
+    if names == {"weight_scale_inv"} and {layer.scaling.block for layer in layers} == {WHOLE}:
+        others = []  # they came so
     if name is None:
         return COMPRESSED_TENSORS if others or "weight_scale" in names else FINE_GRAINED
     if name not in FORMATS:
@@ -72,10 +72,6 @@ def pick(name: str | None, layers: Iterable[ExportedLayer]) -> str:
             f"{others[0].recipe!r}: take format={COMPRESSED_TENSORS!r}"
         )
     return name
-
-
-def _came_so(layer: ExportedLayer) -> bool:
-    return layer.stored is not None and layer.stored.name == "weight_scale_inv"
 
 
 # -- compressed-tensors --

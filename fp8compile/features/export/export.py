@@ -34,11 +34,10 @@ logger = get_logger(__name__)
 @dataclass(frozen=True)
 class Exported:
     """What was written. `format`: "compressed-tensors" or "fp8", or "": updates were merged in high precision
-    into all layers. `layers`: the recipe of each layer in FP8,
-    by name. `ignored`: modules with matrices that stay in high precision. `left`: those among them whose
-    forward matmul is FP8, with the reason. `files`: names in `directory`. `adapters`: the folder of each
-    adapter of PEFT beside them. `merged`: of each layer that an adapter was merged into, the part of the
-    update that is in what was written: 1 is all of it."""
+    into all layers. `layers`: the recipe of each layer in FP8, by name. `ignored`: modules with matrices that
+    stay in high precision. `left`: those among them whose forward matmul is FP8, with the reason. `files`:
+    names in `directory`. `adapters`: the folder of each adapter of PEFT beside them. `merged`: of each layer
+    that an adapter was merged into, the part of the update that is in what was written: 1 is all of it."""
 
     directory: Path
     format: str
@@ -239,5 +238,5 @@ def _nothing(model: nn.Module, chosen: Chosen) -> str:
     )
 
 
-def _some(left: dict[str, str], most: int = 3) -> str:
-    return "; ".join(at_most(most, [f"{name}: {why}" for name, why in left.items()]))
+def _some(left: dict[str, str]) -> str:
+    return "; ".join(at_most(3, [f"{name}: {why}" for name, why in left.items()]))

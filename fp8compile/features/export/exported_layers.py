@@ -30,8 +30,9 @@ from ...runtime.held import whole as whole_held
 from ...runtime.named_weights import named_weights
 from ...runtime.parameters import find
 from . import forwards
-from .forwards import Forward, KnownForward
+from .forwards import Forward
 
+Sharded = Mapping[int, tuple[Tensor, torch.dtype]]  # by the id of a parameter: see `_read`
 # the blocks of weight and input that some format can say; of a weight that no graph read, the first input
 PAIRS = ((WHOLE, WHOLE), (WHOLE, ROW), (ROW, ROW), (SQUARE, LINE), (MX_BLOCK, MX_BLOCK), (MX_TILE, MX_BLOCK))
 
@@ -111,7 +112,7 @@ def choose(model: nn.Module) -> Chosen:
             held = held_in(matrix)
             if held is not None and not _in_fp8(module, matrix, known):
                 known = (_as_held(held),)
-            elif not known or any(one.forward.reason for one in known):
+            elif not known:
                 continue
             why = obstacle(module, matrix, known, owners[id(matrix)])
             if not why:
@@ -127,21 +128,20 @@ def choose(model: nn.Module) -> Chosen:
     return Chosen(layers, left, tuple(ignored))
 
 
-def obstacle(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...], owners: list[str]) -> str:
+def obstacle(module: nn.Module, weight: Tensor, known: tuple[Forward, ...], owners: list[str]) -> str:
     """Why a layer whose forward matmuls are FP8 cannot be exported so; "" if it can."""
-    first = known[0].forward
+    first = known[0]
     if weight.dim() != 2 or first.groups:
         return "a stack of expert weights: no layout of one checkpoint format fits all models"
     if not isinstance(module, nn.Linear):
         return f"a {type(module).__name__}: servers replace Linear only"
     if len(owners) > 1:
         return f"its weight is shared: {', '.join(owners)}"
-    if not all(one.forward.whole and one.forward.rows_are_outputs for one in known):
+    if not all(one.whole and one.rows_are_outputs for one in known):
         return "its matmul reads a part of the weight, its transpose, or a tensor computed from it"
-    ways = {(one.forward.weight, one.forward.data, one.forward.recipe, one.forward.fnuz) for one in known}
+    ways = {(one.weight, one.data, one.recipe, one.fnuz) for one in known}
     if len(ways) > 1:
         return "its matmuls are scaled in different ways"
-    assert first.weight is not None and first.data is not None
     block = first.weight.block
     if (block, first.data.block) not in PAIRS:
         return f"no format has the scales of recipe {first.recipe!r}"
@@ -158,28 +158,25 @@ def _held(weight: Tensor, block: Block) -> bool:
     return held is not None and held.block == block
 
 
-def _in_fp8(module: nn.Module, weight: Tensor, known: tuple[KnownForward, ...]) -> bool:
+def _in_fp8(module: nn.Module, weight: Tensor, known: tuple[Forward, ...]) -> bool:
     """Do graphs multiply by the FP8 values of this weight, and in one way?"""
-    if not known or any(one.forward.reason for one in known) or obstacle(module, weight, known, []):
-        return False
-    return known[0].forward.weight is not None and _held(weight, known[0].forward.weight.block)
+    return bool(known) and not obstacle(module, weight, known, []) and _held(weight, known[0].weight.block)
 
 
-def _as_held(weight: FrozenWeight) -> KnownForward:
+def _as_held(weight: FrozenWeight) -> Forward:
     """How a server multiplies by FP8 values that no graph has read: by the recipe that has their blocks."""
     of_weight = Scaling(False, weight.block, False, weight.margin, weight.power_of_2, "auto")
     of_input = next(data for own, data in PAIRS if own == weight.block)
     fnuz = weight.data_.dtype == torch.float8_e4m3fnuz
     data = of_weight._replace(block=of_input, margin=0)
-    return KnownForward(Forward(recipe_holding(weight.block), weight=of_weight, data=data, fnuz=fnuz), {})
+    return Forward(recipe_holding(weight.block), of_weight, data, fnuz=fnuz)
 
 
 def _matrices(parameter: str, stack: Tensor, parts: Sequence[StackPart]) -> Iterator[ExportedLayer]:
     """What a stack of experts that is held is in its checkpoint: one tensor, or one for each part."""
     held = held_in(stack)
     assert held is not None
-    how = _as_held(held).forward
-    assert how.weight is not None and how.data is not None
+    how = _as_held(held)
     of = held.dtype, how.recipe, how.weight, how.data.block, (), None
     if not parts:
         yield ExportedLayer(parameter, parameter, parameter, stack, *of)
@@ -196,30 +193,20 @@ def _part(stack: FrozenWeight, part: StackPart) -> FrozenWeight:
     return made
 
 
-def _check_parts(
-    name: str, weight: Tensor, known: tuple[KnownForward, ...], part: Sequence[int] | None
-) -> None:
+def _check_parts(name: str, weight: Tensor, known: tuple[Forward, ...], part: Sequence[int] | None) -> None:
     """ExportError for a weight in parts (shape of this rank's: `part`) whose ranks scale it otherwise than a
     server could: elements that share a scale are on several ranks."""
-    scaling = known[0].forward.weight
-    assert scaling is not None
-    sizes = zip(part or weight.shape, weight.shape, scaling.block, strict=True)
+    sizes = zip(part or weight.shape, weight.shape, known[0].weight.block, strict=True)
     cut = any(own != whole and (not block or own % block) for own, whole, block in sizes)
-    if cut and not known[0].forward.alike:
+    if cut and not known[0].alike:
         raise ExportError(
             f"{name}: each rank has a part of its weight and scales it by the part's own amax, and a "
             "checkpoint has one scale: compile with amax_group, or serve it in high precision (fp8 = 'off')"
         )
 
 
-def _layer(
-    name: str,
-    weight: Tensor,
-    known: tuple[KnownForward, ...],
-    sharded: Mapping[int, tuple[Tensor, torch.dtype]],
-) -> ExportedLayer:
-    first = known[0].forward
-    assert first.weight is not None and first.data is not None
+def _layer(name: str, weight: Tensor, known: tuple[Forward, ...], sharded: Sharded) -> ExportedLayer:
+    first = known[0]
     if first.fnuz:
         raise ExportError(
             f"{name}: its FP8 values have AMD's fnuz encoding, and checkpoints hold e4m3fn. Load the "
@@ -231,31 +218,23 @@ def _layer(
     held = held_in(weight)
     came = held is not None and held.stored is not None  # and goes out as it came
     tensor = f"{name}.weight".lstrip(".")
-    return ExportedLayer(
-        name,
-        tensor,
-        tensor,
-        weight,
-        dtype,
-        first.recipe,
-        first.weight,
-        first.data.block,
-        tuple({id(tensor): tensor for tensor in partners}.values()),
-        None if came else _input_scale_inv(known, weight.device),
-    )
+    together = tuple({id(partner): partner for partner in partners}.values())
+    input_scale_inv = None if came else _input_scale_inv(known, weight.device)
+    how = first.recipe, first.weight, first.data.block, together, input_scale_inv
+    return ExportedLayer(name, tensor, tensor, weight, dtype, *how)
 
 
-def _read(parameter: Tensor, sharded: Mapping[int, tuple[Tensor, torch.dtype]]) -> tuple[Tensor, torch.dtype]:
+def _read(parameter: Tensor, sharded: Sharded) -> tuple[Tensor, torch.dtype]:
     """Where the values of a parameter are, and the dtype in which graphs read them: FSDP2 frees the tensor
     that graphs have read."""
     same = (parameter, *(reference() for reference in find(parameter).references))
     return next((sharded[id(x)] for x in same if id(x) in sharded), (parameter, parameter.dtype))
 
 
-def _input_scale_inv(known: Iterable[KnownForward], device: torch.device) -> Tensor | None:
+def _input_scale_inv(known: Iterable[Forward], device: torch.device) -> Tensor | None:
     """The inverse of the scale that the next training call uses for the layer's input: of the smallest scale,
     if the layer is used several times. None if some input has no history."""
-    scales = [one.stored_scale(one.forward.data_slot, "input") for one in known]
+    scales = [one.stored_scale(one.data_slot, "input") for one in known]
     found = [scale for scale in scales if scale is not None]
     if len(found) < len(scales):
         return None
@@ -314,7 +293,7 @@ def _scale(layer: ExportedLayer, weight: Tensor) -> Tensor:
 def _own_scale(parameter: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
     """The scale of one parameter, with all its values in `weight`, float32: `[1]`, or one a block of it."""
     if scaling.delayed:
-        stored = (one.stored_scale(one.forward.weight_slot, "weight") for one in forwards.of(parameter))
+        stored = (one.stored_scale(one.weight_slot, "weight") for one in forwards.of(parameter))
         scale = next((scale for scale in stored if scale is not None), None)
         if scale is not None:
             return torch.tensor([scale], dtype=torch.float32, device=weight.device)

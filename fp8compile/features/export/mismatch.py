@@ -11,6 +11,7 @@ k3 is Schulman's (http://joschu.net/blog/kl-approx.html): his x ~ q, his r = p(x
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from ...errors import MismatchError, at_most
 from ...runtime.calls import freeze_scaling_state
 from ...runtime.named_weights import unwrapped
-from .digest import digest
 from .export import served_weights
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -51,12 +51,9 @@ class Mismatch:
         kinds = {"exact": self.kl, "k3": self.k3}
         kl = ", ".join(f"{value:.3g} ({kind})" for kind, value in kinds.items() if value is not None)
         shares = ", ".join(f"{share:.0%} {value:.3g}" for share, value in self.quantiles.items())
-        line = (
-            f"{self.tokens:,} tokens: KL {kl}; differences {shares}, largest {self.largest:.3g} at {self.at}"
-        )
-        return line + (
-            f"; first weight that differs: {self.first_difference}" if self.first_difference else ""
-        )
+        sizes = f"differences {shares}, largest {self.largest:.3g} at {self.at}"
+        weight = f"; first weight that differs: {self.first_difference}" if self.first_difference else ""
+        return f"{self.tokens:,} tokens: KL {kl}; {sizes}{weight}"
 
 
 def mismatch(
@@ -140,8 +137,7 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _check_logits(logits: Tensor, logprobs: Tensor, tokens: Tensor | None) -> None:
-    fits = logits.dim() == 3 and logits.shape[: logprobs.dim()] == logprobs.shape
-    if not fits:
+    if logits.dim() != 3 or logits.shape[: logprobs.dim()] != logprobs.shape:
         raise MismatchError(f"logits are {list(logits.shape)}, and logprobs {list(logprobs.shape)}")
     if tokens is not None and tokens.max().item() >= logits.shape[2]:
         raise MismatchError(f"tokens have {tokens.max().item()}, and the logits {logits.shape[2]} columns")
@@ -174,11 +170,12 @@ def _compared(
     if bool(sizes.isnan().any()):
         raise MismatchError("the model's logits have NaN or infinite values")
     row, column = places[sizes.argmax()].tolist()
+    ordered = sizes.sort().values
     return Mismatch(
         tokens=count,
         kl=kl.item() / count if exact else None,
         k3=k3.item() / count if tokens is not None else None,
-        quantiles=_quantiles(sizes),
+        quantiles={share: ordered[math.ceil(share * count) - 1].item() for share in QUANTILES},
         largest=sizes.max().item(),
         at=(row, column),
         first_difference=first,
@@ -198,12 +195,21 @@ def _kl(server: Tensor, trainer: Tensor) -> Tensor:
     return torch.where(server.isneginf(), 0.0, terms).sum()
 
 
-def _quantiles(sizes: Tensor) -> dict[float, float]:
-    ordered = sizes.sort().values
-    return {share: ordered[math.ceil(share * len(ordered)) - 1].item() for share in QUANTILES}
-
-
 # -- weights --
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor, as 64 hexadecimal digits: of the line ``"float8_e4m3fn [256, 128]\\\\n"`` with its
+    dtype and shape, and of its bytes in row-major order. It depends on neither device nor strides, and needs
+    nothing of fp8compile to be computed elsewhere: two processes can compare weights without sending them.
+
+    `tensor` is plain, of any dtype and shape. Raises TypeError for a DTensor, which has a part of it."""
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError("digest: a DTensor has a part of its values on each rank: give tensor.full_tensor()")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    found = hashlib.sha256(f"{dtype} {list(tensor.shape)}\n".encode())
+    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _first_difference(

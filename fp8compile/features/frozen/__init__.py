@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from ...compilation import Job
 from ...extension import Feature, GraphFeature, Pass
 from ...frontend.inputs import Inputs
 from ...ir.records import HIGH_PRECISION
 from . import frozen_weights
 from .frozen_weights import FrozenInGraph
-
-if TYPE_CHECKING:
-    from ...compilation import Job
 
 
 class FrozenWeights(Feature):

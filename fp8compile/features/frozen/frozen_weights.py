@@ -20,15 +20,16 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import compat, process
+from ...compilation import Job
 from ...config.recipe import WHOLE, Block
 from ...devices.formats import pick
 from ...errors import Fp8CompileError, OptionError, Retrace
@@ -36,6 +37,7 @@ from ...extension import GraphFeature
 from ...frontend.inputs import plain
 from ...ir import ops
 from ...ir.frozen import FrozenWeight, cast
+from ...ir.fx_utils import FLOATS
 from ...ir.records import Gatherable, GraphReport, TableRecord
 from ...logs import get_logger, say_once
 from ...passes.joint import Joint, Rewritten
@@ -43,14 +45,10 @@ from ...reporting.record_tables import megabytes, sizes
 from ...runtime import held
 from ...runtime.named_weights import unwrapped
 
-if TYPE_CHECKING:
-    from ...compilation import Job
-
 logger = get_logger(__name__)
 
 SHARDED = "sharded by FSDP"
 CUT = "DDP has cut the graph (torch._dynamo.config.optimize_ddp = False keeps it whole)"
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Place(NamedTuple):
@@ -80,14 +78,10 @@ class Places(dict[tuple[weakref.ref[nn.Module], str], Place]):
         if torch.is_grad_enabled() and not process.is_set_aside():
             if plain := [place for place in self.values() if place.is_plain()]:
                 _keep(plain)
-        return _nothing
+        return lambda: None  # there is nothing to do after the call
 
     def __reduce__(self) -> Any:  # a copy of what was compiled compiles anew
         return type(self), ()
-
-
-def _nothing() -> None:
-    """After a call."""
 
 
 class Unwritten(dict[torch.device, Tensor]):
@@ -117,10 +111,6 @@ class FrozenRecord(TableRecord):
     bytes: int
     reason: str = ""
     sharded: bool = field(default=False, repr=False)
-
-    @property
-    def like(self) -> Hashable:
-        return self.bytes, self.reason, self.sharded
 
     @classmethod
     def cells(cls, alike: Sequence[FrozenRecord]) -> tuple[str, ...]:
@@ -349,7 +339,9 @@ def _frozen(module: nn.Module, name: str, form: Gatherable) -> tuple[int, int]:
     parameter: Any = module._parameters[name]
     dtype, how = pick(False, form.fnuz).dtype, (form.block, form.margin, form.power_of_2)
     if process.is_set_aside():
-        data, inv = _unwritten(parameter, dtype), _ones(parameter, form.block)
+        shape = [1] if form.block == WHOLE else [*map(ops.blocks, parameter.shape, form.block)]
+        inv = torch.ones(shape, dtype=torch.float32, device=parameter.device)
+        data = _unwritten(parameter, dtype)
     else:
         data, inv = cast(parameter.detach(), dtype, *how)
     held.hold(module, name, FrozenWeight(data, inv, parameter.dtype, *how), process.is_set_aside())
@@ -363,11 +355,6 @@ def _unwritten(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     if known is None or known.numel() < size:
         memory[parameter.device] = known = torch.empty(size, dtype=torch.uint8, device=parameter.device)
     return known[:size].view(dtype).view(parameter.shape).detach()
-
-
-def _ones(parameter: Tensor, block: Block) -> Tensor:
-    shape = [1] if block == WHOLE else [*map(ops.blocks, parameter.shape, block)]
-    return torch.ones(shape, dtype=torch.float32, device=parameter.device)
 
 
 @torch.no_grad()

@@ -33,15 +33,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ... import compat, process
 from ...codegen.text import dtype_name
+from ...compilation import Job
+from ...config.options import Options
 from ...config.policy import Policy
-from ...config.recipe import WHOLE
+from ...config.recipe import WHOLE, recipe_of
 from ...errors import ShardingError, StrictError
 from ...extension import GraphFeature, active
 from ...frontend.inputs import plain
@@ -54,18 +56,14 @@ from ...runtime.held import held_in
 from ...runtime.ledger import Ledger
 from ...runtime.optimizer_steps import listen
 from ...runtime.parameters import find, record_of, share_records
-from .gathered_scales import HIGH_PRECISION as IN_HIGH_PRECISION
-from .gathered_scales import Scales, cast_of, code_of, form_of, misfit
-
-if TYPE_CHECKING:
-    from ...compilation import Job
+from .gathered_scales import IN_HIGH_PRECISION, Scales, code_of, form_of, format_of, misfit
 
 logger = get_logger(__name__)
 
 UNREAD = "no compiled training graph has multiplied it yet"
 EARLY = 3  # so many agreements are read at once, the later ones a step later
 WEIGHT = ("weight", 0, "")  # a weight among statistics
-_all: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
+gathers: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
@@ -140,17 +138,18 @@ class Gathered:
     @property
     def cast(self) -> probe.CastKind | None:
         """As statistics show it; None if it is gathered in high precision."""
-        return cast_of(form_of(self.code)) if self.code else None
+        if not self.code:
+            return None
+        form = form_of(self.code)
+        return probe.CastKind.of(recipe_of(False, form.block), format_of(form).dtype)
 
     def numbers(self) -> dict[str, float]:
         """amax, scale and its inverse of the last forward, by the names of statistics. Waits for the device.
         Empty where it has several scales, or none yet."""
         scales, i = self.scales, self.position
-        if scales is None or not self.code or form_of(self.code).block != WHOLE:
+        if scales is None or scales.amax is None or not self.code or form_of(self.code).block != WHOLE:
             return {}
-        if scales.scale is None or scales.inverse is None:
-            return {}
-        assert scales.amax is not None
+        assert scales.scale is not None and scales.inverse is not None
         amax, scale, inverse = torch.stack((scales.amax[i], scales.scale[i], scales.inverse[i, 0])).tolist()
         inverses = dict.fromkeys(("scale_inv", "scale_inv_min", "scale_inv_max"), inverse)
         return {"amax": amax, "scale": scale, **inverses}
@@ -173,17 +172,17 @@ def gather_in_fp8(model: nn.Module) -> None:
         return
     for parameter in parameters:
         _check(parameter)
-    _all.add(GatheredParameter(model, parameters))
+    gathers.add(GatheredParameter(model, parameters))
     listen(_stepped)
 
 
 def _stepped(_: torch.optim.Optimizer) -> None:
-    for gather in list(_all):
+    for gather in list(gathers):
         gather.written()
 
 
 def _loaded(module: nn.Module, _: Any) -> None:
-    for gather in list(_all):
+    for gather in list(gathers):
         if any(entry.parameter.module is module for entry in gather.possible):
             gather.written()
 
@@ -223,9 +222,6 @@ class GatheredParameter:
         for entry in self.possible:
             groups.setdefault(id(entry.parameter.process_group), []).append(entry)
         self.scales = [Scales(entries) for entries in groups.values()]
-        for scales in self.scales:
-            for i, entry in enumerate(scales.entries):
-                entry.scales, entry.position = scales, i
         self.outdated, self.evaluates, self.told = True, False, False
         self.agreed = 0  # how often
         self.codes: tuple[int, ...] = ()  # what this rank wanted at the last agreement
@@ -234,8 +230,7 @@ class GatheredParameter:
         for entry in self.entries:
             record_of(entry.parameter.sharded).extras.put(entry)
         self.install()
-        modules = {id(entry.parameter.module): entry.parameter.module for entry in self.possible}
-        for module in modules.values():
+        for module in {entry.parameter.module for entry in self.possible}:
             module.register_load_state_dict_post_hook(_loaded)
         compat.fsdp.listen(model, self)
 
@@ -299,7 +294,7 @@ class GatheredParameter:
 
 def asked(tensors: Sequence[Any]) -> dict[int, str]:
     """Which inputs of a graph are weights that may be gathered in FP8, with their names."""
-    if not _all:
+    if not gathers:
         return {}
     share_records(tensors)
     known = [find(x).extras.get(Gathered) if isinstance(x, nn.Parameter) else None for x in tensors]
@@ -307,22 +302,13 @@ def asked(tensors: Sequence[Any]) -> dict[int, str]:
     return {i: plain(entry.parameter.name) for i, entry in entries}
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """Inputs of a graph that may be gathered in FP8, with their names."""
-
-    names: Mapping[int, str] = field(default_factory=dict)
-
-
 @dataclass(eq=False)
 class Gathers(GraphFeature):
     """What graphs say of the weights that one of them reads, by input and policy. `sharded`: names of those
-    that may be gathered in FP8; `policies`: of all its graphs; `given`: the user's."""
+    that may be gathered in FP8."""
 
     sharded: Mapping[int, str]
-    strict: bool
-    policies: Sequence[Policy]
-    given: Policy
+    options: Options
     found: dict[int, dict[Policy, Gatherable]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -332,17 +318,16 @@ class Gathers(GraphFeature):
         self.found = {i: {} for i in done.gatherable if i in self.sharded}
         for (policy, i), verdict in done.verdicts.items():
             if i in self.found:
-                self.found[i][self.policies[policy]] = verdict
-        shared = {i: verdict for i, verdict in done.gatherable.items() if i in self.found and verdict.shared}
-        for i, verdict in shared.items() if job.record is None else ():
-            why = f"gathered in high precision: beside FP8 matmuls, it is {verdict.reason}"
-            job.options.warn(f"fp8_all_gather: {self.sharded[i]} is {why}")
+                self.found[i][job.policies[policy]] = verdict
+        for i in (i for i in self.found if job.record is None and done.gatherable[i].shared):
+            why = f"gathered in high precision: beside FP8 matmuls, it is {done.gatherable[i].reason}"
+            self.options.warn(f"fp8_all_gather: {self.sharded[i]} is {why}")
 
     def first_call(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
         for i, verdicts in self.found.items():
             entry = find(args[i]).extras.get(Gathered)
             if entry is not None:
-                entry.learn(verdicts, self.strict, self.given)
+                entry.learn(verdicts, self.options.strict, self.options.policy)
         gathered = [args[i] for i in self.found if isinstance(args[i], GatheredWeight)]
         if gathered and record is not None:
             process.of(Ledger).supersede(record, [x for x in args if isinstance(x, nn.Parameter)])
@@ -354,10 +339,3 @@ class Gathers(GraphFeature):
             if isinstance(args[i], GatheredWeight) and entry is not None and entry.code:
                 assert entry.scales is not None
                 measuring.note(args[i], WEIGHT, entry.scales.measured(entry.position))
-
-
-def forget() -> None:
-    """Graphs are gone, and what they have said with them."""
-    for gather in list(_all):
-        for entry in gather.entries:
-            entry.verdicts = {}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 4  # the first is a scale's inverse: each is aligned to 16 bytes, as Inductor expects of inputs
 MARGINS = 65  # 0 to 64
-HIGH_PRECISION = 0  # the code of a weight that is gathered in its own dtype
+IN_HIGH_PRECISION = 0  # the code of a weight that is gathered in its own dtype
 
 
 def code_of(form: Gatherable) -> int:
@@ -43,7 +43,7 @@ def code_of(form: Gatherable) -> int:
 
 
 def form_of(code: int) -> Gatherable:
-    """How a weight is cast, of a code that is not HIGH_PRECISION."""
+    """How a weight is cast, of a code that is not IN_HIGH_PRECISION."""
     rest, bits = divmod(code - 1, 4)
     side, margin = divmod(rest, MARGINS)
     block = Block(side, side)
@@ -52,11 +52,6 @@ def form_of(code: int) -> Gatherable:
 
 def format_of(form: Gatherable) -> Format:
     return pick(False, form.fnuz)
-
-
-def cast_of(form: Gatherable) -> probe.CastKind:
-    """The cast, as statistics show it."""
-    return probe.CastKind.of(recipe_of(False, form.block), format_of(form).dtype)
 
 
 def misfit(entry: Gathered, form: Gatherable) -> str:
@@ -75,6 +70,8 @@ class Scales:
 
     def __init__(self, entries: list[Gathered]):
         self.entries = entries
+        for i, entry in enumerate(entries):
+            entry.scales, entry.position = self, i
         self.amax: Tensor | None = None  # [n], of whole weights; 0 for those that need none
         self.scale: Tensor | None = None  # [n]
         self.inverse: Tensor | None = None  # [n, COLUMNS]; graphs read it, so it stays where it is
@@ -145,7 +142,7 @@ class Scales:
         if event is not None:
             event.synchronize()  # of the step before
         for entry, high, low in zip(self.entries, highest.tolist(), lowest.tolist(), strict=True):
-            entry.code = high if high == -low else HIGH_PRECISION
+            entry.code = high if high == -low else IN_HIGH_PRECISION
         self.pending = None
 
     def write(self, amaxes: Tensor) -> None:
@@ -171,7 +168,7 @@ class Scales:
     def prepare(self, i: int) -> Sequence[Tensor]:
         """What this rank sends of weight i: values [rows, K] or, in FP8, bytes and block scales' inverses."""
         entry, parameter = self.entries[i], self.entries[i].parameter
-        code = HIGH_PRECISION if parameter.evaluates else entry.code
+        code = IN_HIGH_PRECISION if parameter.evaluates else entry.code
         parameter.use(str(code))
         value = parameter.shard.detach().to(parameter.dtype)
         if not code:
@@ -200,7 +197,7 @@ class Scales:
     def finish(self, i: int, gathered: Tensor, inverse: Tensor | None = None) -> Tensor:
         """The weight of what arrives, which is all in memory that FSDP2 frees and fills again."""
         entry, parameter = self.entries[i], self.entries[i].parameter
-        if not parameter.kind or int(parameter.kind) == HIGH_PRECISION:
+        if not parameter.kind or int(parameter.kind) == IN_HIGH_PRECISION:
             return gathered
         form = form_of(int(parameter.kind))
         data = gathered.view(format_of(form).dtype)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ... import compat
+from ...compilation import Job
 from ...errors import ShardingError
 from ...extension import Feature, Pass
 from ...frontend.inputs import Inputs
 from ...ir.frozen import FrozenWeight
 from ...runtime.held import all_held
 from .fold import fold
-
-if TYPE_CHECKING:
-    from ...compilation import Job
 
 
 class LoadedWeights(Feature):

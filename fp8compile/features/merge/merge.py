@@ -18,7 +18,7 @@ that it pays. The pass changes nothing; `quantize` writes what it returns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
@@ -146,8 +146,10 @@ def _merged(
             return None
         if members:
             gemms[gemm] = members
-    if any(ranks.reach(_inputs(members), {x.node for x in members}) for members in gemms.values()):
-        return None  # one is computed from another one
+    for members in gemms.values():
+        inputs = [x for matmul in members for x in matmul.node.all_input_nodes]
+        if ranks.reach(inputs, {matmul.node for matmul in members}):
+            return None  # one is computed from another one
     if any(user.op == "output" for fprop in fprops for user in readers(fprop.node, ALIASES)):
         return None  # a slice has other strides than the tensor that the caller expects
     total = total_of([x.node for x in gemms["dgrad"]]) if "dgrad" in gemms else None
@@ -162,22 +164,14 @@ def _merged(
         rest = [x for x in fprops if x not in direct]
         return _merged(rest, of_layer, ranks, backward) if len(rest) > 1 else None
     if backward is not None:  # slices that are kept in FP8 do not keep the result of the matmul
-        kept = [x for x in kept if x.n % BLOCK.columns or _unsaved(x.node, backward)]
+        unfit = (unreadable(x.node, joint=True) or inexact(x.node, x.node, backward) for x in kept)
+        kept = [x for x, why in zip(kept, unfit, strict=True) if x.n % BLOCK.columns or why]
     return Merged(gemms, total, frozenset(kept if len(kept) < len(fprops) else ()))
 
 
 def _backward(graph: Graph) -> Backward:
     linear = compat.dynamo.tag_backward(graph)
     return Backward(linear, [x for x in graph.find_nodes(op="placeholder") if x not in linear], joint=True)
-
-
-def _unsaved(x: Node, backward: Backward) -> str:
-    """Why a result will not be kept in FP8."""
-    return unreadable(x, joint=True) or inexact(x, x, backward)
-
-
-def _inputs(members: Iterable[Matmul]) -> list[Node]:
-    return [x for matmul in members for x in matmul.node.all_input_nodes]
 
 
 def total_of(parts: Collection[Node]) -> Node | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ... import process
+from ...compilation import Job
 from ...extension import Feature, GraphFeature, Pass
 from ...ir.records import HIGH_PRECISION
 from ...logs import get_logger
@@ -14,9 +15,6 @@ from ...passes.pipeline import skipped
 from ...runtime.ledger import Ledger
 from .save import KeptRecord, SavedInFP8
 from .save import save as run_save
-
-if TYPE_CHECKING:
-    from ...compilation import Job
 
 logger = get_logger(__name__)
 
@@ -32,9 +30,9 @@ class _SavedOfGraph(GraphFeature):
         if saved.records:
             logger.info("fp8: %s: %s", job.inputs.root, KeptRecord.brief(saved.records))
         if record is not None:
-            for records in (saved.records, saved.unkept):
-                named = [replace(x, module=job.inputs.named(x.module)) for x in records]
-                process.of(Ledger).extend(record, named)
+            records: list[Any] = [*saved.records, *saved.unkept]
+            named = [replace(x, module=job.inputs.named(x.module)) for x in records]
+            process.of(Ledger).extend(record, named)
 
 
 class SavedTensors(Feature):

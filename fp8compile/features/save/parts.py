@@ -74,14 +74,10 @@ def row_major(tensor: torch.Tensor, dense: bool = False) -> bool:
     expected: int | torch.SymInt = 1
     for dim in reversed(range(tensor.dim())):
         size, stride = tensor.shape[dim], tensor.stride(dim)
-        if not _is_one(size) and not same_size(stride, expected):
-            rows = dim < tensor.dim() - 1 and all(map(_is_one, tensor.shape[dim + 1 : -1]))
+        if not same_size(size, 1) and not same_size(stride, expected):
+            rows = dim < tensor.dim() - 1 and all(same_size(x, 1) for x in tensor.shape[dim + 1 : -1])
             if dense or not rows or hint(stride) < hint(expected):
                 return False
             expected = stride
         expected = expected * size
     return True
-
-
-def _is_one(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) and size == 1

@@ -32,7 +32,7 @@ LayerNorm keeps x - mean: a copy of x would lose it where the mean is large.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,10 +87,6 @@ class KeptRecord(TableRecord):
     before: int
     bytes: int
 
-    @property
-    def like(self) -> Hashable:
-        return self.tensor, self.bytes
-
     @classmethod
     def cells(cls, alike: Sequence[KeptRecord]) -> tuple[str, ...]:
         return (alike[0].tensor, *sizes(alike))
@@ -112,10 +108,6 @@ class UnkeptRecord(TableRecord):
     tensor: str
     bytes: int
     reason: str
-
-    @property
-    def like(self) -> Hashable:
-        return self.tensor, self.bytes, self.reason
 
     @classmethod
     def cells(cls, alike: Sequence[UnkeptRecord]) -> tuple[str, ...]:
@@ -354,6 +346,7 @@ def _erase(reader: Node, kept: Mapping[str, Node]) -> list[str]:
     """Erase an input of a backward and all that was computed for its readers alone; the names of the inputs
     that are gone, all of them `kept` by forward."""
     gone, graph = [], reader.graph
+    droppable = {name for name, x in kept.items() if not compat.inductor.no_version_check(x)}
     dead = sorted(reached([reader], lambda node: node.users), reverse=True)
     while dead:
         node = dead.pop(0)
@@ -361,12 +354,8 @@ def _erase(reader: Node, kept: Mapping[str, Node]) -> list[str]:
         graph.erase_node(node)
         gone += [node.name] if node.op == "placeholder" else []
         unread = (x for x in inputs if not x.users and x not in dead)
-        dead += [x for x in unread if x.op != "placeholder" or _droppable(kept.get(x.name))]
+        dead += [x for x in unread if x.op != "placeholder" or x.name in droppable]
     return gone
-
-
-def _droppable(x: Node | None) -> bool:
-    return x is not None and not compat.inductor.no_version_check(x)
 
 
 def _described(x: Node) -> tuple[str, str, int]:

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+from ...compilation import Job
+from ...config.policy import Policy
 from ...extension import Feature
+from ...runtime.compiled_graph import CompiledGraph
 from . import by_hand
 from .graph_of_sets import GraphOfSets
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...compilation import Job
-    from ...config.policy import Policy
-    from ...runtime.compiled_graph import CompiledGraph
 
 
 class RulesInTime(Feature):
@@ -30,7 +28,7 @@ class RulesInTime(Feature):
     def callable(
         self, job: Job, graph: CompiledGraph, compiled: Callable[[Job], CompiledGraph]
     ) -> Callable[..., Any] | None:
-        several = len({*graph.alike}) > 1 or job.options.policy.guard is not None
+        several = len({*graph.done.alike}) > 1 or job.options.policy.guard is not None
         return GraphOfSets(job, graph, compiled) if several else None
 
     def active(self, parameter: Tensor, policy: Policy, ahead: int) -> Policy | None:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +19,14 @@ from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import compat, process
+from ...compilation import Job
+from ...config.policy import Policy
 from ...errors import one_line
 from ...logs import get_logger, say_once
 from ...runtime.compiled_graph import CompiledGraph
 from ...runtime.optimizer_steps import STEPS, count_steps
 from . import by_hand
 from .by_hand import Scheduled
-
-if TYPE_CHECKING:
-    from ...compilation import Job
-    from ...config.policy import Policy
 
 logger = get_logger(__name__)
 
@@ -43,18 +41,18 @@ class GraphOfSets:
         self.first = next((i for i in weights if job.given[i].requires_grad), weights[0])
         self.graphs: dict[Policy, CompiledGraph] = {}
         self.known: Any = WeakIdKeyDictionary()  # parameter -> policy of its last call, ticks at that time
-        made = {0: main}
-        if (count := len({*main.alike} - main.unfit)) > 1:
+        made, alike, unfit = {0: main}, main.done.alike, main.done.unfit
+        if (count := len({*alike} - unfit)) > 1:
             text = "fp8: %s is compiled %d times, for the sets of rules of its policy"
             logger.info(text, job.inputs.root, count)
-        for i, like in enumerate(main.alike):
-            if like not in made and like not in main.unfit:
+        for i, like in enumerate(alike):
+            if like not in made and like not in unfit:
                 made[like] = compiled(replace(job, policy=job.policies[like]))
             if like in made:
                 self.graphs[job.policies[i]] = made[like]
         why = f"{job.inputs.root} has dynamic sizes, and is compiled at its first call only"
         self.why_not_late = why if _has_dynamic_sizes(job.gm) else ""
-        self.unfit = {job.policies[i] for i in main.unfit}
+        self.unfit = {job.policies[i] for i in unfit}
         self.job = replace(job, given=())
         process.of(Scheduled).graphs[self] = True
         count_steps()
@@ -112,12 +110,12 @@ class GraphOfSets:
                 made = self.compiled(replace(self.job, given=list(args), policies=policies, policy=policy))
         except Exception as error:
             why = one_line(error)
-        if made is None or len(policies) - 1 in made.unfit:
+        if made is None or len(policies) - 1 in made.done.unfit:
             self.unfit.add(policy)
             if why:
                 logger.warning("fp8: %s keeps the rules that it has: %s", self.job.inputs.root, why)
             return
-        self.graphs[policy] = self.graphs.get(policies[made.alike[-1]], made)
+        self.graphs[policy] = self.graphs.get(policies[made.done.alike[-1]], made)
         took = time.perf_counter() - began
         logger.info("fp8: %s is compiled for a further set of rules, in %.1f s", self.job.inputs.root, took)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8compile.features.delayed import move, state_page, triton_move
+from fp8compile.features.delayed import arena, state_page, triton_move
 from fp8compile.features.delayed.state_page import Rows, SlotSettings
 from tests.support import hooks
 from tests.support.interpreter import OnCpu
@@ -89,12 +89,12 @@ def test_the_kernel_is_next_page(
         kept, older = Rows(expected).history[:, :-1], Rows(after).history[:, 1:]
         met["forgot"] += int(((kept > 0) & (older == 0))[~stops & ~unseen].sum())
 
-        move.launch_move(page, scales, amaxes, parts)
+        arena.launch_move(page, scales, amaxes, parts)
         assert torch.equal(page, after), step
         assert torch.equal(scales, new_scales), step
         assert torch.equal(amaxes, new_amaxes), step
         expected = after
-    assert on_cpu.blocks == {move.configuration(history)}
+    assert on_cpu.blocks == {arena.configuration(history)}
     seen = Rows(expected[owned])
     assert met["unseen"] and met["stopped"] and (met["moved beside them"] or len(sizes) == 1)
     assert met["forgot"] or history < 3
@@ -110,20 +110,20 @@ def test_a_part_that_stops_stops_alone_in_the_kernel(bad: int, monkeypatch: pyte
     amaxes = state_page.new_amaxes(260, CPU)
     amaxes[:, 0] = bits(torch.ones(260))
     amaxes[bad, 0] = bits(torch.tensor([NAN]))
-    move.launch_move(page, torch.empty(260, 3, 4), amaxes, parts)
+    arena.launch_move(page, torch.empty(260, 3, 4), amaxes, parts)
     assert Rows(page).cold.tolist() == [True] * 130 + [False] * 130
     assert Rows(page).not_finite.nonzero().flatten().tolist() == [bad]
 
 
 def test_a_long_history_takes_fewer_slots_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [move.configuration(history)[0] for history in (16, 1024, 4096)] == [64, 4, 1]
+    assert [arena.configuration(history)[0] for history in (16, 1024, 4096)] == [64, 4, 1]
     on_cpu = OnCpu(monkeypatch, triton_move, "fp8_move")
     page = state_page.new_page(9, 1024, CPU, [SlotSettings(448.0, 1024, 1)] * 9)
     amaxes = state_page.new_amaxes(9, CPU)
     amaxes[:, 0] = bits(torch.arange(1.0, 10.0))
     expected = state_page.next_page(page, amaxes, torch.zeros(9, dtype=torch.int64))
     scales = torch.zeros(9, 3, 4)
-    move.launch_move(page, scales, amaxes, torch.tensor([(0, 9)], dtype=torch.int32))
+    arena.launch_move(page, scales, amaxes, torch.tensor([(0, 9)], dtype=torch.int32))
     assert on_cpu.blocks == {(4, 1024)} and torch.equal(page, expected)
     assert torch.equal(scales, state_page.scales_of(page))
     assert [told["enable_fp_fusion"] for told in on_cpu.told] == [False], "nothing is contracted"

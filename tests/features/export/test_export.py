@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -246,9 +245,8 @@ def test_scales_that_no_format_has() -> None:
     """Inputs scaled by rows, weights by 128 x 128: servers would scale inputs otherwise than training did."""
     weight, data = fp8compile.Recipe("blockwise"), fp8compile.Recipe("rowwise")
     made = Forward("new", weight=weight.scaling("weight", "fprop"), data=data.scaling("input", "fprop"))
-    known: Any = [SimpleNamespace(forward=made)]
     layer = nn.Linear(128, 128)
-    assert obstacle(layer, layer.weight, known, ["up"]) == "no format has the scales of recipe 'new'"
+    assert obstacle(layer, layer.weight, (made,), ["up"]) == "no format has the scales of recipe 'new'"
 
 
 def _config(path: Path, recipe: str, **options: Any) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def forwards_of(parameter: Any) -> list[str]:
     """What an export asks for: the forward matmuls of a parameter."""
     from fp8compile.features.export import forwards
 
-    return [str(known.forward) for known in forwards.of(parameter)]
+    return [str(known) for known in forwards.of(parameter)]
 
 
 # -- other passes --
