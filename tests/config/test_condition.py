@@ -113,6 +113,7 @@ def test_meaning(text, sizes, holds):
         ("n ** -65 < 3", "exponent"),
         ("(n ** True) < 3", "exponent"),
         ("9**9**9 < n", "exponent"),
+        ("n > " + "+".join("1" * 3000), "has 6003 characters, and may have 500"),
         ("abs(n) < 3", "calls something other"),
         ("min.__self__.eval('1') < 3", "calls something other"),
         ("n.real < 3", "Attribute"),

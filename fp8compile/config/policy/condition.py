@@ -18,6 +18,7 @@ from .policy_errors import PolicyError
 
 SIZES, FUNCTIONS = ("m", "n", "k"), {"min": min, "max": max}
 LARGEST_EXPONENT = 64
+LONGEST = 500  # characters
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 _COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
@@ -36,6 +37,8 @@ def checked(text: Any) -> str:
     if not isinstance(text, str) or not text.strip():
         raise PolicyError.of("where", text, "a condition on m, n and k, such as 'n < 128 or k < 128'")
     text = " ".join(text.split())
+    if len(text) > LONGEST:
+        raise _error(f"{text[:40]} ...", f"has {len(text)} characters, and may have {LONGEST}")
     _compiled(text)
     return text
 
