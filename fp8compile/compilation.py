@@ -30,7 +30,7 @@ from .logs import get_logger, say_once
 from .passes.joint import Joint, Partitioned, Rewritten
 from .passes.pipeline import run_early_post_grad, run_joint, run_partitioned, run_post_grad, skipped
 from .process import Extras
-from .reporting.findings import findings, tell
+from .reporting.findings import add_to_ledger, findings
 from .runtime.calls import Calls, Interface
 from .runtime.compiled_graph import CompiledGraph
 from .runtime.halves import Halves
@@ -111,7 +111,7 @@ class Compilation:
         if halves.restored:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
             if done.findings is not None and self.tells:
-                self.record = tell(done.findings, self.options.warn)
+                self.record = add_to_ledger(done.findings, self.options.warn)
         known = self.interface, self.calls, self.owners, self.record, self.parts, self.options
         made = CompiledGraph(function, *known, done)
         for part in self.parts:
@@ -161,7 +161,10 @@ class Compilation:
             self.calls.decisions = tuple(decisions)
         if self.tells:
             found = findings(done, inputs, self.options.policy, device, self._report)
-            done, self.record = dataclasses.replace(done, findings=found), tell(found, self.options.warn)
+            done, self.record = (
+                dataclasses.replace(done, findings=found),
+                add_to_ledger(found, self.options.warn),
+            )
         return done
 
     def _report(self, report: GraphReport, done: Rewritten) -> GraphReport:

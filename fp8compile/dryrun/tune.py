@@ -122,7 +122,7 @@ class _Study:
             for saves, errors in zip(saved, alone, strict=True)
         ]
         for candidate in self.found:
-            self._weigh((candidate,) * len(groups), f"{candidate} everywhere")
+            self._measured((candidate,) * len(groups), f"{candidate} everywhere")
         self._descend(rows, "mixed")
         # a kernel between two layers counts for one of them: times of one recipe add up best
         for only in saved[0]:
@@ -229,7 +229,7 @@ class _Study:
         choice = [max(row, key=lambda c: (row[c][0], -row[c][1])) for row in rows]
         while set(choice) != {HIGH}:
             total = sum(row[c][1] for row, c in zip(rows, choice, strict=True))
-            if total <= self.max_error**2 and self._weigh(tuple(choice), name).seconds < math.inf:
+            if total <= self.max_error**2 and self._measured(tuple(choice), name).seconds < math.inf:
                 return
             changes = [
                 ((row[now][1] - error) / max(row[now][0] - time, 1e-12), i, other)
@@ -241,7 +241,7 @@ class _Study:
                 return
             _, i, choice[i] = max(changes, key=lambda change: change[0])
 
-    def _weigh(self, choice: Choice, name: str) -> Whole:
+    def _measured(self, choice: Choice, name: str) -> Whole:
         """Measure a whole policy, and estimate its time if it is exact enough."""
         if choice not in self.wholes:
             error, time = math.sqrt(self._error(choice, name)), math.inf

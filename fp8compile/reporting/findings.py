@@ -87,7 +87,7 @@ def findings(
     return Findings(report, training, tuple(done.complaints), tuple(after))
 
 
-def tell(found: Findings, complain: Callable[[str], None]) -> int:
+def add_to_ledger(found: Findings, complain: Callable[[str], None]) -> int:
     """Add a graph to the ledger, log its summary, and complain of what is wrong. Returns its index."""
     report = found.report
     index = process.of(Ledger).add(report)

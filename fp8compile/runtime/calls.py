@@ -18,7 +18,7 @@ import torch
 from .. import compat
 from . import probe
 from .agreement import agree
-from .interpreter import How
+from .interpreter import EagerMode
 
 DRY: ContextVar[bool] = ContextVar("fp8compile_dry_run", default=False)
 
@@ -65,9 +65,9 @@ class Call:
     own: tuple[int, ...] = ()
 
     @property
-    def how(self) -> How | None:
-        """How to run it eagerly; None: run the compiled code."""
-        return How(self.cold, self.measuring) if self.cold or self.measuring is not None else None
+    def mode(self) -> EagerMode | None:
+        """To run it eagerly; None: run the compiled code."""
+        return EagerMode(self.cold, self.measuring) if self.cold or self.measuring is not None else None
 
 
 class Calls:
@@ -79,7 +79,7 @@ class Calls:
         self.groups: tuple[str, ...] = ()  # process groups over which amaxes are reduced
         self.decisions: tuple[str, ...] = ()  # about each matmul of a weight
         self.agreed = False  # the ranks of those groups have compared their graphs
-        self.marks = compat.autograd.TensorMarks()  # tensors that eager forwards saved, each with its How
+        self.marks = compat.autograd.TensorMarks()  # what eager forwards saved, each with its EagerMode
         self.local = threading.local()  # `call`: the call in progress on this thread
 
     @property

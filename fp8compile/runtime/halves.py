@@ -16,7 +16,7 @@ from ..passes.joint import Rewritten
 from . import probe
 from .calls import Calls
 from .inner import Inner
-from .interpreter import Boxed, How, boxed
+from .interpreter import Boxed, EagerMode, boxed
 from .owners import Owners
 from .warm_start import Half, later, packed, unpacked
 
@@ -112,12 +112,12 @@ class Halves:
 
         def run(args: list[Any]) -> Any:
             call = calls.current
-            how = call.how if call is not None and _on(device, args) else None
-            if how is None:
+            mode = call.mode if call is not None and _on(device, args) else None
+            if mode is None:
                 return warm(args)
-            result = eager(args, how)
+            result = eager(args, mode)
             if marker is not None:
-                calls.marks.add(result[marker], how)
+                calls.marks.add(result[marker], mode)
             return result
 
         return run
@@ -130,12 +130,12 @@ class Halves:
         def run(args: list[Any]) -> Any:
             cold = any([heard(args) for heard in listeners])
             if marker_at is not None:  # it tells how the forward ran
-                how = calls.marks.note(args[marker_at])
+                mode = calls.marks.note(args[marker_at])
             else:
-                how = How(True) if cold else None
-            if how is not None and how.measuring is not None:
-                calls.measured_calls.backward(how.measuring)
-            return eager(args, how) if how is not None and _on(device, args) else warm(args)
+                mode = EagerMode(True) if cold else None
+            if mode is not None and mode.measuring is not None:
+                calls.measured_calls.backward(mode.measuring)
+            return eager(args, mode) if mode is not None and _on(device, args) else warm(args)
 
         return run
 

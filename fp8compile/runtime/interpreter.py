@@ -24,7 +24,7 @@ WHETHER_COLD: set[Any] = set()  # operators of features that the interpreter tel
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # eager torch has no arange for these dtypes
 
 
-class How(NamedTuple):
+class EagerMode(NamedTuple):
     """How a call runs eagerly, forward and backward. `cold`: since a feature does not know yet what the
     compiled code needs, such as a scale. `measuring`: measures every cast."""
 
@@ -32,14 +32,14 @@ class How(NamedTuple):
     measuring: probe.MeasuredCall | None = None
 
 
-AS_COMPILED = How(False)
+AS_COMPILED = EagerMode(False)
 
 
 class Eager(Interpreter):
     """Draws Inductor's random operators by their seed, as compiled code does, so that backward recomputes the
     same dropout mask. `measuring` sees every cast."""
 
-    how = AS_COMPILED
+    mode = AS_COMPILED
 
     def _set_current_node(self, node: Node) -> Any:
         """Do nothing: fx stores the node in a global, where a trace on another thread reads it."""
@@ -47,8 +47,8 @@ class Eager(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if self.how.measuring is not None and n.target in probe.CASTS:
-            self.how.measuring(n, self.fetch_args_kwargs_from_env(n)[0], result)
+        if self.mode.measuring is not None and n.target in probe.CASTS:
+            self.mode.measuring(n, self.fetch_args_kwargs_from_env(n)[0], result)
         return result
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
@@ -56,7 +56,7 @@ class Eager(Interpreter):
         if target is torch.ops.prims.iota.default and kwargs["dtype"] in UNSIGNED:
             return super().call_function(target, args, {**kwargs, "dtype": torch.int64}).to(kwargs["dtype"])
         if target in WHETHER_COLD:
-            args = (*args, self.how.cold)
+            args = (*args, self.mode.cold)
         kind = compat.inductor.random_prims().get(target)
         return super().call_function(target, args, kwargs) if kind is None else _draw(kind, *args)
 
@@ -72,11 +72,11 @@ def _draw(kind: str, *args: Any) -> torch.Tensor:
 
 
 def boxed(interpreter: Any) -> Callable[..., Any]:
-    """A function `run(args, how=AS_COMPILED)`, which empties the list `args`. Threads may call it at once."""
+    """A function `run(args, mode=AS_COMPILED)` that empties the list `args`. Threads may call it at once."""
 
-    def run(args: list[Any], how: How = AS_COMPILED) -> Any:
+    def run(args: list[Any], mode: EagerMode = AS_COMPILED) -> Any:
         one = copy.copy(interpreter)  # with its own `env`, so that values are freed with the copy
-        one.env, one.how = {}, how
+        one.env, one.mode = {}, mode
         with compat.autograd.unseen(args):
             return one.boxed_run(args)
 

@@ -88,7 +88,7 @@ def unpacked(content: bytes | None) -> Content:
 def later(steps: tuple[PickledNode, ...], inner: Inner) -> Callable[..., Any]:
     """The interpreter of a pickled graph, which is made when a call first runs eagerly."""
     made = functools.cache(lambda: boxed(inner.eager(unpickled(steps))))
-    return lambda args, how: made()(args, how)
+    return lambda args, mode: made()(args, mode)
 
 
 def facts(

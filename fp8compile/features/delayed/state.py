@@ -175,7 +175,9 @@ def check_unwanted(weights: Iterable[Any], wanted: Collection[Any]) -> None:
     known = set(map(id, wanted))
     others = (weight for weight in weights if id(weight) not in known)
     found = [slot.page for weight in others for slot in find_state(weight).slots.values()]
-    _tell([(page.loading, f"unexpected: {page.name}") for page in found if page.loading is not None])
+    _report_differences(
+        [(page.loading, f"unexpected: {page.name}") for page in found if page.loading is not None]
+    )
 
 
 def check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSettings]], history: int) -> None:
@@ -197,10 +199,10 @@ def check_loaded(wanted: Sequence[tuple[tuple[Any, tuple[str, int]], SlotSetting
         for (role, _), slot in find_state(owner).slots.items():
             if slot.page.loading is not None and role not in roles[id(owner)]:
                 differences.append((slot.page.loading, f"unexpected: {slot.page.name}"))
-    _tell(differences)
+    _report_differences(differences)
 
 
-def _tell(differences: Sequence[tuple[Loading, str]]) -> None:
+def _report_differences(differences: Sequence[tuple[Loading, str]]) -> None:
     """What does not fit, by what was loaded: StateError or a warning."""
     for loading in dict.fromkeys(loading for loading, _ in differences):
         loading.differs([difference for other, difference in differences if other is loading])

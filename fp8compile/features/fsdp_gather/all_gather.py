@@ -257,7 +257,7 @@ class GatheredParameter:
             self.codes = codes
             ready = self.agreed >= EARLY and known and not self.told
             if ready and not any(entry.waits for entry in self.possible):
-                self.tell()
+                self.log_once()
             self.outdated = False
         self.due += not evaluates
 
@@ -268,7 +268,7 @@ class GatheredParameter:
         """Somebody has written into weights, so no backward of an earlier forward is due."""
         self.outdated, self.due = True, 0
 
-    def tell(self) -> None:
+    def log_once(self) -> None:
         """Once, what became of it."""
         self.told = True
         fp8 = sum(entry.code > 0 for entry in self.entries)

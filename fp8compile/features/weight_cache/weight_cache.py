@@ -50,7 +50,7 @@ from ...ir.fx_utils import value
 from ...logs import get_logger, say_once
 from ...runtime import probe
 from ...runtime.inner import Inner
-from ...runtime.interpreter import Eager, How, boxed
+from ...runtime.interpreter import Eager, EagerMode, boxed
 from ...runtime.optimizer_steps import listen
 from .hoist import Hoisted
 from .in_place import into_memory
@@ -83,7 +83,7 @@ class _Steps:
         self.caches[self.made] = cache
         self.made += 1
 
-    def tell_of(self, weights: Sequence[Tensor]) -> bool:
+    def will_notice(self, weights: Sequence[Tensor]) -> bool:
         """Will a step that changes one of these be noticed?"""
         stepping, stepped = list(self.inside.values()), list(self.parameters.values())
         if not stepped or any(id(weight) in its for its in stepping for weight in weights):
@@ -197,11 +197,11 @@ class WeightCache:
         """The copies of these arguments of the graph; `measuring` measures their casts."""
         weights = [args[i] for i in self.inputs]
         if measuring is not None:
-            return boxed(Eager(self.graph))([x.detach() for x in weights], How(False, measuring))
+            return boxed(Eager(self.graph))([x.detach() for x in weights], EagerMode(False, measuring))
         self.called = True
         key, stamp = tuple(map(id, weights)), _stamp(weights)
         kept = self.kept.get(key)
-        if kept is not None and kept.stamp == stamp and stamp is not None and _STEPS.tell_of(weights):
+        if kept is not None and kept.stamp == stamp and stamp is not None and _STEPS.will_notice(weights):
             kept.used, kept.wasted = True, 0
             return kept.copies
         if kept is None:
@@ -218,7 +218,7 @@ class WeightCache:
             self.kept.pop(key, None)
             return made
         self.kept[key] = kept
-        trusted = _STEPS.tell_of(weights)  # else only the weights are known, for the end of the next step
+        trusted = _STEPS.will_notice(weights)  # else only the weights are known, for the end of the next step
         kept.stamp, kept.copies = (stamp, made) if trusted else (None, made if self.static else ())
         return made
 
@@ -263,7 +263,7 @@ class WeightCache:
             weights = kept.weights()
             stamp = _stamp(weights)
             cast = all(written.get(id(weight)) == _mark(weight) for weight in weights)
-            if weights and cast and stamp is not None and _STEPS.tell_of(weights):
+            if weights and cast and stamp is not None and _STEPS.will_notice(weights):
                 kept.copies, kept.cast = pending.settle(weights), stamp
                 kept.stamp, kept.used = stamp, False
 
