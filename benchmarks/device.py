@@ -32,11 +32,7 @@ CACHES = ROOT / "out" / "caches"
 TRAIN = "benchmarks.train --keep {work} --caches {caches} {torchao} {common} --case"
 LAYERS = f"{TRAIN} llama-8b-layers:layers=2"
 FEW = "--arms fp8-delayed --rounds 2 --steps 1 --warmup 1"
-SHORT = f"{LAYERS},seq=2048"
-HELD, GRAPHS = "fp8-held-blocks,fp8-held-rows", "fp8-delayed,fp8-delayed-graphs"
-NO_FUSE, PACKED = "fp8-delayed,fp8-delayed-no-fuse", "fp8-delayed-packed,fp8-delayed-update"
-SETTINGS = "fp8-delayed,fp8-delayed-kept,fp8-delayed-fast-accum,fp8-delayed-fast-dgrad,"
-SETTINGS += "fp8-delayed-swiglu-delayed,fp8-delayed-no-fuse"
+SETTINGS = "kept fast-accum fast-dgrad swiglu-delayed no-fuse".split()
 
 
 class Step(NamedTuple):
@@ -53,7 +49,11 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "kernels": (Step(90, "benchmarks.kernels {common}", "--family weight --shape 33x40"),),
     "layers": (Step(140, f"{LAYERS} --arms bf16,torchao-tensorwise,fp8-delayed", FEW),),
     "settings": (
-        Step(140, f"{LAYERS} --arms {SETTINGS}", f"{FEW} --arms fp8-delayed-kept,fp8-delayed-no-fuse"),
+        Step(
+            140,
+            f"{LAYERS} --arms fp8-delayed,{','.join(f'fp8-delayed-{name}' for name in SETTINGS)}",
+            f"{FEW} --arms fp8-delayed-kept,fp8-delayed-no-fuse",
+        ),
     ),
     "blocks": (
         Step(
@@ -63,17 +63,39 @@ PARTS: dict[str, tuple[Step, ...]] = {
             "--family rms-norm --processes 2",
         ),
     ),
-    "short": (Step(85, f"{SHORT} --arms bf16,torchao-tensorwise,fp8-delayed,fp8-delayed-kept", FEW),),
-    "update": (Step(75, f"{SHORT} --arms bf16,bf16-packed,{PACKED}", f"{FEW} --arms fp8-delayed-update"),),
-    "held": (Step(60, f"{TRAIN} qwen3-8b-lora --arms bf16,{HELD}", f"{FEW} --arms {HELD}"),),
+    "short": (
+        Step(85, f"{LAYERS},seq=2048 --arms bf16,torchao-tensorwise,fp8-delayed,fp8-delayed-kept", FEW),
+    ),
+    "update": (
+        Step(
+            75,
+            f"{LAYERS},seq=2048 --arms bf16,bf16-packed,fp8-delayed-packed,fp8-delayed-update",
+            f"{FEW} --arms fp8-delayed-update",
+        ),
+    ),
+    "held": (
+        Step(
+            60,
+            f"{TRAIN} qwen3-8b-lora --arms bf16,fp8-held-blocks,fp8-held-rows",
+            "--arms fp8-held-blocks,fp8-held-rows --rounds 2 --steps 1 --warmup 1",
+        ),
+    ),
     "moe": tuple(
         Step(55, f"{TRAIN} {case} --arms bf16,torchao-experts,fp8-delayed,fp8-delayed-fast-accum", FEW)
         for case in ("moe", "moe:experts=mixtral")
     ),
-    "gpt2": (Step(85, f"{TRAIN} gpt2-124m:compile=block,batch=16 --arms bf16,{NO_FUSE}", FEW),),
+    "gpt2": (
+        Step(
+            85, f"{TRAIN} gpt2-124m:compile=block,batch=16 --arms bf16,fp8-delayed,fp8-delayed-no-fuse", FEW
+        ),
+    ),
     "graphs": (
         Step(15, "benchmarks.gpu_tests {common} --only test_modes[reduce-overhead]", None),
-        Step(45, f"{SHORT} --arms bf16,bf16-graphs,{GRAPHS}", f"{FEW} --arms fp8-delayed-graphs"),
+        Step(
+            45,
+            f"{LAYERS},seq=2048 --arms bf16,bf16-graphs,fp8-delayed,fp8-delayed-graphs",
+            f"{FEW} --arms fp8-delayed-graphs",
+        ),
     ),
     "calibrate": (Step(30, "fp8compile calibrate", None),),
     "memory": tuple(

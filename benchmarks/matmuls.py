@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def write(found: dict[str, Any]) -> None:
         if args.json:
-            results.write(found, args.json)
+            results.store(found, args.json)
 
     found = measure(device, args.size, began + (args.budget or math.inf), args.seed, write)
     print(table(found), flush=True)

@@ -96,6 +96,12 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def write(result: Mapping[str, Any], path: Path) -> None:
+    """As `store`. ValueError if it has another format."""
+    check(result)
+    store(result, path)
+
+
+def store(result: Mapping[str, Any], path: Path) -> None:
     """Write a file of its own, or add a line to a `.jsonl`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":

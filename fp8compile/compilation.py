@@ -66,7 +66,7 @@ class Job:
 
     @property
     def learns(self) -> bool:
-        """Is it for training?"""
+        """True if it is for training: in training mode, with gradients and weights."""
         return self.inputs.training and self.inputs.grad and bool(self.inputs.weights)
 
 
@@ -112,8 +112,16 @@ class Compilation:
             logger.debug("fp8: %s comes from AOTAutograd's cache", self.job.inputs.root)
             if done.findings is not None and self.tells:
                 self.record = add_to_ledger(done.findings, self.options.warn)
-        known = self.interface, self.calls, self.owners, self.record, self.parts, self.options
-        made = CompiledGraph(function, *known, done)
+        made = CompiledGraph(
+            function,
+            interface=self.interface,
+            calls=self.calls,
+            owners=self.owners,
+            record=self.record,
+            parts=self.parts,
+            options=self.options,
+            done=done,
+        )
         for part in self.parts:
             part.compiled(self.job, made)
         # what is compiled keeps this object, and is to keep no input
@@ -161,10 +169,8 @@ class Compilation:
             self.calls.decisions = tuple(decisions)
         if self.tells:
             found = findings(done, inputs, self.options.policy, device, self._report)
-            done, self.record = (
-                dataclasses.replace(done, findings=found),
-                add_to_ledger(found, self.options.warn),
-            )
+            done = dataclasses.replace(done, findings=found)
+            self.record = add_to_ledger(found, self.options.warn)
         return done
 
     def _report(self, report: GraphReport, done: Rewritten) -> GraphReport:

@@ -49,7 +49,7 @@ def of(kind: type[T]) -> T:
 
 
 def is_set_aside() -> bool:
-    """Is this inside of `set_aside`?"""
+    """True inside of `set_aside`."""
     return _process is not _OWN
 
 

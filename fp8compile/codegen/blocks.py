@@ -56,7 +56,7 @@ SHORTEST_WALK, WALK_OF_UNKNOWN = 16, 32  # rows; the latter where only a run kno
 
 
 def apart(group: Group) -> bool:
-    """Does `fuse` make two kernels of this group, as its blocks need more rows than a program takes?"""
+    """True if `fuse` makes two kernels of this group, as its blocks need more rows than a program takes."""
     return bool(group.passes) and group.block[0] > MOST_ROWS
 
 
@@ -134,7 +134,7 @@ def made_of(output: Output, group: Group) -> Output | None:
 
 
 def whole_rows(group: Group) -> bool:
-    """Does the kernel hold whole rows in registers, instead of looping over columns?"""
+    """True if the kernel holds whole rows in registers, instead of looping over columns."""
     columns = group.domain.columns
     if not group.passes or apart(group) or not columns.is_Integer:
         return False
@@ -142,8 +142,8 @@ def whole_rows(group: Group) -> bool:
 
 
 def evicted(group: Group) -> bool:
-    """Does this kernel, if it loops over columns, read its inputs from memory again (`walks`)? False where
-    the size of the cache, or that of a row, is unknown."""
+    """True if this kernel, when it loops over columns, reads its inputs from memory again (`walks`). False
+    where the size of the cache, or that of a row, is unknown."""
     gpu, columns = gpu_of(group.outputs[0].node.meta["val"].device), group.domain.columns
     if gpu is None or gpu.L2_cache_size is None or not columns.is_Integer:
         return False

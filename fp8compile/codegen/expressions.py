@@ -181,7 +181,7 @@ INTEGER = (aten.where.self, aten.logical_not.default, aten.logical_and.default, 
 
 
 def supported(node: Node) -> bool:
-    """Can this node be written as a Triton expression, with its operator, arguments and dtypes?"""
+    """True if this node can be written as a Triton expression, with its operator, arguments and dtypes."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype not in TRITON_DTYPE:
         return False
@@ -267,7 +267,7 @@ def _rounded(number: Any, dtype: torch.dtype) -> str:
 
 
 def saturates(dtype: torch.dtype) -> bool:
-    """Does converting to this FP8 format saturate and keep NaN? NVIDIA's does (PTX ISA, cvt.rn.satfinite)."""
+    """True if casts to this FP8 format saturate and keep NaN. NVIDIA's do (PTX ISA, cvt.rn.satfinite)."""
     return torch.version.hip is None and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -291,6 +291,6 @@ def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
 
 
 def converts_by_ptx(device: torch.device) -> bool:
-    """Do kernels for this device convert to FP8 by PTX?"""
+    """True if kernels for this device convert to FP8 by PTX."""
     gpu = gpu_of(device)
     return gpu is not None and not gpu.gfx and compat.triton.converts_wrongly(gpu.capability)

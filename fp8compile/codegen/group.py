@@ -111,7 +111,7 @@ class Group:
 
     @property
     def heavy(self) -> bool:
-        """Does the group compute an exp or the like, which takes many registers?"""
+        """True if the group computes an exp or the like, which takes many registers."""
         return any(node.target in HEAVY for node in self.members)
 
     @property
@@ -195,7 +195,8 @@ class Group:
         return 0
 
     def _narrower(self, node: Node) -> bool:
-        """Is a value of other rows than the walk's made of one of fewer bytes (FP8, say)? Others are read."""
+        """True if a value of other rows than the walk's is made of one of fewer bytes (FP8, say). Others are
+        read."""
         made = node
         while not self.stop(node) and supported(node):
             inputs = [x for x in node.all_input_nodes if sizes(x) == sizes(node)]
@@ -235,7 +236,7 @@ def statistics_of(node: Node) -> tuple[Node, str]:
 
 
 def _is_random(node: Node) -> bool:
-    """Does this node draw random numbers? A kernel reads what is made of them (a dropout mask) instead."""
+    """True if this node draws random numbers. Kernels read what is made of them (a dropout mask) instead."""
     return "inductor_prims" in str(node.target) or "rand" in str(node.target)
 
 

@@ -125,7 +125,8 @@ class Domain:
         return index
 
     def is_full(self, node: Node) -> bool:
-        """Does a node have the matrix's elements, in dimensions that split into those of rows and columns?"""
+        """True if a node has the matrix's elements, in dimensions that split into those of rows and those of
+        columns."""
         return is_tensor(node) and self.full(sizes(node)) is not None
 
     def reshaped(self, index: Index, shape: tuple, source: tuple) -> Index | None:
@@ -241,7 +242,7 @@ class Domain:
         return [(data, index), (inverse, tuple(scales))]  # type: ignore[list-item]
 
     def reduction(self, node: Node) -> tuple[Node, bool] | None:
-        """(source, is there one result a row?) of a sum, mean, variance or amax over one of the two
+        """(source, whether there is one result a row) of a sum, mean, variance or amax over one of the two
         dimensions; None for any other node."""
         if node.op != "call_function" or node.target not in REDUCTIONS:
             return None
@@ -320,7 +321,7 @@ def lookups(index: Index) -> list[Node]:
 
 
 def _of_one_part(node: Node) -> bool:
-    """Is a slice used for one of the parts alone that a node puts side by side?"""
+    """True if a slice is used for nothing but one of the parts that a node puts side by side."""
     while len(node.users) == 1:
         node = next(iter(node.users))
         if node.target is aten.cat.default:

@@ -89,7 +89,7 @@ def _describe(value: Any) -> Any:
 
 
 def _symbolic(value: Any) -> bool:
-    """Does it have a size that is a symbol?"""
+    """True if it is a symbol, or a tensor with a size or stride that is one."""
     if isinstance(value, torch.Tensor):
         return any(not isinstance(size, int) for size in (*value.shape, *value.stride()))
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -73,7 +73,7 @@ def call_of(node: Node, form: str) -> tuple[Callable[..., Tensor], tuple]:
 
 
 def fusable(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
-    """Can the matmul itself add this bias, or is there none to add?"""
+    """True if the matmul itself can add this bias, or if there is none to add."""
     return bias is None or bias.dtype == out_dtype and out_dtype != torch.float32
 
 

@@ -100,7 +100,7 @@ def _rowwise(gpu: Gpu, out_dtype: torch.dtype, fast_accum: bool) -> str:
 
 
 def _cublas_blocks(a: Block, b: Block, m: Any, n: Any, k: Any) -> bool:
-    """Does cuBLASLt take these sizes and blocks by `_scaled_mm`? (A size that only a run knows may not fit.)
+    """True if cuBLASLt takes the sizes and blocks by `_scaled_mm`. (Sizes that only a run knows may not fit.)
 
     cuBLASLt has no product of 128 x 128 blocks with 128 x 128 blocks. It expects the scales of a row of 128 x
     128 blocks to be stored as a multiple of four. `_scaled_mm` neither checks this nor pads the scales

@@ -69,7 +69,7 @@ class Scale:
 
     @property
     def of_span(self) -> bool:
-        """Is there one scale for each row of a span?"""
+        """True if there is one scale for each row of a span."""
         return (self.rows, self.columns) == (1, SPAN)
 
 
@@ -107,7 +107,7 @@ def amax_of(node: Node) -> Node | None:
 
 
 def made_in_place(scale: Scale, source: Node) -> bool:
-    """Can the walk that casts `source` compute this scale?"""
+    """True if the walk that casts `source` can compute this scale."""
     amax = amax_of(scale.node)
     if amax is None or arg(amax, 0) is not source or scale.groups is not None:
         return False

@@ -42,7 +42,7 @@ class Sizes:
 
 
 def fusable(node: Node, ours: tuple) -> bool:
-    """Would Inductor fuse this node with its neighbours? `ours`: our operators that become such nodes."""
+    """True if Inductor fuses this node with its neighbours. `ours`: our operators that become such nodes."""
     if node.op != "call_function":
         return False
     return pointwise(node) or node.target in (*VIEWS, *REDUCTIONS, *_MOVES, *ours) or supported(node)

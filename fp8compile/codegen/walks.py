@@ -48,7 +48,7 @@ def resident(gpu: Gpu, warps: int) -> int:
 
 
 def kept(size: int, programs: int, warps: int, gpu: Gpu) -> bool:
-    """Does L2 hold what the programs that run at the same time read? All read `size` bytes together."""
+    """True if L2 holds what the programs that run at the same time read. All read `size` bytes together."""
     return gpu.keeps(size * min(resident(gpu, warps), programs) // max(1, programs))
 
 

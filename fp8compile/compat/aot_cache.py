@@ -88,8 +88,8 @@ def _loader(backward: bool) -> Any:
 
 
 def cache_is_on() -> bool:
-    """May a compilation use AOTAutograd's cache in the way above? Not if it is off, and not if somebody
-    bundles entries. Nor where another thread might compile with our options."""
+    """True if a compilation may use AOTAutograd's cache in the way above. Not if it is off, and not if
+    somebody bundles entries. Nor where another thread might compile with our options."""
     bundles = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
     off = inductor_config.force_disable_caches or bundles or functorch_config.strict_autograd_cache
     on = options_by_thread() and functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
@@ -97,7 +97,7 @@ def cache_is_on() -> bool:
 
 
 def options_by_thread() -> bool:
-    """Are torch's options, while patched, those of a thread (2.13, 2.15)? In 2.11 they are the process's."""
+    """True if torch's options, while patched, are a thread's (2.13, 2.15). In 2.11 they are the process's."""
     entries: Any = functorch_config
     return isinstance(entries._config["enable_autograd_cache"].user_override, ContextVar)
 
@@ -134,7 +134,7 @@ def inner_options() -> Iterator[None]:
 
 
 def in_inner() -> bool:
-    """Does this thread run the inner compiler?"""
+    """True if this thread runs the inner compiler."""
     return getattr(_local, "inner", False)
 
 
@@ -166,5 +166,5 @@ def modes() -> list[Any]:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Are there hooks on the gradient of this tensor?"""
+    """True if there are hooks on the gradient of this tensor."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -42,7 +42,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Is one a view of the other, or both of a third? Takes fake tensors."""
+    """True if one is a view of the other, or both are views of a third. Takes fake tensors."""
     return storage_of(a) == storage_of(b)
 
 
@@ -94,34 +94,34 @@ class _Unseen:
 
 
 def in_backward() -> bool:
-    """Is autograd's engine running a backward on this thread (so that a forward now is a checkpoint's)?"""
+    """True if autograd's engine runs a backward on this thread (so that a forward now is a checkpoint's)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def capturing() -> bool:
-    """Is a CUDA graph being captured on this thread's stream?"""
+    """True if a CUDA graph is being captured on this thread's stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def recomputing() -> bool:
-    """Is a forward that runs now inside of a backward, with saved-tensor hooks? A checkpoint sets some. (Not
-    a reentrant one, whose forward in the backward is the first with gradients.)"""
+    """True if a forward that runs now is inside of a backward, with saved-tensor hooks. A checkpoint sets
+    some. (Not a reentrant one, whose forward in the backward is the first with gradients.)"""
     return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def compiled_autograd() -> bool:
-    """Will compiled autograd take over the backward of what runs now? It copies our backward graph into a
-    graph of its own. Our Python code does not run then, so the host can decide nothing in backward."""
+    """True if compiled autograd will take over the backward of what runs now. It copies our backward graph
+    into a graph of its own. Our Python code does not run then, so the host can decide nothing in backward."""
     return dynamo_autograd.compiled_autograd_enabled
 
 
 def in_compiled_autograd() -> bool:
-    """Is compiled autograd's own graph being compiled or run?"""
+    """True if compiled autograd's own graph is being compiled or run."""
     return dynamo_autograd.in_compiled_autograd_region
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Is any part of this module compiled: by torch.compile(module) or module.compile(), with any backend?"""
+    """True if any part of this module is compiled: by torch.compile or module.compile(), with any backend."""
     return any(map(is_compiled_itself, module.modules()))
 
 

@@ -81,7 +81,7 @@ def input_index(placeholder: Node) -> int | None:
 
 
 def is_whole(placeholder: Node) -> bool:
-    """Is this input a whole Dynamo input, rather than a part of a tensor subclass?"""
+    """True if this input is a whole Dynamo input, rather than a part of a tensor subclass."""
     desc = placeholder.meta.get("desc")
     return _whole(desc) is desc
 
@@ -151,7 +151,7 @@ def let_go(example_inputs: Any, inputs: Iterable[int]) -> None:
 
 
 def is_of_backend(error: Exception) -> bool:
-    """Did a compiler raise this error, rather than the code that it compiles?"""
+    """True if a compiler raised this error, rather than the code that it compiles."""
     return isinstance(error, BackendCompilerFailed)
 
 
@@ -160,7 +160,7 @@ def is_backward(node: Node) -> bool:
 
 
 def differentiates(gm: GraphModule) -> bool:
-    """Does a Dynamo graph itself compute gradients: torch.func or (from 2.15 on) torch.autograd.grad?"""
+    """True if a Dynamo graph itself computes gradients: torch.func or (from 2.15 on) torch.autograd.grad."""
     names = {getattr(node.target, "__name__", "") for node in gm.graph.nodes if node.op == "call_function"}
     return bool(names & {"_autograd_grad", "grad"})
 
@@ -214,7 +214,7 @@ def _root(source: Any, is_attribute: bool) -> Any:
 
 
 def is_part(module: nn.Module) -> bool:
-    """Is a graph of this module compiled because a module around it is, whose own graph breaks? To be asked
+    """True if a graph of this module is compiled because a module around it is, whose own graph breaks. Ask
     within the backend: between it and the compiled module's call are the frames of modules being called."""
     compiling = False
     for frame in frames():
@@ -285,7 +285,7 @@ def gradient_outputs(graph: Graph) -> list[tuple[Node, int]] | None:
 
 
 def is_tangent(node: Node) -> bool:
-    """Is this node an input of the backward: the gradient of an output?"""
+    """True if this node is an input of the backward: the gradient of an output."""
     return "Tangent" in type(_whole(node.meta.get("desc"))).__name__
 
 

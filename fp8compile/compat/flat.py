@@ -46,12 +46,12 @@ def freed(inputs: Sequence[Any]) -> frozenset[int]:
 
 
 def is_flattened(tensor: Any) -> bool:
-    """Has FSDP1 packed this parameter, or is it the flat one?"""
+    """True if FSDP1 has packed this parameter, or if it is the flat one."""
     return getattr(tensor, "_fsdp_flattened", False)
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Is this FSDP1's wrapper of a module?"""
+    """True if this is FSDP1's wrapper of a module."""
     return (kind := _kind()) is not None and isinstance(module, kind)
 
 

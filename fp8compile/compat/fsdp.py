@@ -68,7 +68,7 @@ def local_shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def sharding() -> str | None:
-    """Of which parameter does FSDP2 make a shard, or pad one, right now ("Linear.weight")? None: of none."""
+    """The parameter of which FSDP2 makes a shard, or pads one, right now ("Linear.weight"); None: of none."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != FSDP_PARAM:
         frame = frame.f_back  # type: ignore[assignment]
@@ -101,7 +101,7 @@ def shard_group(tensor: Any) -> Any:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Did `fully_shard` take this module?"""
+    """True if `fully_shard` has taken this module."""
     states = sys.modules.get("torch.distributed.fsdp")
     return states is not None and isinstance(module, states.FSDPModule)
 
@@ -164,7 +164,7 @@ class ShardedParameter:
 
     @property
     def by_rows(self) -> bool:
-        """Does each rank have some rows, as many as all others?"""
+        """True if each rank has some rows, as many as all others."""
         parameter = self._parameter
         even = parameter.padded_sharded_param_size[0] * self.process_group.size() == parameter._orig_size[0]
         return parameter.fsdp_placement.dim == 0 and even
@@ -175,22 +175,22 @@ class ShardedParameter:
 
     @property
     def extended(self) -> bool:
-        """Does somebody else already say what is gathered?"""
+        """True if somebody else already says what is gathered."""
         return hasattr(self._local, "fsdp_pre_all_gather") and not self.installed
 
     @property
     def partly_resharded(self) -> bool:
-        """Is it resharded after forward to fewer ranks than it was sharded to?"""
+        """True if it is resharded after forward to fewer ranks than it was sharded to."""
         return self.group._use_post_forward_mesh
 
     @property
     def evaluates(self) -> bool:
-        """Is it gathered for a forward without gradients?"""
+        """True if it is gathered for a forward without gradients."""
         return getattr(self.group, EVALUATES, False)
 
     @property
     def accumulates(self) -> bool:
-        """Has the unsharded parameter a gradient that was not reduced yet?"""
+        """True if the unsharded parameter has a gradient that was not reduced yet."""
         return getattr(_unsharded(self._parameter), "grad", None) is not None
 
     @property

@@ -99,22 +99,22 @@ def inductor_config() -> dict[str, Any]:
 
 
 def cuda_graphs(options: Mapping[str, Any]) -> bool:
-    """Does Inductor record CUDA graphs? `options`: of this compilation."""
+    """True if Inductor records CUDA graphs. `options`: of this compilation."""
     return is_on("triton.cudagraphs", options)
 
 
 def chunks() -> bool:
-    """Is Inductor, in the compilation that runs, to compute the output head by chunks of rows?"""
+    """True if Inductor, in the compilation that runs, is to compute the output head by chunks of rows."""
     return is_on("auto_chunker.enable")
 
 
 def async_tensor_parallel(options: Mapping[str, Any]) -> bool:
-    """Does Inductor fuse collectives with matmuls? `options`: of this compilation."""
+    """True if Inductor fuses collectives with matmuls. `options`: of this compilation."""
     return is_on("_micro_pipeline_tp", options)
 
 
 def changes_collectives(options: Mapping[str, Any]) -> bool:
-    """May Inductor fuse, merge or reorder the collectives of a graph? It keeps their order otherwise
+    """True if Inductor may fuse, merge or reorder the collectives of a graph. It keeps their order otherwise
     (`comms.py`, `decide_global_ordering_of_comms`). `options`: of this compilation."""
     flags = "_micro_pipeline_tp _fuse_ddp_communication reorder_for_compute_comm_overlap".split()
     later = "collective_bucketing enable_low_contention_collectives allow_comms_decompositions".split()
@@ -242,12 +242,12 @@ def keep_instead(forward: Graph, visible: int, instead: Mapping[Node, Sequence[N
 
 
 def no_version_check(node: Node) -> bool:
-    """Does AOTAutograd keep this tensor without checking its version (2.11 to 2.15)? Such ones come last."""
+    """True if AOTAutograd keeps this tensor without checking its version (2.11 to 2.15). Those come last."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check"))
 
 
 def is_checkpointed(node: Node) -> bool:
-    """Does the user's checkpointing compute this node again in backward?"""
+    """True if the user's checkpointing computes this node again in backward."""
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return node.meta.get("ac_graph_id") is not None and node.meta.get("recompute") in again
 

@@ -51,7 +51,7 @@ def gather(mine: Any, group: Any = None) -> list[Any]:
 
 
 def has_groups() -> bool:
-    """Has this process process groups?"""
+    """True if this process has process groups."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -89,7 +89,7 @@ def _note_dimensions(mesh: Any, found: dict[str, str]) -> None:
 
 
 def is_alive(name: str) -> bool:
-    """Is there a process group of this name, or was it destroyed?"""
+    """True if there is a process group of this name, False if it was destroyed."""
     return has_groups() and any(group.group_name == name for group in _groups())
 
 
@@ -128,15 +128,16 @@ def raise_to_largest(amaxes: torch.Tensor, name: str) -> None:
 
 
 def in_pipeline(functions: str = "") -> bool:
-    """Is a stage of torch.distributed.pipelining on the stack, in a function with `functions` in its name?"""
+    """True if a stage of torch.distributed.pipelining is on the stack, in a function with `functions` in its
+    name."""
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
     return any(functions in frame.f_code.co_name for frame in frames("distributed/pipelining/stage.py"))
 
 
 def inferring_shapes() -> bool:
-    """Is a pipeline stage running on uninitialised memory, to learn the shapes of its outputs? (It does so
-    with gradients, before its first real call and whenever shapes change.)"""
+    """True if a pipeline stage is running on uninitialised memory, to learn the shapes of its outputs. (It
+    does so with gradients, before its first real call and whenever shapes change.)"""
     return in_pipeline("_inference")
 
 

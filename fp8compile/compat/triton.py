@@ -26,13 +26,14 @@ REORDERING += ("aten_distributed_optimizations.enable_overlap_scheduling",)
 
 
 def is_on(option: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Is this option of Inductor on? One that a version does not have is off. `options`: a compilation's."""
+    """True if this option of Inductor is on. One that a version lacks is off. `options`: a compilation's."""
     given = functools.reduce(lambda x, part: getattr(x, part, None), option.split("."), config)
     return (options or {}).get(option, given) not in (None, False, "none")
 
 
 def reorders() -> bool:
-    """Will Inductor reorder a graph after our pass by data dependencies? Launches, which write, have none."""
+    """True if Inductor will reorder a graph after our pass by data dependencies. Launches, which write, have
+    none."""
     return any(map(is_on, REORDERING))
 
 
@@ -41,7 +42,7 @@ def max_autotune() -> bool:
 
 
 def converts_wrongly(capability: tuple[int, int]) -> bool:
-    """Does Triton convert float32 to FP8 wrongly on this NVIDIA GPU? 3.6 may; 3.9 does not.
+    """True if Triton may convert float32 to FP8 wrongly on this NVIDIA GPU. 3.6 may; 3.9 does not.
 
     On sm_89, 3.6 converts in two steps, which rounds twice: `cvt.rz.f16.f32`, then `cvt.rn.satfinite` of
     float16. And its ptxas (12.8, up to sm_90) miscompiles pairs of FP8 numbers that are 16-bit registers: a

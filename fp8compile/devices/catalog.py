@@ -183,15 +183,9 @@ def of_properties(properties: Any) -> Device:
 
 
 def unmeasured(properties: Any) -> Device:
-    """As `of_properties`, without measured descriptions: shipped, under the device's name, else derived. An
-    AMD device with a vague name ("AMD Radeon Graphics") is found by architecture, units and memory."""
-    gfx, units, memory = gfx_of(properties), properties.multi_processor_count, int(properties.total_memory)
-    known = [device for device in shipped().values() if device.matches(properties.name)]
-    for device in shipped().values():
-        alike = abs(device.memory / max(1, memory) - 1) < 0.1
-        if gfx and device.gfx == gfx and device.sms == units and alike:
-            known.append(device)
-    return dataclasses.replace(known[0], name=properties.name) if known else derived(properties)
+    """As `of_properties`, without measured descriptions: shipped, under the device's name, else derived."""
+    known = _shipped_for(properties)
+    return derived(properties) if known is None else dataclasses.replace(known, name=properties.name)
 
 
 def derived(properties: Any) -> Device:
@@ -212,10 +206,11 @@ def derived(properties: Any) -> Device:
     rates = {name: part * getattr(peak, name) for name, part in _SUSTAINED.items()}
     if capability[0] == 9 and not gfx:
         rates["fp8_precise"] = HOPPER_PRECISE * rates["fp8"]
+    sustained = Rates(**rates)
     return Device(
         key=_plain(properties.name),
         name=properties.name,
-        sustained=Rates(**rates),
+        sustained=sustained,
         sms=units,
         capability=capability,
         memory=int(properties.total_memory),
@@ -235,7 +230,7 @@ def derived(properties: Any) -> Device:
 @functools.cache
 def shipped() -> dict[str, Device]:
     """The descriptions of devices.toml, by key."""
-    return {key: _device(key, table) for key, table in tomllib.loads(SHIPPED.read_text("utf-8")).items()}
+    return {key: _device(key, table) for key, table in _tables(SHIPPED).items()}
 
 
 def stored_path() -> Path:
@@ -251,7 +246,7 @@ def stored() -> dict[str, Device]:
     """The descriptions that `fp8compile calibrate` has written on this machine, by the device's name."""
     try:
         path = stored_path()
-        devices = [_device(key, table) for key, table in tomllib.loads(path.read_text("utf-8")).items()]
+        devices = [_device(key, table) for key, table in _tables(path).items()]
     except (FileNotFoundError, NotADirectoryError, RuntimeError):  # no file; no home
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -294,6 +289,11 @@ def to_toml(device: Device) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _tables(path: Path) -> dict[str, dict[str, Any]]:
+    with open(path, "rb") as file:
+        return tomllib.load(file)
+
+
 def _device(key: str, table: dict[str, Any]) -> Device:
     """The description in a table of a TOML file. Raises TypeError for a key missing, or one too many."""
     given = dict(table)
@@ -303,6 +303,22 @@ def _device(key: str, table: dict[str, Any]) -> Device:
     for name in {"capability", "patterns", "aliases"} & given.keys():
         given[name] = tuple(given[name])
     return Device(key=key, **given)
+
+
+# -- names --
+
+
+def _shipped_for(properties: Any) -> Device | None:
+    """By name; an AMD device with a vague name ("AMD Radeon Graphics") by architecture, units and memory."""
+    gfx = gfx_of(properties)
+    for device in shipped().values():
+        if device.matches(properties.name):
+            return device
+    for device in shipped().values():
+        alike = abs(device.memory / max(1, int(properties.total_memory)) - 1) < 0.1
+        if gfx and device.gfx == gfx and device.sms == properties.multi_processor_count and alike:
+            return device
+    return None
 
 
 def _plain(name: str) -> str:

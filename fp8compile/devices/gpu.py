@@ -51,8 +51,8 @@ class Gpu:
         return self.gfx or "sm_{}{}".format(*self.capability)
 
     def keeps(self, size: int) -> bool:
-        """Are `size` bytes, read a moment ago, still in L2? Half of it is counted: what else moves takes
-        the rest, and in large ones each half keeps a copy of what its units read. If unknown: no."""
+        """True if `size` bytes, read a moment ago, are still in L2. Half of it is counted: what else moves
+        takes the rest, and in large ones each half keeps a copy of what its units read. If unknown: no."""
         return self.L2_cache_size is not None and 2 * size <= self.L2_cache_size
 
     @property

@@ -1,4 +1,4 @@
-"""Does FP8 pay for this model on this GPU? `bench` times its training step in bf16, in FP8, and by torchao.
+"""Whether FP8 pays for this model on this GPU: `bench` times a training step in bf16, in FP8 and by torchao.
 
     print(bench(model, tokens, labels=labels))
 

@@ -1,11 +1,11 @@
-"""How far is a training step in FP8 from the same step in high precision? `compare` shows it by layer.
+"""How far a training step in FP8 is from the same step in high precision: `compare` shows it by layer.
 
     print(fp8compile.compare(model, tokens, labels=labels))
 
 The step (forward, loss, backward) runs eagerly, four times, with the same weights, batch and random numbers:
 
     in high precision       the reference: all matmuls as they are
-    once more               is the model deterministic?
+    once more               whether the model is deterministic
     with noise              what bf16 costs: matmuls round as another kernel might (`observe.dithered`)
     in FP8                  with the options and the scaling state that the next training call would have
 

@@ -1,4 +1,4 @@
-"""What would a model gain from `backend="fp8"` on a GPU that is not here? Compile its step for it, and count.
+"""What a model would gain from `backend="fp8"` on a GPU that is not here: compile its step for it, and count.
 
     print(fp8compile.estimate(model, tokens, labels=labels, device="h100"))
 

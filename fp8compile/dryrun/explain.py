@@ -1,4 +1,4 @@
-"""What would `backend="fp8"` do to a model? `explain` reports on a step that is neither compiled nor run.
+"""What `backend="fp8"` would do to a model: `explain` reports on a step that is neither compiled nor run.
 
     print(fp8compile.explain(model, tokens, labels=labels))
 

@@ -182,7 +182,7 @@ class Guard:
             self._arm(step)
 
     def _arm(self, step: int) -> None:
-        """After `step` steps: is the next one to be measured?"""
+        """After `step` steps: begin to measure the next one, if it is due."""
         model = self._model()
         if model is None or self._policy is None or not self._settings.measures(step + 1):
             return
@@ -239,7 +239,7 @@ class Guard:
         return any(key[0] == operand for key in self._tries) or self._settings.ladder == (LAST,)
 
     def _help(self, model: nn.Module, wanted: Votes, step: int) -> bool:
-        """Do these moves take a third of the error from the step's gradient?"""
+        """True if these moves take a third of the error from the step's gradient, or nothing compares it."""
         if self._comparing is None or self._comparing.closed:
             return True
         errors = self._comparing.of_seen(step, partial(self._errors, model, wanted, step))

@@ -95,7 +95,7 @@ class Comparing:
         self.stop = _listen(model, self._called)
 
     def arm(self, step: int) -> None:
-        """After `step` steps: is the next one to be compared?"""
+        """After `step` steps: wait for the first call of the next one, if that is to be compared."""
         self.waiting = (step + 1) % self.every == 0 and not self.closed
         self.seen = None
 

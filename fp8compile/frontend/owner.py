@@ -69,7 +69,7 @@ def _within(outer: nn.Module, module: nn.Module) -> ModelPart:
 
 
 def _has_others(model: nn.Module, module: nn.Module) -> bool:
-    """Are other parts of a model compiled, too?"""
+    """True if other parts of a model are compiled, too."""
     mine = set(module.modules())
     others = filter(compat.autograd.is_compiled_itself, model.modules())
     return any(other not in mine and module not in set(other.modules()) for other in others)

@@ -111,7 +111,7 @@ class FrozenShard(FrozenWeight):
 
     @property
     def _cut(self) -> bool:
-        """Does the end of some shard divide a block?"""
+        """True if the end of some shard divides a block."""
         side, place = side_of(self), self.place
         return bool(side) and place.rows < place.shape[0] and place.rows % side != 0
 

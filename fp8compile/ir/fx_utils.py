@@ -58,7 +58,7 @@ def call_function(node: Any, targets: tuple) -> bool:
 
 
 def pointwise(node: Node) -> bool:
-    """Does torch call the operator of this node pointwise? (A cast and a clone it does not.)"""
+    """True if torch calls the operator of this node pointwise. (A cast and a clone it does not.)"""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
@@ -68,7 +68,7 @@ def modules_of(node: Node) -> dict[str, Any]:
 
 
 def same_size(a, b) -> bool:
-    """Are two sizes (int or SymInt) known to be equal, without adding a guard?"""
+    """True if two sizes (int or SymInt) are known to be equal, without adding a guard."""
     a, b = known(a), known(b)
     return a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
 
@@ -92,7 +92,7 @@ def known(size):
 
 
 def is_data(size) -> bool:
-    """Is a size known on the device alone, so that nobody can ask for it when a graph is compiled?"""
+    """True if a size is known on the device alone, so that nobody can ask for it when a graph is compiled."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
@@ -202,7 +202,7 @@ class Ranks:
                 raised += [(user, rank) for user in node.users]
 
     def reach(self, starts: Iterable[Node], targets: set[Node]) -> bool:
-        """Does anything in `starts` depend on anything in `targets`?"""
+        """True if anything in `starts` depends on anything in `targets`."""
         least = min((self.of[x] for x in targets), default=0)
         sources = reached(starts, lambda x: (y for y in x.all_input_nodes if self.of[y] >= least))
         return any(x in targets for x in sources)
@@ -302,8 +302,8 @@ def root(node: Node) -> Node:
 
 
 def _swaps(node: Node, shape: tuple) -> bool | None:
-    """For a permutation whose result is read as the matrix `shape`: does it swap the rows and columns of its
-    source (True), leave them as they were (False), or neither (None)? Dimensions of size 1 do not count."""
+    """For a permutation whose result is read as the matrix `shape`: True if it swaps the rows and columns of
+    its source, False if it leaves them as they were, else None. Dimensions of size 1 do not count."""
     order, result = order_of(node), value(node).shape
     turned = order[-2:] == [len(order) - 1, len(order) - 2] and all(map(_is_one, result[:-2]))
     if turned and same_shape(result[-2:], shape):
@@ -323,7 +323,7 @@ def _swaps(node: Node, shape: tuple) -> bool | None:
 
 
 def _swaps_each(node: Node) -> bool | None:
-    """The same for a stack of matrices: does it swap the rows and columns of each?"""
+    """The same for a stack of matrices: whether it swaps the rows and columns of each."""
     return {(0, 1, 2): False, (0, 2, 1): True}.get(tuple(order_of(node)))  # type: ignore[arg-type]
 
 

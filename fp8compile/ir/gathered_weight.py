@@ -90,7 +90,7 @@ class GatheredWeight(Tensor):
 
 
 def same(func: Any, weight: GatheredWeight, args: Sequence[Any]) -> bool:
-    """Does an operator give the same tensor again?"""
+    """True if an operator gives the same tensor again."""
     if func in (aten.detach.default, aten.alias.default):
         return True
     if func is not aten.as_strided.default or [*args[1]] != [*weight.shape]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,7 +116,17 @@ def _product(
     "fast_accum, int[] a_block, int[] b_block) -> Tensor",
     _product,
 )
-def grouped_mm(*given: Any) -> Tensor:
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    a_inv: Tensor,
+    b_inv: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+) -> Tensor:
     """Products of FP8 values, one a group, with the contracted dimension last in both operands.
 
     b `[E, N, K]` (fprop, dgrad): `offs` divides the rows of a `[M, K]`; the rows of group e are multiplied
@@ -130,7 +139,6 @@ def grouped_mm(*given: Any) -> Tensor:
     a matrix; a_inv `[M, K / block columns]`; in a wgrad `[R, P / block columns]`, or with blocks of (1, 0)
     one a row of each group, `[E, R]`.
     """
-    a, b, a_inv, b_inv, offs, out_dtype, fast_accum, a_block, b_block = given
     rows_grouped = b.dim() == 3
     made = torch.zeros_like(_product(a, b, a_inv, b_inv, offs, out_dtype))
     for group, (start, end) in enumerate(borders(offs, a.shape[0 if rows_grouped else 1])):

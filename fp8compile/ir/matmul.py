@@ -222,7 +222,7 @@ class Matmul:
         return forward.m, forward.n, forward.k
 
     def weight_among(self, inputs: Container[int | None]) -> bool:
-        """Is the weight, or a slice of it, one of these inputs of the graph?"""
+        """True if the weight, or a slice of it, is one of these inputs of the graph."""
         return self.parameter is not None and compat.dynamo.input_index(self.parameter) in inputs
 
     def record(self) -> MatmulRecord:

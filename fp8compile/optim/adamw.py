@@ -149,7 +149,7 @@ class AdamW(Optimizer):
         return {key: cast for its in asked for key, cast in its.items()}
 
     def _casts(self, group: dict[str, Any], p: Tensor) -> bool:
-        """Can the update of a parameter cast it, too?"""
+        """True if the update of a parameter can cast it, too."""
         device = local(p).device
         return device.type != "cuda" or (self._compiled and casts_to_e4m3(device) and launches(group))
 

@@ -104,7 +104,7 @@ LEAST_EPS = 1e-12  # the kernel's root of a subnormal number is 0 instead of up 
 
 
 def launches(group: dict[str, Any]) -> bool:
-    """Can `launch_update` make a step of this group? It takes the factors as numbers."""
+    """True if `launch_update` can make a step of this group. It takes the factors as numbers."""
     lr = group["lr"]
     return group["eps"] >= LEAST_EPS and not (isinstance(lr, Tensor) and lr.is_cuda)
 

@@ -107,7 +107,7 @@ def _cat(node: Node) -> AllGather | None:
 
 
 def _slices(parts: list[Node]) -> bool:
-    """Are these slices of one tensor along dimension 0, one after the other?"""
+    """True if these are slices of one tensor along dimension 0, one after the other."""
     start = 0
     for part in parts:
         alike = call_function(part, (aten.slice.Tensor,)) and arg(part, 0) is arg(parts[0], 0)

@@ -113,7 +113,7 @@ class _Attribution:
 
     @staticmethod
     def feeds(matmul: Matmul, dgrads: list[Matmul]) -> bool:
-        """Does another dgrad of the same number read what is made of this one?"""
+        """True if another dgrad of the same number reads what is made of this one."""
         others = {x.node for x in dgrads if x is not matmul and _number(x) == _number(matmul)}
         return any(x in others for x in reached([matmul.node], lambda x: x.users))
 
@@ -146,7 +146,7 @@ class _Attribution:
         return self.gradients.reach(matmul.node, self.sources(fprop), far=True)
 
     def made_of(self, matmul: Matmul, fprop: Matmul) -> bool:
-        """Are an operand that is no gradient and the input of `fprop` computed from a common activation?"""
+        """True if an operand that is no gradient and the input of `fprop` are made of a common activation."""
         read = ingredients(fprop.other_operand.base, self.origins, self.barriers)
         others = [x.base for x in (matmul.a, matmul.b) if x.base not in self.origins.gradients]
         return any(read & ingredients(x, self.origins, self.barriers) for x in others)
@@ -190,7 +190,7 @@ def _number(matmul: Matmul) -> int | None:
 
 
 def _turned(matmul: Matmul, operand: Matrix, fprop: Matmul) -> bool:
-    """Does `matmul` contract the weight's output features, where `fprop` contracts the input features?"""
+    """True if `matmul` contracts the weight's output features, where `fprop` contracts the input features."""
     weight = fprop.weight_operand
     assert weight is not None
     _, n, k = fprop.features
@@ -208,7 +208,7 @@ def _contracted(operand: Matrix, is_b: bool) -> int:
 
 
 def _shaped(matmul: Matmul, fprop: Matmul) -> bool:
-    """Does the result of `matmul` have the shape of the weight of `fprop`, or of its transpose?"""
+    """True if the result of `matmul` has the shape of the weight of `fprop`, or of its transpose."""
     _, n, k = fprop.features
     sizes = same_size(matmul.batch, fprop.batch) and matmul.groups == fprop.groups
     return sizes and any(same_shape((matmul.m, matmul.n), sides) for sides in ((n, k), (k, n)))

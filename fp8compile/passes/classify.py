@@ -79,7 +79,7 @@ def _head(matmul: Matmul) -> str | None:
 
 
 def _looks_up(user: Node) -> bool:
-    """Does this node read rows of a table? (An index into stacked weights reads whole matrices.)"""
+    """True if this node reads rows of a table. (An index into stacked weights reads whole matrices.)"""
     indexed = call_function(user, (aten.index.Tensor,)) and value(arg(user, 0)).dim() == 2
     return indexed or call_function(user, TABLES)
 
@@ -97,8 +97,8 @@ def _router(matmul: Matmul) -> str | None:
 
 
 def _chooses_tokens(node: Node) -> bool:
-    """Is this node a maximum over a dimension other than features? With other rounding another token wins,
-    and the winner gets all the gradient."""
+    """True if this node is a maximum over a dimension other than features. With other rounding another token
+    wins, and the winner gets all the gradient."""
     if not call_function(node, MAXIMA) or len(node.args) < 2:
         return False
     rank, dims = value(arg(node, 0)).dim(), arg(node, 1)
@@ -106,7 +106,7 @@ def _chooses_tokens(node: Node) -> bool:
 
 
 def _chooses(node: Node) -> bool:
-    """Does forward use the place that this node finds? A codebook's distances, the keys that are nearest."""
+    """True if forward uses the place that this node finds (of a codebook's distances, of nearest keys)."""
     if call_function(node, EXTREMA):
         places = [x for x in node.users if call_function(x, (operator.getitem,)) and arg(x, 1) == 1]
         return any(not compat.dynamo.is_backward(user) for place in places for user in place.users)
@@ -114,7 +114,7 @@ def _chooses(node: Node) -> bool:
 
 
 def _down(matmul: Matmul) -> str | None:
-    """Is the input of this matmul an elementwise product of two projections, act(gate) * up?"""
+    """GATED if this matmul's input is an elementwise product of two projections, act(gate) * up; or None."""
     node = matmul.other_operand.base
     for _ in range(8):  # a dropout mask, a scale or a cast may follow the product
         if call_function(node, (*CASTS, *SAME, *VIEWS, *CLAMPS, aten.clone.default)):
@@ -135,7 +135,7 @@ def _down(matmul: Matmul) -> str | None:
 
 
 def _as_large(x: Node, product: Node) -> bool:
-    """Does this factor have the product's shape? adaLN's does not: it has one scale for a sequence."""
+    """True if this factor has the product's shape. adaLN's does not: it has one scale for a sequence."""
     return is_tensor(x) and same_shape(value(x).shape, value(product).shape)
 
 
@@ -191,7 +191,7 @@ def _reached(node: Node, through: Callable[[Node], bool], most: float = math.inf
 
 
 def _softmax(node: Node) -> str | None:
-    """Is this the first node of a decomposed softmax ("plain") or log-softmax ("log")?
+    """Returns "plain" for the first node of a decomposed softmax, "log" for a log-softmax's; else None.
 
     m = amax(x, -1, keepdim); e = exp(x - m); s = sum(e)      then e / s, or log(s)
     """
@@ -207,7 +207,7 @@ def _softmax(node: Node) -> str | None:
 
 
 def _no_mix(node: Node) -> bool:
-    """Is this node no sum or product of two activations? (A bias or a temperature is small, and is none.)"""
+    """False for a sum or product of two activations. (A bias or a temperature is small, and is none.)"""
     if not call_function(node, (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)):
         return True
     sides = [value(x).dim() for x in node.args[:2] if isinstance(x, Node) and is_tensor(x)]

@@ -179,7 +179,7 @@ class _Finder:
         return group, joined
 
     def shares(self, group: Group, seed: Seed) -> bool:
-        """Does a seed read or compute a matrix that the group reads or computes?"""
+        """True if a seed reads or computes a matrix that the group reads or computes."""
         if seed not in self.walks:  # seeds before it ask, too
             walk = self.grouping.walk(seed.domain, [Output("value", seed.source, seed.source)])
             read = {x for x in (*walk.inputs, *walk.members) if seed.domain.is_full(x)}
@@ -322,7 +322,7 @@ def _of_amax(node: Node, casts: list[Node]) -> list[Output]:
 
 
 def _read_outside(user: Node, inside: set[Node]) -> bool:
-    """Is this user outside, or, if it is a permuted view of a scale, one of the view's users?"""
+    """True if this user is outside, or, if it is a permuted view of a scale, one of the view's users is."""
     if user.target in PERMUTES and user.users:
         return any(_read_outside(x, inside) for x in user.users)
     return user not in inside

@@ -104,7 +104,7 @@ def _substitute(written: Written, operand: Operand, data: Node, inverse: Node) -
 
 
 def arrived(base: Node | None) -> bool:
-    """Is this a weight that is an input of the graph in FP8?"""
+    """True if this is a weight that is an input of the graph in FP8."""
     return base is not None and call_function(base, (ops.dequantize,))
 
 
@@ -124,7 +124,7 @@ def not_as_held(matmul: Matmul) -> str | None:
 
 
 def arrives(base: Node, scaling: Scaling) -> bool:
-    """Is this a weight that arrives in FP8, with scales of the blocks that this scaling has?"""
+    """True if this is a weight that arrives in FP8, with scales of the blocks that this scaling has."""
     return not scaling.delayed and scaling.block == block_held(base)
 
 

@@ -105,7 +105,7 @@ class Grouping:
 
     @staticmethod
     def of_sums(node: Node, walk: Group) -> bool:
-        """Is this node computed from a sum over rows that the group computes?"""
+        """True if this node is computed from a sum over rows that the group computes."""
         sources = reached([node], lambda x: x.all_input_nodes if x in walk.members else ())
         return any(x in walk.levels for x in sources)
 
@@ -148,7 +148,7 @@ class Grouping:
 
 
 def readable(node: Node) -> bool:
-    """Can a kernel read it?"""
+    """True if a kernel can read it."""
     there = is_tensor(node) and value(node).device.type in launch.DEVICES
     return there and value(node).dtype in TRITON_DTYPE
 

@@ -91,8 +91,8 @@ def _join(written: Written, plain: Copy, late: Copy, kept: bool) -> None:
 
 
 def read_again(source: Node, most: int | None = None) -> bool:
-    """Is a forward tensor computed, element by element, from tensors that pointwise operators of the backward
-    read, too? With `most`: from no more than so many that are as large."""
+    """True if a forward tensor is computed, element by element, from tensors that pointwise operators of the
+    backward read, too. With `most`: from no more than so many that are as large."""
 
     def computed(node: Node) -> bool:
         return node.op == "call_function" and (_pointwise(node) or node.target in _RESHAPES)
@@ -105,7 +105,7 @@ def read_again(source: Node, most: int | None = None) -> bool:
 
 
 def kept_anyway(source: Node) -> bool:
-    """Does attention's backward read a forward tensor itself? It reads attention's output."""
+    """True if attention's backward reads a forward tensor itself. It reads attention's output."""
     users = readers(behind(source, (*VIEWS, *PERMUTES, aten.clone.default)), SAME)
     return any(compat.dynamo.is_backward(user) and "attention" in str(user.target) for user in users)
 

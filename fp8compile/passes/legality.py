@@ -59,7 +59,8 @@ def _rows(matmul: Matmul) -> str | None:
 
 
 def flippable(matmul: Matmul) -> bool:
-    """Would the sizes fit for the result's transpose? The number of rows is free, that of columns is not."""
+    """True for a plain product (2-D, without groups and addend) whose sizes fit for the result's transpose
+    only. The number of rows is free, that of columns is not."""
     plain = matmul.offs is None and matmul.addend is None and value(matmul.node).dim() == 2
     return plain and not _fits(matmul.n) and _fits(matmul.m)
 
@@ -98,6 +99,6 @@ def late(matmul: Matmul) -> str | None:
 
 
 def fits(matmul: Matmul) -> bool:
-    """Do the dtype and sizes of a matmul without a weight fit FP8, so that a warning is worthwhile?"""
+    """True if the dtype and sizes of a matmul without a weight fit FP8, so that a warning is worthwhile."""
     large = hint(matmul.k) >= 128 and max(hint(matmul.m), hint(matmul.n)) >= 128
     return large and objection(matmul) is None and misaligned(matmul) is None

@@ -12,6 +12,7 @@ becomes, on a GPU,
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -25,7 +26,7 @@ from ..codegen import lowerings as forms
 from ..codegen.inline import Inliner
 from ..errors import Fp8CompileError
 from ..ir import grouped, merged, ops
-from ..ir.fx_utils import arg, is_data, is_tensor, value
+from ..ir.fx_utils import arg, call_function, is_data, is_tensor, value
 from ..ir.scale import inverse_of, scale_of, served_inverse_of
 from ..ir.schemas import copies_at
 
@@ -72,6 +73,10 @@ def _split(graph: Graph, target: Any, part: Callable[[Node, int], tuple[Any, tup
     """Replace each result of an operator by `part`: the operator, with its arguments, that makes it alone."""
     found = [node for node in graph.find_nodes(op="call_function", target=target) if not stays(node)]
     for node in found:
+        for item in node.users:
+            if not call_function(item, (operator.getitem,)):
+                how = item.format_node()
+                raise Fp8CompileError(f"{node.name}: its copies are taken one by one, not by {how}")
         for item in sorted(node.users, key=lambda x: arg(x, 1)):
             with graph.inserting_before(node):
                 alone = graph.call_function(*part(node, arg(item, 1)))
@@ -97,7 +102,7 @@ def lower(graph: Graph) -> int:
 
 
 def stays(node: Node) -> bool:
-    """Does this operator stay in the graph, as a call? Those of tensors do on a CPU (`ir.cpu`)."""
+    """True if this operator stays in the graph, as a call. Those of tensors do on a CPU (`ir.cpu`)."""
     if node.target not in CALLED:
         return False
     return value(next(filter(is_tensor, node.all_input_nodes))).device.type == "cpu"

@@ -149,12 +149,12 @@ class Gradients:
                 self.near[x] |= self.near[node]
 
     def wanted(self, sources: Iterable[Node]) -> bool:
-        """Is one of these an input whose gradient the graph computes?"""
+        """True if one of these is an input whose gradient the graph computes."""
         return any(compat.dynamo.input_index(x) in self.inputs for x in sources if x.op == "placeholder")
 
     def reach(self, node: Node, sources: Iterable[Node], far: bool = False) -> bool:
-        """Does a tensor become the gradient of one of these weights, with no barrier in between (`far`: or
-        with some)? True where the graph does not tell."""
+        """True if a tensor becomes the gradient of one of these weights, with no barrier in between (`far`:
+        or with some). True where the graph does not tell, too."""
         if not self.known:
             return True
         bits = self.far[node] if far else self.near[node]

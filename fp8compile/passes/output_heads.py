@@ -83,7 +83,7 @@ def _ends(graph: Graph, known: dict[Node, Matmul]) -> list[Node]:
 
 
 def contracts(node: Node) -> bool:
-    """Is this node a product, or may it hide one, so that its features are not those of its input?"""
+    """True if this node is a product, or may hide one, so that its features are not those of its input."""
     if node.op != "call_function" or not hasattr(node.target, "namespace"):
         return False
     if not isinstance(node.target, compat.OpOverload) or node.target.namespace not in TRANSPARENT:
@@ -124,7 +124,7 @@ class _Flow:
             self.before[node], self.near[node] = before, near
 
     def is_head(self, matmul: Matmul) -> bool:
-        """Does this last matmul end a model, and is its output not added to a residual stream?"""
+        """True if this last matmul ends a model, and its output is not added to a residual stream."""
         node, (_, n, k) = matmul.node, matmul.features
         if not (self.before[node] & self.made or self.inputs.rest) or self._is_added(matmul):
             return False
@@ -137,7 +137,7 @@ class _Flow:
         return summed or ((pooled or self.inputs.rest) and other_width)
 
     def _is_handed(self, node: Node) -> bool:
-        """Is this node a floating-point input of the graph, and no weight? It may be a stream of features."""
+        """True for a floating-point input of the graph that is no weight. It may be a stream of features."""
         if node.op != "placeholder" or not is_tensor(node) or not value(node).is_floating_point():
             return False
         index = compat.dynamo.input_index(node)
@@ -156,8 +156,8 @@ class _Flow:
             sources ^= lowest
 
     def _is_added(self, matmul: Matmul) -> bool:
-        """Is the output of this matmul, or a tensor computed from it, added to a stream that the matmul was
-        computed from, or multiplied with such a stream as a gate?"""
+        """True if the output of this matmul, or a tensor computed from it, is added to a stream that the
+        matmul was computed from, or multiplied with such a stream as a gate."""
         node = matmul.node
         behind_it = set(reached([node], lambda x: (user for user in x.users if user in self.before)))
         sums = [(x, side) for x in behind_it if call_function(x, JOINS) for side in x.all_input_nodes]
@@ -167,7 +167,8 @@ class _Flow:
         return any(self.near.get(side, 0) & self.before[node] and _as_large(side, x) for x, side in sums)
 
     def _reads(self, node: Node) -> tuple[bool, bool]:
-        """(does a norm, a pool or a selection of tokens make this operand?, does a sum of residuals?)"""
+        """(whether a norm, a pool or a selection of tokens makes this operand, whether a sum of residuals
+        does)"""
 
         def between(x: Node) -> bool:
             return x not in self.bits and x.op == "call_function"
@@ -177,7 +178,7 @@ class _Flow:
         return any(POOLS.search(_name(x)) is not None for x in made), summed
 
     def _is_residual(self, node: Node) -> bool:
-        """Is this node a sum of which one side is computed from the other through a product?"""
+        """True if this node is a sum of which one side is computed from the other through a product."""
         sides = [x for x in node.all_input_nodes if self.near.get(x, 0) and _as_large(x, node)]
         for one, other in permutations(sides, 2):
             products = self._nodes(self.near[one] & self.made)
@@ -194,8 +195,8 @@ def _as_large(side: Node, total: Node) -> bool:
 
 
 def _is_squashed(node: Node) -> bool:
-    """Does a tanh follow this node with no scale in between (a softcap has one)? Then the matmul is a pooler,
-    whose output is features for modules outside of this graph."""
+    """True if a tanh follows this node with no scale in between (a softcap has one). Then the matmul is a
+    pooler, whose output is features for modules outside of this graph."""
     users = [user for user in node.users if not compat.dynamo.is_backward(user)]
     while len(users) == 1 and (call_function(users[0], THROUGH)):
         users = [user for user in users[0].users if not compat.dynamo.is_backward(user)]

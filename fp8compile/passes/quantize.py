@@ -65,7 +65,7 @@ class Quantizer:
         self.groups = Groups(self.after)
 
     def operands(self, matmul: Matmul) -> list[tuple[Operand, Matrix, bool]]:
-        """For a and b: operand, matrix, is its copy transposed? Copies are K-major: [m, k] and [n, k]."""
+        """For a and b: operand, matrix, whether its copy is transposed. It is K-major: [m, k] or [n, k]."""
         found = []
         turned = (matmul.a.transposed, not matmul.b.transposed)
         for (matrix, role), transposed in zip(matmul.roles, turned, strict=True):

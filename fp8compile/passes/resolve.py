@@ -60,8 +60,8 @@ def _weights_current(facts: Facts, recipe: Recipe) -> dict[str, Any]:
 
 
 def _casts_otherwise(facts: Facts, recipe: Recipe) -> bool:
-    """Is the weight held in FP8, with other scales than this recipe gives it? A copy with scales of rows
-    serves dgrad, too, as one without scales."""
+    """True if the weight is held in FP8, with other scales than this recipe gives it. A copy with scales of
+    rows serves dgrad, too, as one without scales."""
     block = facts.arrived
     made = [recipe.scaling("weight", gemm).block for gemm in ("fprop", "dgrad")]
     return block is not None and made != [block, WHOLE if block == ROW else block]

@@ -89,7 +89,7 @@ ONE, MATRIX = (1,), (None, None)
 
 
 def typed(dtypes: Sequence[torch.dtype], *given: Any, sizes: Sequence[Any] | None = None) -> bool:
-    """Are these tensors of one of these dtypes and, if given, of these sizes (None: any)?"""
+    """True if these tensors are of one of these dtypes and, if given, of these sizes (None: any)."""
     tensors = [value(x) if isinstance(x, Node) else x for x in given]
     pairs = [pair for x in tensors for pair in zip(x.shape, sizes or (), strict=False)]
     ranks = all(x.dtype in dtypes and (sizes is None or len(sizes) == x.dim()) for x in tensors)
@@ -97,7 +97,7 @@ def typed(dtypes: Sequence[torch.dtype], *given: Any, sizes: Sequence[Any] | Non
 
 
 def _dense(x: torch.Tensor) -> bool:
-    """Do the elements of a row lie side by side?"""
+    """True if the elements of a row lie side by side."""
     return hint(x.shape[-1]) <= 1 or hint(x.stride(-1)) == 1
 
 

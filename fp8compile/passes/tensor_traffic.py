@@ -80,7 +80,8 @@ def _producer_bytes(base: Node) -> int | None:
 
 
 def _internal(node: Node, members: set[Node], late: bool) -> bool:
-    """Is a tensor read only inside of the kernel, or also by the backward, which computes it again?"""
+    """True if a tensor is read only inside of the kernel or, unless `late`, also by the backward, which
+    computes it again."""
     return all(user in members or (not late and compat.dynamo.is_backward(user)) for user in node.users)
 
 
@@ -94,7 +95,7 @@ def _moved(node: Node) -> Node:
 
 
 def _readers(base: Node) -> tuple[set[Node], bool]:
-    """(matmuls that read a tensor, does any other reader need it in memory?).
+    """(matmuls that read a tensor, whether any other reader needs it in memory).
 
     Sums, and pointwise operators of the backward, do not need a tensor of the forward in memory: the cast's
     kernel computes a sum (a bias gradient) on the way, and the backward recomputes the tensor where it can. A

@@ -79,7 +79,7 @@ def _lowering(node: Node) -> Any:
 
 
 def there(device: torch.device) -> bool:
-    """Is this a GPU of this process, rather than a described one?"""
+    """True if this is a GPU of this process, rather than a described one."""
     return device.type == "cuda" and torch.cuda.is_initialized()
 
 

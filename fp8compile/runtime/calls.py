@@ -37,7 +37,7 @@ def freeze_scaling_state() -> Iterator[None]:
 
 
 def is_dry() -> bool:
-    """Is this a call with a batch that is no training data?"""
+    """True in a call with a batch that is no training data."""
     return DRY.get() or compat.process_groups.inferring_shapes()
 
 

@@ -157,5 +157,5 @@ def _half(gm: GraphModule, backward: bool) -> Half:
 
 
 def _on(device: str, args: Sequence[Any]) -> bool:
-    """Are the arguments where the graph was compiled for? (One compiled for a described GPU cannot run.)"""
+    """True if an argument is where the graph was compiled for. (A graph for a described GPU cannot run.)"""
     return any(isinstance(x, torch.Tensor) and x.device.type == device for x in args)

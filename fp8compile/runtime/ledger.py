@@ -89,7 +89,7 @@ class Ledger:
 
 
 def _alike(one: GraphReport, other: GraphReport) -> bool:
-    """Are these graphs of the same matmuls?"""
+    """True if these graphs have the same name and the same matmuls."""
     graphs = (graph.at([""]) for graph in (one, other))
     sizes = ([(x.fqn, x.gemm, x.m, x.n, x.k, x.batch) for x in graph.matmuls] for graph in graphs)
     return one.name == other.name and next(sizes) == next(sizes)

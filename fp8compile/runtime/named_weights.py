@@ -13,8 +13,12 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model that may be weights: parameters, then buffers. Their names leave out the
     wrappers of torch.compile, checkpointing, FSDP and DDP. A tensor with several names has its first."""
     model = unwrapped(model)
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    found = {plain(name): tensor for name, tensor in tensors}
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[plain(name)] = tensor
     share_records(found.values())
     return found
 

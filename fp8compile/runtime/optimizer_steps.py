@@ -78,7 +78,7 @@ class OptimizerSteps:
         return max((steps.count for steps in counting), default=0)
 
     def _waits(self, parameter: Tensor, own: ParameterRecord) -> bool:
-        """Is this a parameter whose training has not begun, or whose optimizer has taken no step?"""
+        """True if this is a parameter whose training has not begun, or whose optimizer has taken no step."""
         if not self.of or own.follows or not parameter.requires_grad:
             return False
         waits = (own.leads and not own.reached) or _held(parameter)
@@ -129,7 +129,7 @@ class OptimizerSteps:
 
 
 def _held(parameter: Tensor) -> bool:
-    """Has some optimizer this parameter? Torch has no list of optimizers that have taken no step."""
+    """True if some optimizer has this parameter. Torch has no list of optimizers that have taken no step."""
     ids = ids_of((parameter,))
     optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
     groups = (group for x in optimizers for group in getattr(x, "param_groups", ()))

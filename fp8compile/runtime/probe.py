@@ -109,7 +109,7 @@ class Measurement:
             process.of(Active).remove(self)
 
     def wants(self, key: tuple[int, ...]) -> bool:
-        """Are these weights of a call (by identity) the model's, and was no such call measured yet?"""
+        """True if these weights of a call (by identity) are the model's and no such call was measured yet."""
         model = self.model()
         if model is None:
             self.end()
@@ -185,17 +185,26 @@ class MeasuredCalls:
         self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool
     ) -> MeasuredCall | None:
         """Set for a call that runs eagerly, else None. `may_begin`: it may begin a measurement."""
-        key, wanting = tuple(id(args[i]) for i in weights), list[Measurement]()
+        call = None
+        with ending(ENDS, lambda: _fail(process.of(Active))):
+            call = self._at(args, weights, in_backward, may_begin)
+        return call
+
+    def _at(
+        self, args: Sequence[Any], weights: Sequence[int], in_backward: bool, may_begin: bool
+    ) -> MeasuredCall | None:
+        key = tuple(id(args[i]) for i in weights)
         pending = self.pending.get(key)
+        wanting: list[Measurement] = []
         if pending is None or not in_backward:  # else it recomputes a measured call or one beside it
-            if may_begin:
-                with ending(ENDS, lambda: _fail(process.of(Active))):
-                    wanting = [one for one in list(process.of(Active)) if one.wants(key)]
+            active = list(process.of(Active)) if may_begin else []
+            wanting = [measurement for measurement in active if measurement.wants(key)]
+            if not wanting and pending is None:
+                return None
             if wanting:
                 pending = self.pending.setdefault(key, PendingForwards())
                 pending.patience = PendingForwards.patience
-            if pending is None:
-                return None
+            assert pending is not None
             if pending.patience == 0:  # the backwards do not come
                 del self.pending[key]
                 return None

@@ -86,7 +86,10 @@ def test_bad_inputs(text, says):
         ("my_model.py:needs", "takes width, heads: give them defaults"),
         ("my_model.py:number", "number() returned (int); wanted is a torch.nn.Module, (model, args)"),
         ("my_model.py:pair", "pair() returned (Net, Net, Net, Net)"),
-        ("my_model.py:unknown_key", "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted"),
+        (
+            "my_model.py:unknown_key",
+            "unknown_key() returned a dict with the keys 'model', 'inputs'; wanted is",
+        ),
         (
             "my_model.py:alone",
             "a Net without inputs, and its forward takes x: return (model, args), or give --input",

@@ -274,20 +274,35 @@ def test_bad_modes():
     assert "3 (int)" in error_of(None, 3)
 
 
-MERGED, DELAYED_UP = {"merge_matmuls": True}, {"module": "up", "recipe": "delayed"}
-
-
 @pytest.mark.feature("delayed")
 @pytest.mark.parametrize(
     ("options", "unused"),
     [
         ({"recipe": "tensorwise", "interval": 2, "amax_history_len": 4}, "'interval', 'amax_history_len'"),
         ({"recipe": "blockwise", "current_scaling": (True, True, False)}, "'current_scaling'"),
-        ({"recipe": "rowwise", **MERGED, "fp8_all_to_all": True}, "'merge_matmuls', 'fp8_all_to_all'"),
+        (
+            {"recipe": "rowwise", "merge_matmuls": True, "fp8_all_to_all": True},
+            "'merge_matmuls', 'fp8_all_to_all'",
+        ),
         ({"recipe": "delayed", "current_scaling": (True, True, True), "interval": 2}, "'interval'"),
-        ({"interval": 2, "on_overflow": "saturate", "current_scaling": (True, False, False), **MERGED}, ""),
+        (
+            {
+                "interval": 2,
+                "on_overflow": "saturate",
+                "current_scaling": (True, False, False),
+                "merge_matmuls": True,
+            },
+            "",
+        ),
         ({"recipe": "rowwise", "merge_matmuls": "auto", "fp8_all_to_all": False, "weight_tiles": False}, ""),
-        ({"recipe": "rowwise", "interval": 2, "policy": {"rules": [DELAYED_UP]}}, ""),
+        (
+            {
+                "recipe": "rowwise",
+                "interval": 2,
+                "policy": {"rules": [{"module": "up", "recipe": "delayed"}]},
+            },
+            "",
+        ),
     ],
 )
 def test_options_without_effect_are_said_once(options: dict[str, Any], unused: str, caplog) -> None:
@@ -318,8 +333,9 @@ def test_what_a_recipe_fixes():
 def test_margins_and_scaling_are_those_of_the_reference(recipe):
     settings = [{}, {"margin": 0}, {"margin": 1}, {"margin": (2, 1, 6)}]
     settings += [{"current_scaling": tuple(role == other for other in ROLES)} for role in ROLES]
-    others = ("fp8_format", "fp8_encoding", "weight_tiles", "cache_weights")
-    settings += [{name: GIVEN[name]} for name in others]
+    settings += [
+        {name: GIVEN[name]} for name in ("fp8_format", "fp8_encoding", "weight_tiles", "cache_weights")
+    ]
     for given in settings:
         ours, reference = Recipe(recipe, **given), Settings(recipe, **given)
         for role, gemm in itertools.product(ROLES, ("fprop", "dgrad", "wgrad")):

@@ -190,7 +190,7 @@ WRONG = {"fp8": 1, "self": 2}
         (
             lambda: Rule(fp8=1, modul="a"),
             "fp8",
-            "2 errors:\n  'fp8' must .*\n  unknown key 'modul'.*'module'",
+            "2 errors:\n  'fp8' must be .*\n  unknown key 'modul'.*'module'",
         ),
         (lambda: Policy([{}, WRONG]), "fp8", "rule 2: 'fp8' .*\n  rule 2: unknown key 'self'"),
         (lambda: Policy().with_defaults(margn=1), "margn", "'margn'.*Did you mean 'margin'"),

@@ -10,12 +10,21 @@ import pytest
 from fp8compile.config.policy import Policy
 from fp8compile.config.policy.policy_files import to_toml
 
-CURRENT = [True, False, False]
 WHOLE = {
     "rules": [
-        {"name": 'quoted "x" \\ é', "module": ["a.*", "re:b.+"], "during": ["..5", "90%.."], "gemm": "fprop"},
+        {
+            "name": 'quoted "x" \\ é',
+            "module": ["a.*", "re:b[0-9]+"],
+            "gemm": "fprop",
+            "during": ["..5", "90%.."],
+        },
         {"where": "n < 128", "fp8": "off"},
-        {"kind": "output head", "recipe": "mine", "margin": [0, 1, 0], "current_scaling": CURRENT},
+        {
+            "kind": "output head",
+            "recipe": "mine",
+            "margin": [0, 1, 0],
+            "current_scaling": [True, False, False],
+        },
         {"name": "x", "during": "by hand", "fp8": "auto"},
     ],
     "recipes": {"mine": {"base": "delayed", "amax_history_len": 4}, "a name": {"base": "mine"}},
@@ -26,7 +35,18 @@ WHOLE = {
     "save": "fp8",
     "device": "h100",
 }
-SHIPPED = "default conservative fast gpt2 llama moe vit accelerate-defaults vllm none".split()
+SHIPPED = [
+    "default",
+    "conservative",
+    "fast",
+    "gpt2",
+    "llama",
+    "moe",
+    "vit",
+    "accelerate-defaults",
+    "vllm",
+    "none",
+]
 
 
 @pytest.mark.parametrize("source", [WHOLE, *SHIPPED], ids=["everything", *SHIPPED])
@@ -38,7 +58,8 @@ def test_the_text_gives_the_policy_again(source: object, tmp_path: Path) -> None
     if source is WHOLE:  # its rule about output heads hides that of the policy that it extends
         hidden = next(rule for rule in policy.rules[4:] if rule.kind == ("output head",))
         assert hidden not in again.rules
-        rules = tuple(x for x in policy.rules if x is not hidden)
-        policy = dataclasses.replace(policy, rules=rules, labels=())
+        policy = dataclasses.replace(
+            policy, rules=tuple(x for x in policy.rules if x is not hidden), labels=()
+        )
     assert again == policy and again.key == policy.key and again.guard == policy.guard
     assert again.sets == policy.sets

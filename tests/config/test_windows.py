@@ -306,7 +306,11 @@ MODULE = 'module = "b"'
         ),
         (TOTAL_STEPS, f"{TOTAL_STEPS}\ncooldown_at = 1000", "line 3, [schedule]: 'cooldown_at' must be less"),
         (TOTAL_STEPS, "total_steps = 0", "line 2, [schedule]: 'total_steps' must be an integer >= 1"),
-        (TOTAL_STEPS, "max_steps = 9", "line 2, [schedule]: unknown key 'max_steps' (value 9 (int)). Did"),
+        (
+            TOTAL_STEPS,
+            "max_steps = 9",
+            "line 2, [schedule]: unknown key 'max_steps' (value 9 (int)). Did you",
+        ),
         (TOTAL_STEPS, "during = 'x'", "'during' goes into [[rules]]."),
     ],
 )

@@ -94,10 +94,12 @@ def batch(step: int, rank: int = 0) -> Tensor:
 
 
 def steps(layer: Layer, call: Any, rank: int) -> list[dict[str, Tensor]]:
-    return [
-        stepped(call, layer, [batch(number, rank)], lambda _, number=number: batch(number + 7, rank))
-        for number in range(3)
-    ]
+    found = []
+    for number in range(3):
+        dy = batch(number + 7, rank)
+        found.append(stepped(call, layer, [batch(number, rank)], lambda _, dy=dy: dy))
+        assert all(p.grad is not None for p in layer.parameters())
+    return found
 
 
 def trained(rank: int, kind: str, recipe: str) -> dict[str, Any]:

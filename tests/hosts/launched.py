@@ -18,9 +18,15 @@ from tests.support.processes import on_ranks
 
 def launched(rank: int) -> None:
     """Set what torchrun sets. The process group exists already."""
-    for name, number in {"RANK": rank, "WORLD_SIZE": dist.get_world_size()}.items():
-        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(number)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": dist.get_world_size(),
+        "LOCAL_WORLD_SIZE": dist.get_world_size(),
+    }
+    os.environ.update(
+        {name: str(number) for name, number in names.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+    )
 
 
 def as_on_gpus() -> None:

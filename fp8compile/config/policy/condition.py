@@ -1,7 +1,10 @@
 """The expression language of `where`: a condition on the sizes m, n and k of a matmul.
 
-docs/policy.md#where describes it: a part of Python's expressions. The text may come from somebody else. So
-its tree is checked node by node before it is compiled: other names, calls and attributes are errors.
+``n < 128 or k < 128``, ``m * n * k >= 2**30``, ``256 <= n <= 8192 and k % 64 == 0``,
+``max(n, k) / min(n, k) > 8``
+
+It is a part of Python's expressions (docs/policy.md#where). The text may come from somebody else. So its tree
+is checked node by node before it is compiled: other names, calls and attributes are errors.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class GuardTable:
     most: int = whole("Move at most so many layers at a time.", least=1, default=4)
 
     def measures(self, step: int) -> bool:
-        """Is this step measured? What fails from the beginning cannot wait for `every`."""
+        """True if this step is measured. What fails from the beginning cannot wait for `every`."""
         early = 1 < step < self.every and (step == 3 or step.bit_count() == 1)
         return early or (step > 0 and step % self.every == 0)
 

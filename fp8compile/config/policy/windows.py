@@ -1,8 +1,12 @@
 """Rules in time: which rules of a policy are active at a step, and the sets of rules to compile.
 
-docs/policy.md#during has the forms of a window. Steps are optimizer steps. A *set* is the positions of the
-rules that are active at a step, in order. It ends at the first without conditions: none decides after that
-one.
+    during = "1000.."             from step 1000 on
+    during = "1000..5000"         up to step 5000, without it
+    during = ["..2%", "90%.."]    of [schedule] total_steps, rounded down
+    during = "by hand"            off until `set_rule`
+
+Steps are optimizer steps. A *set* is the positions of the rules that are active at a step, in order. It ends
+at the first without conditions: none decides after that one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many bytes does a launch move? Each buffer once, as far as the kernel touches it.
+"""How many bytes a launch moves: each buffer once, as far as the kernel touches it.
 
 Inductor's scheduler counts by the same rule (`get_read_write_buffers_sizes`: worst inputs, best kernel), with
 two faults that matter for the logits of a language model. It takes no more than 1e9 elements of a buffer for

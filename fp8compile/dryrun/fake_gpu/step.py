@@ -114,7 +114,7 @@ class Launch:
 
     @property
     def generated(self) -> bool:
-        """Is it a kernel that Inductor or we wrote, and no matmul?"""
+        """True if it is a kernel that Inductor or we wrote, and no matmul."""
         return self.origin != "extern" and self.matmul is None
 
 

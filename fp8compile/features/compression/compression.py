@@ -49,7 +49,8 @@ class Compression:
     streams: dict[torch.device, Any] = dataclasses.field(default_factory=dict)
 
     def takes(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Is a gradient of this shape compressed? Norms, biases and small parameters are not."""
+        """True if a gradient of this shape and dtype is compressed. Those of norms, biases and small
+        parameters are not."""
         return len(shape) > 1 and math.prod(shape) >= max(1, self.min_elements) and dtype in FLOATS
 
     def bucket(self, key: Any, elements: int, parameters: int) -> Bucket:

@@ -113,7 +113,7 @@ class Arena:
 
     @property
     def alive(self) -> bool:
-        """Are its process groups there?"""
+        """True if its process groups are there."""
         return all(map(compat.process_groups.is_alive, self.where.groups))
 
     def move(self) -> None:

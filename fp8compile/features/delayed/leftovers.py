@@ -21,15 +21,20 @@ class Leftovers:
 def before_call(pages: PageSet, cold: bool) -> None:
     """A forward with these pages begins, and is cold or warm."""
     leftovers = process.of(Leftovers)
-    if cold and _allocates(pages.page.tensor.device):
+    if not _allocates(pages.page.tensor.device):
+        pages.first = False
+        return
+    if cold:
         leftovers.some = True
+        return
     # Not while a graph is captured: cudaFree is illegal then. On other streams it is right: it waits for the
     # device, and blocks that are in use, or belong to captured graphs, stay.
-    elif not (leftovers.some and torch.cuda.is_current_stream_capturing()):
-        pages.first = False
-        if leftovers.some:
-            leftovers.some = False
-            torch.cuda.empty_cache()
+    if leftovers.some and torch.cuda.is_current_stream_capturing():
+        return
+    pages.first = False
+    if leftovers.some:
+        leftovers.some = False
+        torch.cuda.empty_cache()
 
 
 def _allocates(device: torch.device) -> bool:

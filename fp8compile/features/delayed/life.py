@@ -92,16 +92,16 @@ class PageSet:
         return self.cold
 
     def is_again(self, hooked: bool) -> bool:
-        """Is a forward inside of a backward a recomputation? `hooked`: as for non-reentrant checkpoints. Then
-        it may be that of a second backward through one graph."""
+        """True if a forward inside of a backward is a recomputation. `hooked`: as for non-reentrant
+        checkpoints. Then it may be that of a second backward through one graph."""
         if self.pending.open:
             return True
         self.repeats += hooked
         return hooked and self.moves == self.arena.moves and 0 < self.repeats <= PATIENCE
 
     def is_held_up(self) -> bool:
-        """Should the state have moved, but for forwards that wait? These weights wait no more, or for too
-        long: a forward of theirs had no backward."""
+        """True if the state should have moved, but for forwards that wait. These weights wait no more, or for
+        too long: a forward of theirs had no backward."""
         if not self.has_backward or self.moves != self.arena.moves or not self.forwards:
             return False
         return not self.pending.count or self.forwards > (PATIENCE if self.cold else MOST)
@@ -186,9 +186,12 @@ class PageSets:
                 alive.by_pointer.pop(gone.amaxes.data_ptr(), None)
 
         refs = tuple(weakref.ref(owner, forget) for owner in owners)
-        records = {id(record): record for record in map(record_of, owners)}
-        waiting = records[min(records)].extras.of(WeightState).pending  # of each set of weights
-        pending = waiting.setdefault(frozenset(records), Pending())
-        made = PageSet(page, refs, pending, self.cast, self.together, self.has_backward)
+        made = PageSet(page, refs, _pending_of(owners), self.cast, self.together, self.has_backward)
         self.sets[key] = self.by_pointer[made.amaxes.data_ptr()] = made
         return made
+
+
+def _pending_of(owners: Sequence[Any]) -> Pending:
+    """Of a set of weights."""
+    records = {id(record): record for record in map(record_of, owners)}
+    return records[min(records)].extras.of(WeightState).pending.setdefault(frozenset(records), Pending())

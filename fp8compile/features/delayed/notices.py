@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ... import compat, process
-from ...errors import at_most
 from ...logs import get_logger, say_once
-from ...runtime.parameters import all_records
+from ...runtime.parameters import ParameterRecord, all_records
 from .state_page import HISTORY, OVERFLOWS
 from .weight_state import WeightState
 
@@ -52,24 +51,14 @@ def look() -> None:
     pace.due = time.monotonic() + PACE
     with compat.autograd.unseen():
         met = list(_met())
-    if lost := [x for x in met if x.not_finite]:
-        first = next((x for x in lost if x.role != "gradient"), lost[0])  # gradients follow from activations
-        text = (
-            f"fp8: an infinity or a NaN came to {first.tensor}, before any cast: FP8 saturates. No scale "
-            "remembers such a step"
-        )
-        say_once(logger, logging.WARNING, f"{text}. (This is said once.)", key="not finite")
-    worst = sorted(met, key=lambda x: -(x.overflows + x.underflows))
-    lines = [f"{x.tensor}: {_times(x)}" for x in worst if x.overflows or x.underflows]
-    if lines:
-        shown = "; ".join(at_most(SHOWN, lines))
-        logger.info("fp8: scales did not fit, and follow from the next call on: %s", shown)
+    _say_not_finite([x for x in met if x.not_finite])
+    _say([x for x in met if x.overflows or x.underflows])
 
 
 def _met() -> Iterator[Met]:
     """What each slot has met since the look before."""
     counts: dict[int, list[list[float]]] = {}
-    for record in {id(record): record for _, record in all_records()}.values():  # each once
+    for record in _records():
         state = record.extras.get(WeightState) or WeightState()
         for (role, use), slot in sorted(state.slots.items()):
             page = slot.page
@@ -83,6 +72,32 @@ def _met() -> Iterator[Met]:
             cast = page.casting is None or slot.row in page.casting  # else no scale had to fit
             if any(new) and cast:
                 yield Met(record.name or page.name or "a tensor", role, *new)
+
+
+def _records() -> list[ParameterRecord]:
+    """Those of all parameters, each once."""
+    return list({id(record): record for _, record in all_records()}.values())
+
+
+def _say_not_finite(met: list[Met]) -> None:
+    """Warn of the first tensor that was not finite, once a process. Gradients follow from activations."""
+    if met:
+        first = next((x for x in met if x.role != "gradient"), met[0])
+        text = (
+            f"fp8: an infinity or a NaN came to {first.tensor}, before any cast: FP8 saturates. No scale "
+            "remembers such a step"
+        )
+        say_once(logger, logging.WARNING, f"{text}. (This is said once.)", key="not finite")
+
+
+def _say(met: list[Met]) -> None:
+    """One line, at INFO."""
+    if not met or not logger.isEnabledFor(logging.INFO):
+        return
+    worst = sorted(met, key=lambda x: -(x.overflows + x.underflows))
+    shown = "; ".join(f"{x.tensor}: {_times(x)}" for x in worst[:SHOWN])
+    more = f"; and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
+    logger.info("fp8: scales did not fit, and follow from the next call on: %s%s", shown, more)
 
 
 def _times(met: Met) -> str:

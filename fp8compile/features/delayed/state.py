@@ -68,7 +68,7 @@ class Page:
 
     @property
     def waits(self) -> bool:
-        """Was it loaded, and may a graph still take it?"""
+        """True if it was loaded, and a graph may still take it."""
         return self.loading is not None and not self.loading.quiet
 
     @property
@@ -81,11 +81,11 @@ class Page:
         return self.tensor if self.arena is None else self.arena.now(self.first, self.tensor.shape[0])
 
     def cold(self, rows: Sequence[int]) -> bool:
-        """Has one of these slots not seen a non-zero amax? Reads the device: for cold calls only."""
+        """True if one of these slots has not seen a non-zero amax. Reads the device: for cold calls only."""
         return len(rows) > 0 and bool(Rows(self.tensor[: len(self.homes)]).cold[list(rows)].any())
 
     def begun(self) -> bool:
-        """Is there a slot that has seen a non-zero amax? Reads the device."""
+        """True if some slot has seen a non-zero amax. Reads the device."""
         return not bool(Rows(self.tensor[: len(self.homes)]).cold.all())
 
     @property

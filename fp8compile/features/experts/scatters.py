@@ -71,7 +71,7 @@ def _is_permutation(node: Any) -> bool:
 
 
 def _counts(node: Any, shape: Any) -> bool:
-    """Is this arange(n)? In the joint graph it is an iota."""
+    """True if this is arange(n), of this shape. In the joint graph it is an iota."""
     if str(getattr(node, "target", "")) != "prims.iota.default":
         return False
     given = node.kwargs

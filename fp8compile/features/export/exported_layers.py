@@ -153,13 +153,13 @@ def obstacle(module: nn.Module, weight: Tensor, known: tuple[Forward, ...], owne
 
 
 def _held(weight: Tensor, block: Block) -> bool:
-    """Is this weight kept in FP8 with such blocks? Then it is written as it is."""
+    """True if this weight is kept in FP8 with such blocks. Then it is written as it is."""
     held = held_in(weight)
     return held is not None and held.block == block
 
 
 def _in_fp8(module: nn.Module, weight: Tensor, known: tuple[Forward, ...]) -> bool:
-    """Do graphs multiply by the FP8 values of this weight, and in one way?"""
+    """True if graphs multiply by the FP8 values of this weight, and in one way."""
     return bool(known) and not obstacle(module, weight, known, []) and _held(weight, known[0].weight.block)
 
 

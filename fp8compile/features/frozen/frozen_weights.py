@@ -63,7 +63,7 @@ class Place(NamedTuple):
     of: str
 
     def is_plain(self) -> bool:
-        """Is there a plain parameter again that is to be kept in FP8 only?"""
+        """True if there is a plain parameter again that is to be kept in FP8 only."""
         module, root = self.module(), self.root()
         parameter = module._parameters.get(self.name) if module is not None else None
         if type(parameter) is not nn.Parameter or parameter.requires_grad or root is None:
@@ -329,7 +329,7 @@ def _compiled_by(module: nn.Module, by: nn.Module | None) -> Iterator[tuple[nn.M
 
 
 def _wraps(by: nn.Module | None, module: nn.Module) -> bool:
-    """Is a module compiled by itself?"""
+    """True if a module is compiled by itself: what was compiled (`by`) is the module or wraps just it."""
     return by is module or (by is not None and getattr(by, "_orig_mod", None) is module)
 
 

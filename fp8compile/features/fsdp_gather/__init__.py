@@ -65,7 +65,9 @@ class GatheredWeights(Feature):
         return replace(job.inputs, gathered=frozenset(sharded))
 
     def of_graph(self, job: Job) -> GraphFeature:
-        return Gathers(all_gather.asked(job.given), job.options)
+        gathered = job.inputs.gathered  # as the passes know them, also where other rules are compiled later
+        names = {i: name for i, name in all_gather.asked(job.given).items() if i in gathered}
+        return Gathers(names, job.options)
 
     def cast_outside(self, weight: Tensor) -> tuple[CastKind, Callable[[], Mapping[str, float]]] | None:
         entry = find(weight).extras.get(all_gather.Gathered)

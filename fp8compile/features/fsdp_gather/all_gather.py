@@ -98,7 +98,7 @@ class Gathered:
 
     @property
     def waits(self) -> bool:
-        """Is it for the time being that it is gathered in high precision?"""
+        """True if it is gathered in high precision for the time being only."""
         able = not self.objection and any(not verdict.reason for verdict in self.verdicts.values())
         return able and not self.own_code
 

@@ -68,6 +68,10 @@ class Contents:
     scales: dict[str, WeightScales] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 
+    def held(self) -> dict[str, Block]:
+        """The tensors of the model that are held in FP8, and the elements that share a scale."""
+        return {self.spots[name].name: scales.block for name, scales in self.scales.items()}
+
 
 def contents_of(
     model: nn.Module, path: str | os.PathLike[str], stacks: Mapping[str, Stack], unread: Iterable[str] = ()
@@ -114,7 +118,7 @@ def _places(model: nn.Module) -> dict[str, list[Place]]:
     same: dict[int, list[Place]] = {}
     for place in by_name.values():
         places = same.setdefault(id(at(place)), [])
-        if place not in places:
+        if not any(other[0] is place[0] and other[1] == place[1] for other in places):
             places.append(place)
     return {name: same[id(at(place))] for name, place in by_name.items()}
 

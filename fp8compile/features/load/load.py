@@ -24,9 +24,9 @@ from ...config.recipe import ROW, WHOLE
 from ...ir import ops
 from ...ir.frozen import FrozenWeight
 from ...logs import get_logger
-from ...runtime.held import held_in, hold, release
+from ...runtime.held import StackPart, held_in, hold, release
 from ...runtime.named_weights import unwrapped
-from .contents import Contents, Place, Stack, at, contents_of
+from .contents import Contents, Place, Stack, WeightScales, at, contents_of
 from .files import tensors
 
 logger = get_logger(__name__)
@@ -84,7 +84,7 @@ def load_fp8(
     model = unwrapped(model)
     contents = contents_of(model, path, stacks or {}, unread)
     _read(contents, torch.device(device or "cpu"))
-    held = {contents.spots[name].name: scales.block for name, scales in contents.scales.items()}
+    held = contents.held()
     layers = {name.removesuffix(".weight"): KINDS[block] for name, block in held.items()}
     size = sum(at(contents.places[name][0]).nbytes for name in held)
     others = len(contents.spots) - len(contents.scales)
@@ -101,36 +101,58 @@ def fp8_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 @torch.no_grad()
 def _read(contents: Contents, device: torch.device) -> None:
-    begun: dict[str, list[Tensor]] = {}  # of stacks: values, and inverses of scales
-    left = {name: len(parts) for name, parts in contents.parts.items()}
+    stacks = {name: _Stacking(contents, name, device) for name in contents.parts}
     for name, tensor in tensors({name: contents.entries[name] for name in contents.spots}):
-        (target, part), scales = contents.spots[name], contents.scales.get(name)
-        places = contents.places[target]
+        spot, scales = contents.spots[name], contents.scales.get(name)
+        places = contents.places[spot.name]
         was = at(places[0])
-        if scales is None and not was.is_meta and not isinstance(was, FrozenWeight):
-            (was if part is None else part.of(was)).copy_(tensor)
-            continue
         where = device if was.is_meta else was.device
-        given = [tensor] if scales is None else [tensor, scales.inverse]
-        if part is None:  # a copy: on a CPU it would be the file, which somebody may overwrite
-            made = [x.to(where, copy=True) for x in given]
+        if spot.part is not None:
+            stacks[spot.name].add(spot.part, tensor, scales)
+        elif scales is not None:
+            inverse = scales.inverse.to(where)
+            held = tensor.to(where, copy=True)  # on a CPU it would be the file, which somebody may overwrite
+            made = FrozenWeight(held, inverse, was.dtype, scales.block, stored=scales.stored)
+            for module, last in places:
+                hold(module, last, made)
+        elif was.is_meta or isinstance(was, FrozenWeight):
+            _put(places, tensor.to(where, copy=True))
         else:
-            if target not in begun:
-                sizes = was.shape, [was.shape[0], *map(ops.blocks, was.shape[1:], SQUARE)]
-                pairs = zip(sizes, given, strict=False)
-                begun[target] = [torch.empty(size, dtype=x.dtype, device=where) for size, x in pairs]
-            for whole, side, x in zip(begun[target], (1, SQUARE.rows), given, strict=False):
-                part.of(whole, side).copy_(x)
-            left[target] -= 1
-            if left[target]:
-                continue
-            made = begun.pop(target)
-        if scales is None:
-            _put(places, made[0])
-            continue
-        weight = FrozenWeight(made[0], made[1], was.dtype, scales.block, stored=scales.stored)
-        for module, last in places:
-            hold(module, last, weight, parts=contents.parts.get(target, ()))
+            was.copy_(tensor)
+
+
+class _Stacking:
+    """A stack of matrices, whose parts come one after another, in any order."""
+
+    def __init__(self, contents: Contents, name: str, device: torch.device):
+        self.places, self.parts = contents.places[name], contents.parts[name]
+        self.left = len(self.parts)
+        was = at(self.places[0])
+        self.device = device if was.is_meta else was.device
+        self.data: Tensor | None = None
+        self.inverse: Tensor | None = None
+
+    def add(self, part: StackPart, tensor: Tensor, scales: WeightScales | None) -> None:
+        """Put a part into its place; with the last one, the stack into the model."""
+        was = at(self.places[0])
+        in_place = scales is None and not was.is_meta and not isinstance(was, FrozenWeight)
+        if self.data is None:
+            self.data = was if in_place else torch.empty(was.shape, dtype=tensor.dtype, device=self.device)
+        part.of(self.data).copy_(tensor)
+        if scales is not None:
+            if self.inverse is None:
+                blocks = [was.shape[0], *map(ops.blocks, was.shape[1:], SQUARE)]
+                self.inverse = torch.empty(blocks, dtype=torch.float32, device=self.device)
+            part.of(self.inverse, SQUARE.rows).copy_(scales.inverse)
+        self.left -= 1
+        if self.left or in_place:
+            return
+        if scales is None or self.inverse is None:
+            _put(self.places, self.data)
+            return
+        made = FrozenWeight(self.data, self.inverse, was.dtype, SQUARE, stored=scales.stored)
+        for module, last in self.places:
+            hold(module, last, made, parts=self.parts)
 
 
 def _put(places: Iterable[Place], tensor: Tensor) -> None:

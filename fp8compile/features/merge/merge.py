@@ -30,9 +30,10 @@ from ...devices.catalog import Device
 from ...ir.fx_utils import ALIASES, CASTS, SAME, VIEWS, Ranks, aten, call_function, hint, readers, value
 from ...ir.matmul import GEMMS, Gemm, Matmul
 from ...passes.joint import Joint
+from ...passes.magnified import Backward
 from ...passes.plan import Plan
 from ...passes.quantize import split_addend
-from ...passes.readers import BLOCK, Backward, inexact, unreadable
+from ...passes.readers import BLOCK, inexact, unreadable
 
 MERGED = "one matmul each: {}"
 SUMS = (aten.add.Tensor,)
@@ -95,7 +96,7 @@ def merge(joint: Joint) -> int:
 
 
 def _mergeable(matmul: Matmul) -> bool:
-    """Is it one of a linear layer's three FP8 matmuls, with a parameter as weight, and one scale a tensor?"""
+    """True for a linear layer's three FP8 matmuls, with a parameter as weight, and one scale a tensor."""
     weight, sizes = matmul.weight_operand, (matmul.m, matmul.n, matmul.k)
     grouped = matmul.offs is not None or value(matmul.node).dim() != 2
     if not matmul.fp8 or grouped or matmul.recipe.merge_matmuls is False:

@@ -70,7 +70,7 @@ def memory(node: Node) -> Node:
 
 
 def row_major(tensor: torch.Tensor, dense: bool = False) -> bool:
-    """Is a tensor row-major, as far as is known without a guard? If not `dense`, rows may lie apart."""
+    """True if a tensor is row-major, as far as known without a guard. If not `dense`, rows may lie apart."""
     expected: int | torch.SymInt = 1
     for dim in reversed(range(tensor.dim())):
         size, stride = tensor.shape[dim], tensor.stride(dim)

@@ -66,7 +66,8 @@ from ...ir.records import TableRecord
 from ...ir.schemas import copies_at
 from ...logs import get_logger
 from ...passes.joint import Partitioned
-from ...passes.readers import BLOCK, Backward, inexact, unreadable
+from ...passes.magnified import Backward
+from ...passes.readers import BLOCK, inexact, unreadable
 from ...reporting.record_tables import megabytes, sizes
 from .parts import SavedPart, memory, parts_of, row_major, slices
 
@@ -231,7 +232,7 @@ class _Work:
         return None
 
     def known(self, node: Node) -> bool:
-        """Does a node of backward depend on nothing but what forward keeps as it is?"""
+        """True if a node of backward depends on nothing but what forward keeps as it is."""
         leaves = (x for x in reached([node], lambda x: x.all_input_nodes) if x.op == "placeholder")
         return all(leaf.name in self.inputs for leaf in leaves)
 

@@ -36,10 +36,10 @@ class RulesInTime(Feature):
 
 
 def _changes(policy: Policy) -> bool:
-    """May other rules be active at other steps?"""
+    """True if other rules may be active at other steps."""
     return policy.varies or policy.guard is not None
 
 
 def _in_high_precision(policy: Policy) -> bool:
-    """Does its first rule keep everything in high precision?"""
+    """True if its first rule keeps everything in high precision."""
     return bool(policy.rules) and not policy.rules[0].conditions and policy.rules[0].fp8 == "off"

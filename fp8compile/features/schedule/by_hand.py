@@ -122,7 +122,7 @@ def set_precision(precision: str | None, model: nn.Module | None = None) -> None
 
 
 def _checked(precision: str | None, of: str = "") -> bool | None:
-    """Is the rule of the schedule active in this precision?"""
+    """Whether the rule of the schedule is active in this precision; None for None. OptionError for others."""
     if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
         raise OptionError.of("precision", precision, f"'fp8', 'bf16' or None{of}")
     return None if precision is None else PRECISIONS[precision]

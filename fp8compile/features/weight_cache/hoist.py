@@ -180,7 +180,7 @@ def _turn(graph: Graph, copy: Node, other: Node) -> None:
 
 
 def _turns(copy: Node, late: Node) -> bool:
-    """Is `late` bitwise the transposition of `copy`?"""
+    """True if `late` is bitwise the transposition of `copy`."""
     rows, columns = value(copy).shape
     if not same_shape(value(late).shape, (columns, ops.padded_rows(rows))):
         return False
@@ -195,7 +195,7 @@ def _turns(copy: Node, late: Node) -> bool:
 
 
 def _both_layouts(one: Node, other: Node) -> bool:
-    """Are these casts of one tensor in both layouts, with the same scale for each element?"""
+    """True if these are casts of one tensor in both layouts, with the same scale for each element."""
     if not (call_function(one, (ops.quantize,)) and call_function(other, (ops.quantize,))):
         return False
     (a,), (b,) = copies_at(one), copies_at(other)

@@ -50,7 +50,7 @@ def write_in_place(graph: Graph) -> int:
 
 
 def _is_memory(made: Node, target: Node) -> bool:
-    """Was `made` allocated in this graph, for other operators to write to, just as `target` lies there?"""
+    """True if `made` was allocated in this graph, for other operators to write to, in `target`'s layout."""
     one, other = value(made), value(target)
     alike = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
     return made.target in ALLOCATED and alike

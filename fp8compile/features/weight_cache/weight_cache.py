@@ -84,7 +84,7 @@ class _Steps:
         self.made += 1
 
     def will_notice(self, weights: Sequence[Tensor]) -> bool:
-        """Will a step that changes one of these be noticed?"""
+        """True if a step that changes one of these will be noticed."""
         stepping, stepped = list(self.inside.values()), list(self.parameters.values())
         if not stepped or any(id(weight) in its for its in stepping for weight in weights):
             return False

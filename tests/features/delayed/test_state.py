@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8compile import ScalingState
 from tests.support import hooks
 from tests.support.harness import (
     MOVING,
@@ -281,6 +282,15 @@ def test_the_state_dict_is_untouched() -> None:
 
 
 @pytest.mark.usefixtures("apart")
+def test_a_buffer_that_is_the_parameter_has_no_slots_of_its_own() -> None:
+    """A tensor with several names has its first."""
+    model = linear(1.0)
+    model.register_buffer("alias", model.weight)
+    compiled(model)(torch.ones(16, 128)).sum().backward()
+    assert {name for name, _, _ in slots_of(model)} == {"weight"}
+    assert not any(name.startswith("alias") for name in ScalingState(model).state_dict())
+
+
 def test_a_recompile_keeps_the_history() -> None:
     model, run = ready()
     for i, rows in enumerate((16, 32, 48, 16, 7)):

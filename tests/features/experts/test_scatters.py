@@ -43,6 +43,7 @@ def train(model: nn.Module) -> tuple[dict[str, Tensor], int]:
     run = torch.compile(model, backend="fp8", options={"recipe": "tensorwise", "policy": ALL_FP8})
     with hooks.joint_graphs() as graphs:
         made = stepped(run, model, [noise(40, 128, seed=1, dtype=BF16)], lambda y: like(y, 2))
+    assert all(p.grad is not None for p in model.parameters())
     (graph,) = graphs
     nodes = graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default)
     left = sum(node.meta["val"].dim() == 2 for node in nodes)

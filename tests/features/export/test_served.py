@@ -261,6 +261,7 @@ def test_tensor_parallel_weights(recipe: str, group: bool, tmp_path: Path) -> No
         on_ranks(2, _tensor_parallel, recipe, group, str(tmp_path / "out"), limit=LIMIT)
     ):
         assert alike(plain, served) and alike(plain, tensors_of(tmp_path / "out"))
+        assert list(plain) == list(served)
         assert torch.equal(bits(served["up.weight"]).chunk(2)[rank], bits(up))
         assert torch.equal(bits(served["down.weight"]).chunk(2, 1)[rank], bits(down))
 

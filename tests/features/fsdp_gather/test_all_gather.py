@@ -95,6 +95,7 @@ def _never(rank: int) -> list[str]:
 def test_what_can_never_be_gathered_is_refused_with_the_fix() -> None:
     for plain, offload, number, extension in on_ranks(4, _never):
         fewer = "blocks.0.up.weight is resharded to fewer ranks after forward: use reshard_after_forward=True"
+        assert all(said.startswith("ShardingError: ") for said in (plain, offload, number, extension))
         assert "nothing of this Net is sharded: call fully_shard(model) first" in plain
         assert "blocks.0.up.weight is offloaded to the CPU: fully_shard without CPUOffloadPolicy" in offload
         assert fewer in number
@@ -125,7 +126,8 @@ def test_what_graphs_say_is_told(strict: bool) -> None:
     for shared, in_graph, eager, outside in on_ranks(2, _read_otherwise, strict):
         if strict:
             why = "up.weight is gathered in high precision: beside FP8 matmuls, it is read by"
-            assert why in shared
+            assert shared.startswith("StrictError: ") and why in shared
+            assert eager.startswith("StrictError: ")
             assert "blocks.0.up.weight was gathered in FP8, and is read by aten.pow" in eager
         else:
             assert shared == eager == "nothing"
@@ -144,6 +146,7 @@ def _never_in_fp8(rank: int, policy: dict[str, Any]) -> str:
 def test_a_policy_without_fp8_is_told_and_a_schedule_is_not() -> None:
     off = {"rules": [{"module": "blocks.*", "fp8": "off"}]}
     for said in on_ranks(2, _never_in_fp8, off):
+        assert said.startswith("StrictError: ")
         assert "no weight is gathered in FP8" in said or "no matmul" in said
     assert on_ranks(2, _never_in_fp8, {"schedule": {"warmup_steps": 100}}) == ["nothing"] * 2
 

@@ -46,7 +46,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "no scale": (change(SCALE, None), "up.base.weight is in FP8 without a scale"),
     "only a scale": (change("up.a.weight_scale", torch.ones_like), "a weight that is not in FP8"),
     "a scale a column": (change(SCALE, lambda _: torch.ones(1, 256)), "are .1, 256. for .320, 256.; one sc"),
-    "a fused Linear": (change(SCALE, lambda _: torch.ones(3)), "scales of up.base.weight are .3. for .320"),
+    "a fused Linear": (
+        change(SCALE, lambda _: torch.ones(3)),
+        "scales of up.base.weight are .3. for .320, 2",
+    ),
     "too few blocks": (change(SCALE, lambda x: x[:2].clone()), "scales of up.base.weight are .2, 2. for"),
     "integers": (change(SCALE, lambda x: x.int()), "the scale of up.base.weight is I32; F32, BF16"),
     "zero": (change(SCALE, torch.zeros_like), "a scale of up.base.weight is not above zero"),

@@ -167,7 +167,11 @@ def test_experts_in_a_loop_read_the_values(tmp_path: Path) -> None:
 
 BAD = {
     "no such stack": ({"experts.none": Stack([["0.gate.weight"]])}, {}, "stacks names experts.none, which"),
-    "too few": ({"experts.down_proj": Stack([["0.down.weight"]])}, {}, "has 1 matrices for experts.down"),
+    "too few": (
+        {"experts.down_proj": Stack([["0.down.weight"]])},
+        {},
+        "has 1 matrices for experts.down_proj",
+    ),
     "a part is missing": (
         {"experts.down_proj": Stack([["9.down.weight"]] * COUNT)},
         {},
