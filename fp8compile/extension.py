@@ -207,7 +207,7 @@ class Feature:
     def wanted_casts(
         self, optimizer: torch.optim.Optimizer, castable: Collection[int]
     ) -> Mapping[int, CastInStep] | None:
-        """The casts that this optimizer's step should make. It begins, and can cast these parameters (ids).
+        """The casts that this optimizer's step should make, which begins now. It can cast these (ids).
         None if it needs nothing of this optimizer, and expects nothing."""
         return None
 

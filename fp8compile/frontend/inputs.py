@@ -100,7 +100,8 @@ class Inputs:
     inlined: bool = False  # compiled autograd takes over the backward
     resharded: frozenset[int] = frozenset()  # parameters that FSDP frees after forward, and gathers again
     packed: frozenset[int] = frozenset()  # parameters that are views of a flat one of FSDP1
-    gathered: frozenset[int] = frozenset()  # parameters that FSDP2 is to gather in FP8, if it can
+    # names of the parameters that FSDP2 is to gather in FP8, if it can
+    gathered: Mapping[int, str] = field(default_factory=dict)
     frozen: frozenset[int] = frozenset()  # parameters that are, or may be, kept in FP8 only
     # process groups by dimension of the meshes that weights live on
     groups: Mapping[str, str] = field(default_factory=dict)

@@ -132,10 +132,9 @@ class AdamW(Optimizer):
     def _asked(self, work: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> Asked:
         """The casts that are wanted of this step."""
         why, asked = None, []
-        can = frozenset(id(p) for group, parameters in work for p in parameters if self._casts(group, p))
         if getattr(type(self).step, "__wrapped__", None) is not _STEP:  # torch wraps it once, for its hooks
             why = f"{type(self).__name__} has its own step, which may write to weights after the update"
-        elif not can and any(parameters for _, parameters in work):
+        elif not (can := self._castable(work)) and any(parameters for _, parameters in work):
             why = "the update casts with compiled=True, an eps from 1e-12 on and a learning rate that is a "
             why += "number or on the CPU, on AMD's GPUs and on NVIDIA's since Ada"
         else:
@@ -148,9 +147,17 @@ class AdamW(Optimizer):
         self._stepped = True
         return {key: cast for its in asked for key, cast in its.items()}
 
-    def _casts(self, group: dict[str, Any], p: Tensor) -> bool:
-        """True if the update of a parameter can cast it, too."""
-        device = local(p).device
+    def _castable(self, work: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> frozenset[int]:
+        """The parameters (ids) that their update can cast, too."""
+        found: list[int] = []
+        for group, parameters in work:
+            devices = {local(p).device for p in parameters}
+            casts = {device for device in devices if self._casts(group, device)}
+            found += [id(p) for p in parameters if local(p).device in casts]
+        return frozenset(found)
+
+    def _casts(self, group: dict[str, Any], device: torch.device) -> bool:
+        """True if the update of this group's parameters on a device can cast them, too."""
         return device.type != "cuda" or (self._compiled and casts_to_e4m3(device) and launches(group))
 
     def _update(

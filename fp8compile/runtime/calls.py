@@ -1,5 +1,5 @@
-"""How each call of a compiled graph runs: the code that Inductor made, or eagerly (`ir.ops`). Eagerly run
-measured calls (see `probe`) and cold ones: there, a feature does not know yet what the code needs (a scale).
+"""How each call of a compiled graph runs: the code that Inductor made, or eagerly (`ir.ops`). A measured call
+(see `probe`) runs eagerly. So does a cold one: a feature does not know yet what the code needs (a scale).
 
 A backward runs as its forward did: layouts and random numbers of saved tensors differ between the two ways.
 """
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def mode(self) -> EagerMode | None:
-        """To run it eagerly; None: run the compiled code."""
+        """How to run it eagerly; None: run the compiled code."""
         return EagerMode(self.cold, self.measuring) if self.cold or self.measuring is not None else None
 
 

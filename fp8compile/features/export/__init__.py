@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...compilation import Job
 from ...extension import Feature, GraphFeature, Pass
 from ...ir.records import HIGH_PRECISION
 from ...passes.joint import Rewritten
-from ...runtime.parameters import all_records, record_of
 from . import forwards
-from .forwards import Forwards, KnownForwards
+from .forwards import Forwards
 
 
 class ForwardsOfGraph(GraphFeature):
@@ -28,9 +26,7 @@ class ForwardsOfGraph(GraphFeature):
         self.learns = job.inputs.training and job.inputs.grad and not done.inference
 
     def first_call(self, args: Sequence[Any], owners: Mapping[int, weakref.ref], record: int | None) -> None:
-        for index in self.found.by_input.keys() & owners.keys():
-            known = tuple(replace(forward, owners=owners) for forward in self.found.by_input[index])
-            record_of(args[index]).extras.of(KnownForwards).of[self.learns] = known
+        forwards.know(owners, self.found.by_input, self.learns)
 
 
 class Export(Feature):
@@ -41,5 +37,4 @@ class Export(Feature):
         return job.shared.of(ForwardsOfGraph) if job.only != HIGH_PRECISION else None
 
     def reset(self) -> None:
-        for _, record in all_records():
-            record.extras.pop(KnownForwards)
+        forwards.forget()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ... import compat
@@ -21,7 +21,7 @@ from ...ir.matmul import Matmul
 from ...passes.gathered import arrived
 from ...passes.joint import Joint
 from ...passes.plan import Operand, Plan
-from ...runtime.parameters import find, record_of
+from ...runtime.parameters import all_records, find, record_of
 
 Slot = tuple[int, int]  # the input of the graph whose weight owns the slot, and which use of it
 
@@ -122,6 +122,17 @@ class KnownForwards:
     of: dict[bool, tuple[Forward, ...]] = field(default_factory=dict)
 
 
+def know(
+    owners: Mapping[int, weakref.ref], forwards: Mapping[int, tuple[Forward, ...]], trains: bool
+) -> None:
+    """Record that a graph with these weights, by input, multiplies so."""
+    for index, several in forwards.items():
+        owner = owners[index]() if index in owners else None
+        if owner is not None:
+            made = tuple(replace(forward, owners=owners) for forward in several)
+            record_of(owner).extras.of(KnownForwards).of[trains] = made
+
+
 def of(parameter: Any) -> tuple[Forward, ...]:
     """The forward matmuls of a parameter in training, else in evaluation; () if no graph multiplies by it, or
     one does in high precision."""
@@ -132,3 +143,9 @@ def of(parameter: Any) -> tuple[Forward, ...]:
 def share(parameter: Any, other: Any) -> None:
     """`other`, a new tensor, is multiplied as a parameter is."""
     record_of(other).extras.of(KnownForwards).of.update(find(parameter).extras.of(KnownForwards).of)
+
+
+def forget() -> None:
+    """All graphs are gone."""
+    for _, record in all_records():
+        record.extras.pop(KnownForwards)

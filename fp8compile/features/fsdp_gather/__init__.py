@@ -62,12 +62,10 @@ class GatheredWeights(Feature):
         if sharded and any(recipe.name == "delayed" or recipe.built_in.tile for recipe in recipes):
             text = "gathered weights are scaled by their current amax (mxfp8, rowwise: with weight_tiles)"
             say_once(logger, logging.INFO, f"fp8: all-gather: {text}")
-        return replace(job.inputs, gathered=frozenset(sharded))
+        return replace(job.inputs, gathered=sharded)
 
     def of_graph(self, job: Job) -> GraphFeature:
-        gathered = job.inputs.gathered  # as the passes know them, also where other rules are compiled later
-        names = {i: name for i, name in all_gather.asked(job.given).items() if i in gathered}
-        return Gathers(names, job.options)
+        return Gathers(job.inputs.gathered, job.options)
 
     def cast_outside(self, weight: Tensor) -> tuple[CastKind, Callable[[], Mapping[str, float]]] | None:
         entry = find(weight).extras.get(all_gather.Gathered)
@@ -87,6 +85,4 @@ class GatheredWeights(Feature):
         return records
 
     def reset(self) -> None:
-        for gather in list(all_gather.gathers):
-            for entry in gather.entries:
-                entry.verdicts = {}
+        all_gather.forget()

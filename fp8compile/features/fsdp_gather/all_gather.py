@@ -63,7 +63,7 @@ logger = get_logger(__name__)
 UNREAD = "no compiled training graph has multiplied it yet"
 EARLY = 3  # so many agreements are read at once, the later ones a step later
 WEIGHT = ("weight", 0, "")  # a weight among statistics
-gathers: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
+_all: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
@@ -172,17 +172,17 @@ def gather_in_fp8(model: nn.Module) -> None:
         return
     for parameter in parameters:
         _check(parameter)
-    gathers.add(GatheredParameter(model, parameters))
+    _all.add(GatheredParameter(model, parameters))
     listen(_stepped)
 
 
 def _stepped(_: torch.optim.Optimizer) -> None:
-    for gather in list(gathers):
+    for gather in list(_all):
         gather.written()
 
 
 def _loaded(module: nn.Module, _: Any) -> None:
-    for gather in list(gathers):
+    for gather in list(_all):
         if any(entry.parameter.module is module for entry in gather.possible):
             gather.written()
 
@@ -294,7 +294,7 @@ class GatheredParameter:
 
 def asked(tensors: Sequence[Any]) -> dict[int, str]:
     """Which inputs of a graph are weights that may be gathered in FP8, with their names."""
-    if not gathers:
+    if not _all:
         return {}
     share_records(tensors)
     known = [find(x).extras.get(Gathered) if isinstance(x, nn.Parameter) else None for x in tensors]
@@ -339,3 +339,10 @@ class Gathers(GraphFeature):
             if isinstance(args[i], GatheredWeight) and entry is not None and entry.code:
                 assert entry.scales is not None
                 measuring.note(args[i], WEIGHT, entry.scales.measured(entry.position))
+
+
+def forget() -> None:
+    """Graphs are gone, and what they have said with them."""
+    for gather in list(_all):
+        for entry in gather.entries:
+            entry.verdicts = {}

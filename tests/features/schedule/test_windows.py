@@ -175,20 +175,18 @@ def test_what_is_not_cast_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_compilations_are_as_many_as_sets() -> None:
-    """And a graph for which sets decide alike is compiled once, and listed once."""
-    phases = {"warmup_steps": 1, "cooldown_at": 3}
-    for name, schedule, count in (("0", {}, 3), ("none.0", {}, 1), ("none.0", phases, 2)):
+    """And a graph for which sets decide alike is compiled once."""
+    for name, count in (("0", 3), ("none.0", 1)):
         rules = [
             {"name": "a", "module": name, "during": "2..", "fp8": "off"},
             {"name": "b", "module": name, "gemm": "fprop", "during": "1..", "recipe": "rowwise"},
         ]
-        model, run, optimizer = started(rules, schedule=schedule)
+        model, run, optimizer = started(rules)
         with hooks.halves() as halves:
-            for i in range(5):
+            for i in range(4):
                 step(run, optimizer, i)
         assert [backward for _, backward in halves] == [False, True] * count
-        report = fp8compile.report(model)
-        assert len(report.graphs) == 1 and (name == "0" or report.fp8_flop_fraction == 1.0)
+        assert len(fp8compile.report(model).graphs) == 1
 
 
 def test_micro_batches_checkpoints_and_evaluations() -> None:
