@@ -451,6 +451,7 @@ def test_what_a_step_cannot_write(build: Callable[[], nn.Module]) -> None:
     assert "forward" in both(lambda: make(build), run)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="its Dynamo does not see another size of the data")
 def test_other_data_under_the_same_parameter() -> None:
     """The graph of its former size is there, and its copies are not written."""
     results = []
