@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from fp8compile.codegen.kernel import Kernel
 from fp8compile.devices.gpu import H200
 from fp8compile.passes.fuse import fuse
 from fp8compile.passes.lower import split_casts
-from tests.support import hooks
+from tests.support import hooks, machine_code
 from tests.support.interpreter import kernels_on_cpu
 
 from ..families import FAMILIES, Source
@@ -62,3 +63,53 @@ def test_whole_rows(name, rows, columns, described, whole):
     assert (walk > 1) == (whole and bool(made.group.sums))
     if walk > 1:  # not many partial sums, and enough programs
         assert rows // 512 <= walk * block[0] <= max(16, rows // 64)
+
+
+@pytest.mark.parametrize("name", ["rms-norm", "layer-norm", "rms-norm-backward", "layer-norm-backward"])
+@pytest.mark.parametrize("columns", [256, 768, 1536, 4096, 8192, 16384, 20480])
+def test_loops_find_in_the_cache_what_they_read_again(name, columns):
+    """No kernel reads an input twice from memory if its rows fit the registers. (`walks` reads sources.)"""
+    rows = (1 << 27) // columns
+    made, (block, *_), _ = kernel(name, rows, columns)
+    group = made.group
+    full = {f"x{i}": rows * columns * 2 for i, x in enumerate(group.inputs) if group.domain.is_full(x)}
+    again = walks.read_again(made.source, full, -(-rows // block[0]), block[2], H200)
+    longest = blocks.LONGEST_WALKED if group.sums else blocks.LONGEST
+    assert again == 0 if columns <= longest else again > 0
+
+
+def test_the_last_loop_goes_back():
+    """What was read last is still in the cache; hints say what is read again."""
+    source = kernel("layer-norm", 16384, 768)[0].source
+    loops = [re.search(r"for (\w+) in", part)[1] for part in re.findall(r"for .* in range.*", source)]  # type: ignore[index]
+    assert loops == ["done", "start", "done"]
+    assert re.findall(r'eviction_policy="(\w+)"', source) == ["evict_last", "evict_last", "evict_first"]
+
+
+# -- machine code --
+
+# family, rows, columns: registers, and for an element instructions, shuffles, and barriers of 1,000 elements
+LIMITS: dict[tuple[str, int, int], tuple[int, float, float, float]] = {
+    ("rms-norm", 8192, 4096): (96, 17.5, 0.5, 1),
+    ("rms-norm-backward", 8192, 4096): (64, 42, 3, 1),
+    ("layer-norm-backward", 8192, 4096): (128, 38, 3, 1.5),
+    ("layer-norm-backward", 16384, 768): (128, 56, 3, 8),
+    ("gelu-backward", 16384, 16384): (64, 45, 1, 1.6),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("name, rows, columns", LIMITS)
+def test_machine_code(name, rows, columns, target):
+    made, (block,), walk = kernel(name, rows, columns)
+    compiled = machine_code.compile_source(made.source, block, machine_code.TARGETS[target])
+    took = machine_code.resources(compiled)
+    found = machine_code.executed(machine_code.sass_of(compiled), walk)
+    registers, instructions, shuffles, barriers = LIMITS[name, rows, columns]
+    elements = block[0] * walk * (columns if made.group.passes else block[1])
+    each = 32 * block[2] / elements
+    assert took.registers <= registers and took.spills == 0
+    assert instructions * 0.5 < found.total() * each <= instructions
+    assert found["SHFL"] * each <= shuffles
+    assert found["BAR"] * 1000 / elements <= barriers

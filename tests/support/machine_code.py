@@ -14,6 +14,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -231,6 +232,26 @@ def resources(compiled: Any) -> Resources:
 def sass_of(compiled: Any) -> str:
     """The machine code of a kernel for an NVIDIA GPU, as text."""
     return _printed(compiled, "nvdisasm", "-ndf", "-c")
+
+
+def executed(sass: str, rounds: int) -> Counter[str]:
+    """The instructions of a thread, by name: `rounds` times those of the longest loop, and the others once.
+    What comes after the end of the program is calls, slow paths such as those of an exact division."""
+    sass = re.split(r"^\s+/\*[0-9a-f]+\*/\s+EXIT\b", sass, maxsplit=1, flags=re.MULTILINE)[0]
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    longest = 0, 0
+    for label, name, rest in re.findall(
+        r"^(\.\w+):|^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)(.*);", sass, re.MULTILINE
+    ):
+        if label:
+            labels[label] = len(names)
+            continue
+        names.append(name)
+        if name == "BRA" and (back := re.search(r"\((\.\w+)\)", rest)) and back[1] in labels:
+            longest = max(longest, (labels[back[1]], len(names)), key=lambda loop: loop[1] - loop[0])
+    again = Counter(names[slice(*longest)])
+    return Counter(names) + Counter({name: (rounds - 1) * count for name, count in again.items()})
 
 
 def _printed(compiled: Any, tool: str, *arguments: str) -> str:
