@@ -123,10 +123,12 @@ def _around(classes: Mapping[str, str], name: str) -> tuple[str, ...]:
 
 def place_at_call(kind: str) -> ModelPart | None:
     """The place of the innermost module of this class that is being called; None if there is none. What is
-    compiled may be a wrapper of it, such as one for checkpointing."""
-    modules = map(_unwrapped, compat.dynamo.called(compat.dynamo.CALLS) if kind else ())
-    found = next((x for x in modules if compat.fsdp.class_name(type(x)) == kind), None)
-    return place_of(found) if found is not None else None
+    compiled may be a wrapper of it, such as one for checkpointing, whose class is the graph's in torch 2.11."""
+    for module in compat.dynamo.called(compat.dynamo.CALLS) if kind else ():
+        inner = _unwrapped(module)
+        if kind in (compat.fsdp.class_name(type(inner)), compat.fsdp.class_name(type(module))):
+            return place_of(inner)
+    return None
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -118,6 +118,7 @@ CASES = {
 }
 
 
+@pytest.mark.compat
 @pytest.mark.cases(test=3, slow=7)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_decide_as_the_whole(case: str) -> None:
