@@ -69,6 +69,9 @@ def configurations(group: Group) -> tuple[Block, ...]:
     # mxfp8 in both layouts: 48 instructions an element in a tile of 32 rows, else 75
     if group.block == (32, 32):
         choices = tuple(sorted(choices, key=lambda x: x[0] != 32))
+    # scales of parts of a row: 30 instructions an element in a tile of 128 columns, 81 with 256 (RMSNorm)
+    if group.passes and group.block[1] > 1:
+        choices = tuple(sorted(choices, key=lambda x: x[1] > 128))
     # scales take registers, too, and with 16 warps a thread has only 128
     if group.heavy and group.block != (1, 1):
         choices = tuple(x for x in choices if x[2] <= 8) or choices
@@ -101,14 +104,14 @@ def whole_row_blocks(group: Group) -> tuple[Block, ...]:
     for rows that are too long or of unknown length, and where finer scales need blocks of several rows."""
     columns, collects = group.domain.columns, bool(group.sums or group.column_amaxes)
     fits = columns.is_Integer and 0 < columns <= (LONGEST_WALKED if collects else LONGEST)
-    plain = group.block == (1, 1) and group.domain.order is None and not group.grouped
-    if not (group.passes and fits and plain):
+    plain = group.block == (1, 1) or (group.block[0] == 1 and not collects)
+    if not (group.passes and fits and plain and group.domain.order is None and not group.grouped):
         return ()
     if any(copy_of(output, group) is None for output in group.with_content("transposed")):
         return ()
     if not (collects or evicted(group)):
         return ()
-    wide = 1 << (int(columns) - 1).bit_length()
+    wide = max(1 << (int(columns) - 1).bit_length(), group.block[1])
     if collects:
         warps = max(1, wide // (128 if len(group.sums) + len(group.column_amaxes) == 1 else 256))
         return (1, wide, warps), (1, wide, max(1, warps // 2))

@@ -123,7 +123,7 @@ def _around(classes: Mapping[str, str], name: str) -> tuple[str, ...]:
 
 def place_at_call(kind: str) -> ModelPart | None:
     """The place of the innermost module of this class that is being called; None if there is none. What is
-    compiled may be a wrapper of it, such as one for checkpointing, whose class is the graph's in torch 2.11."""
+    compiled may be a wrapper of it, such as one for checkpointing. In torch 2.11 `kind` is the wrapper."""
     for module in compat.dynamo.called(compat.dynamo.CALLS) if kind else ():
         inner = _unwrapped(module)
         if kind in (compat.fsdp.class_name(type(inner)), compat.fsdp.class_name(type(module))):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8compile.codegen import blocks, text
+from fp8compile.codegen import blocks, text, walks
 from fp8compile.ir import ops
 from fp8compile.passes.fuse import fuse
 from tests.support import hooks
@@ -220,6 +220,47 @@ def test_behind_a_producer(recipe: str, name: str) -> None:
         check(made, given, [y, *others, *both(y, recipe)])
     for i, (a, b) in enumerate(zip(expected, [y, *others], strict=False)):
         assert_close(a, b, 32.0 * max(shape), f"result {i}")
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("width", [32, 128])
+def test_whole_rows_with_scales_of_their_parts(name: str, width: int, monkeypatch: Any) -> None:
+    """A program holds whole rows where the cache does not, also such as are shorter than a block."""
+    monkeypatch.setattr(blocks, "evicted", lambda group: True)
+    produce, inputs, more = PRODUCERS[name]
+
+    def cast(y: Tensor) -> tuple:
+        scale, inverse = scales(y, False, [1, width])
+        return ops.quantize(y, scale, *E4M3, False, [1, width]), inverse
+
+    def call(*given: Tensor) -> tuple:
+        y, *others = produce(*given)
+        return y, *others, *cast(y)
+
+    for shape in ((33, 300), (70, 17)):
+        given = inputs(Source(*shape, torch.bfloat16))
+        made = made_of(call, given)
+        assert_kernels(made, f"copy blocks value {more}")
+        assert not walks.loops(made.sources[0])
+        with torch.no_grad():
+            y, *others = made.fused(*given)[: 1 + len(more.split())]
+            check(made, given, [y, *others, *cast(y)])
+            for i, (a, b) in enumerate(zip(made.oracle(*given), [y, *others], strict=False)):
+                assert_close(a, b, 32.0 * max(shape), f"result {i}")
+
+
+@pytest.mark.parametrize("width", [32, 128])
+def test_loops_with_scales_of_parts_of_a_row(width: int) -> None:
+    """A tile of 256 columns would take 81 instructions an element, with twice the registers, this one 30."""
+
+    def call(*given: Tensor) -> tuple:
+        y, _ = rms_norm(*given)
+        return ops.quantize(y, scales(y, False, [1, width])[0], *E4M3, False, [1, width]), y
+
+    graph = trace(call, PRODUCERS["rms_norm"][1](Source(150, 300, torch.bfloat16))).graph
+    with kernels_on_cpu(), hooks.generated() as (kernels, _):
+        fuse(graph)
+    assert blocks.configurations(kernels[0].group)[0] == (32, 128, 8)
 
 
 # -- scales in memory --

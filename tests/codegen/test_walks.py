@@ -55,21 +55,26 @@ def test_l2_of_a_gpu_decides():
 
 
 class Norm(nn.Module):
-    """Its rows are too long for registers."""
-
-    def __init__(self) -> None:
+    def __init__(self, columns: int) -> None:
         super().__init__()
-        self.norm, self.linear = nn.RMSNorm(65536), nn.Linear(65536, 128, bias=False)
+        self.norm, self.linear = nn.RMSNorm(columns), nn.Linear(columns, 128, bias=False)
+        self.linear.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(self.norm(x))
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
-def test_bytes_of_a_launch():
-    """A norm and the cast of its result: 2 bytes an element in, 2 of 1 out, and 2 in again."""
-    compiled = torch.compile(unallocated(Norm, torch.bfloat16), backend="fp8", options={"policy": ALL_FP8})
-    x = torch.empty(1024, 65536, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("recipe", "rows", "columns", "bytes_"), [("delayed", 1024, 65536, 5), ("blockwise", 8192, 4096, 3)]
+)
+def test_bytes_of_a_launch(recipe: str, rows: int, columns: int, bytes_: int):
+    """A norm and the cast of its result: 2 bytes an element in, one out, and rows that are too long for
+    registers are read again."""
+    options = {"policy": ALL_FP8, "recipe": recipe}
+    model = unallocated(lambda: Norm(columns), torch.bfloat16)
+    compiled = torch.compile(model, backend="fp8", options=options)
+    x = torch.empty(rows, columns, dtype=torch.bfloat16)
     step = trace(lambda: compiled(x).sum().backward())
     moved = max(kernel.bytes for kernel in step.graphs[0].kernels if kernel.origin == "user")
-    assert moved == pytest.approx(6 * x.numel(), rel=0.001)
+    assert moved == pytest.approx(bytes_ * x.numel(), rel=0.02)
