@@ -71,6 +71,7 @@ class Grouping:
         """Members that someone else reads, and that are cheaper to write than to compute again."""
         found: list[Output] = []
         self.follow_rows(domain, walk, sinks)
+        self.follow_casts(domain, walk, sinks)
         full = {x for x, index in walk.seen if x in walk.members and index == domain.full(sizes(x))}
         for node in walk.members:
             if node.target in VIEWS or node in sinks or not is_tensor(node):
@@ -102,6 +103,18 @@ class Grouping:
                 if operands is not None and all(x in walk.members for x in read):
                     walk(user, index)  # type: ignore[arg-type]
                     rows.append(user)
+
+    def follow_casts(self, domain: Domain, walk: Group, sinks: set[Node]) -> None:
+        """Take in roundings that others than fused kernels read, such as the matmul of an adapter. Casts to
+        FP8 read the value before it is rounded, so Inductor would compute it once more."""
+        for node in [x for x in walk.members if is_tensor(x) and domain.is_full(x)]:
+            for user in node.users:
+                new = user.target in CASTS and user not in walk.members and user not in sinks
+                if not new or walk.stop(user) or not readable(user):
+                    continue
+                narrower = value(user).dtype.itemsize < value(node).dtype.itemsize
+                if narrower and not all(fusable(x, OURS) for x in _readers(user, walk.members, sinks)):
+                    walk(user, domain.index(user))
 
     @staticmethod
     def of_sums(node: Node, walk: Group) -> bool:

@@ -167,6 +167,26 @@ def test_a_bias_gradient_is_summed_in_the_kernel_of_its_cast() -> None:
     assert sum(name.endswith("sum", 0, name.rfind("_")) for name in of("mlps", "delayed").names) == 6
 
 
+class Gate(nn.Module):
+    """A linear in FP8, and one beside it that stays in bf16, of the same norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.RMSNorm(128), nn.Linear(128, 128, bias=False)
+        self.gate = nn.Linear(128, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.up(x) * self.gate(x).mean(-1, keepdim=True)
+
+
+def test_what_stays_in_bf16_reads_what_the_kernel_of_the_cast_has_rounded() -> None:
+    """The cast reads the norm in float32. Its rounded value is not computed once more."""
+    found = compared(Gate, [(40, 128)], exclude=["gate"], recipe="rowwise")
+    norms = [kernel for kernel in found.made if "rsqrt" in kernel.name]
+    assert norms and all("tl.bfloat16), mask" in kernel.source for kernel in norms)
+
+
 @pytest.mark.feature("delayed")
 def test_launches_with_one_source_share_one_function_whatever_their_slots() -> None:
     """Inductor tunes each function apart, so equal launches of different layers must share one."""
