@@ -160,6 +160,7 @@ ARMS = {
         Arm("fp8-delayed-packed", "fp8", fp8("delayed"), packed=True),
         Arm("fp8-delayed-update", "fp8", fp8("delayed", **IN_UPDATE), packed=True),
         Arm("fp8-delayed-update-fast-accum", "fp8", fp8("delayed", **IN_UPDATE, **FAST), packed=True),
+        Arm("fp8-delayed-fastest", "fp8", fp8("delayed", policy=DELAYED, **IN_UPDATE, **FAST), packed=True),
         Arm("fp8-delayed-all", "fp8", fp8("delayed", policy=ALL)),
         Arm("fp8-rowwise", "fp8", fp8("rowwise")),
         Arm("fp8-rowwise-all", "fp8", fp8("rowwise", policy=ALL)),
