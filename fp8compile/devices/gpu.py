@@ -79,4 +79,5 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
     properties = torch.cuda.get_device_properties(device)
     names = [field.name for field in dataclasses.fields(Gpu) if hasattr(properties, field.name)]
-    return Gpu(**{"L2_cache_size": None, **{name: getattr(properties, name) for name in names}})
+    given = {name: getattr(properties, name) for name in names}
+    return Gpu(**{**given, "L2_cache_size": given.get("L2_cache_size") or None})  # some drivers say 0

@@ -146,8 +146,9 @@ def test_an_unknown_size_of_l2(monkeypatch, caplog, own_files):
     assert made.l2 is None and not made.gpu.keeps(1) and "keep nothing in L2" in caplog.text
     catalog.store(made)
     assert catalog.stored()["NVIDIA L40"].l2 is None and "l2" not in own_files.read_text()
-    del given.L2_cache_size
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: given)
+    assert gpu_of(torch.device("cuda", 0)).L2_cache_size is None
+    del given.L2_cache_size
     assert gpu_of(torch.device("cuda", 0)).L2_cache_size is None
     assert H200.keeps(30 << 20) and not H200.keeps((30 << 20) + 1)
 

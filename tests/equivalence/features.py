@@ -136,7 +136,6 @@ FEATURES = (
         "fp8_weights",
         {"cache_weights": True},
         {"delayed": {**CURRENT_WEIGHTS, **POWERS}, "tensorwise": POWERS},
-        models=tuple(name for name in MODELS if name != "experts"),
         optimizer=lambda model, on: AdamW(model.parameters(), lr=1e-2, compiled=False, fp8_weights=on),
         refuses=frozenset({"schedule"}),
         acted=_casts,

@@ -25,7 +25,7 @@ from tests.features.weight_cache.test_weight_cache import CHANGES, assign
 from tests.support import hooks
 from tests.support.cached import BF16, compiled, layer, options_of, same, trained
 from tests.support.harness import ALL_FP8, grads_of, noise
-from tests.support.models import Mlp, make
+from tests.support.models import Mlp, Moe, make
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.shares_graphs]
 Run = Callable[[Any, AdamW], list[dict[str, Tensor]]]
@@ -87,7 +87,7 @@ class Odd(nn.Module):
         return F.linear(x, self.d[:128]) + F.linear(x, self.d[128:])
 
 
-@pytest.mark.cases(test=2, slow=3)
+@pytest.mark.cases(test=3, slow=4)
 @pytest.mark.parametrize(
     ("build", "recipe", "master", "casts"),
     [
@@ -96,6 +96,8 @@ class Odd(nn.Module):
         (uneven, "delayed", "bf16+remainder", "update"),
         (mlp, "tensorwise", None, "forward"),
         (lambda: make(Odd), "delayed", None, "forward"),
+        (lambda: make(Moe, BF16), "delayed", None, "update"),
+        (lambda: make(lambda: Moe(turned=True), BF16), "delayed", None, "update"),
     ],
 )
 def test_the_same_bits(build: Callable[[], nn.Module], recipe: str, master: Any, casts: str) -> None:
