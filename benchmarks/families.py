@@ -131,6 +131,15 @@ def rms_norm(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     return rstd, *both((f * rstd * weight).to(x.dtype), scale)
 
 
+@family("RMSNorm and cast, a scale for 128 of a row", lambda s: (s.full(), s.column()))
+def rms_norm_parts(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    f, block = x.to(torch.float32), [1, 128]
+    rstd = (f.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    y = (f * rstd * weight).to(x.dtype)
+    scale = ops.current_scale(ops.amax_blocks(y, False, block), E4M3[1], 0, True)
+    return rstd, ops.quantize(y, scale, *E4M3, False, block), ops.inverse(scale)
+
+
 @family("LayerNorm and cast", lambda s: (s.full(), s.column(), s.column(), s.scale()))
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     f = x.to(torch.float32)

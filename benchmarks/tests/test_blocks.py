@@ -48,6 +48,7 @@ def kernel(name: str, rows: int, columns: int, described: Any = H200) -> tuple[K
     [
         ("rms-norm", 8192, 4096, H200, True),
         ("rms-norm", 8192, 5120, H200, True),  # 8192 elements, of which the last are masked
+        ("rms-norm-parts", 8192, 4096, H200, True),
         ("rms-norm", 16384, 768, H200, False),  # 25 MB: L2 holds what is read twice
         ("rms-norm", 8192, 4096, UNKNOWN, False),
         ("rms-norm", 1024, 20000, H200, False),  # too long for registers
@@ -91,6 +92,7 @@ def test_the_last_loop_goes_back():
 # family, rows, columns: registers, and for an element instructions, shuffles, and barriers of 1,000 elements
 LIMITS: dict[tuple[str, int, int], tuple[int, float, float, float]] = {
     ("rms-norm", 8192, 4096): (96, 17.5, 0.5, 1),
+    ("rms-norm-parts", 8192, 4096): (80, 21.5, 0.5, 1),
     ("rms-norm-backward", 8192, 4096): (64, 42, 3, 1),
     ("layer-norm-backward", 8192, 4096): (128, 38, 3, 1.5),
     ("layer-norm-backward", 16384, 768): (128, 56, 3, 8),
