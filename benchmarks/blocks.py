@@ -3,7 +3,8 @@
 Each family of [benchmarks.kernels](families.py), at a size of a Llama-3-8B or GPT layer, with each of several
 blocks (BLOCK_R, BLOCK_C, warps). `codegen.blocks` has those that are chosen from: of a norm, a block of 4096
 columns holds whole rows, and with others its kernel loops over columns. Several processes compile; one at a
-time measures. A line for each: microseconds, GB/s of the bytes that must move, each kernel's microseconds.
+time measures. A line for each: microseconds, GB/s of the bytes that must move, each kernel's microseconds,
+the clock just after, device and commit; one more names those that were not done.
 
 `--blocks 2` takes the first two of each family, what is chosen and what was chosen before. Other forms of
 these kernels were slower on an H200 (notes/benchmarks.md). On a CPU (`--device cpu`), kernels of tiny sizes
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +30,7 @@ import torch
 
 from fp8compile.codegen import launch
 
-from . import lines
+from . import lines, machine, show
 from .families import FAMILIES, Source, must_move
 from .kernels import Device, Plan, compare, interpreter
 from .options import Parser, count
@@ -42,6 +44,8 @@ TALL += [(128, 64, 8), (64, 64, 4)]
 NORMS: list[Block] = [(1, 4096, 4), (32, 128, 8), (1, 4096, 8), (32, 128, 16), (16, 128, 8), (16, 128, 4)]
 NORMS += [(16, 256, 8), (32, 64, 8), (32, 64, 4), (16, 64, 4)]
 BACKWARDS: list[Block] = [(1, 4096, 16), (32, 64, 8), (1, 4096, 32), (32, 128, 8), (16, 256, 8), (32, 64, 4)]
+LONG: list[Block] = [(32, 64, 8), (1, 8192, 32), (32, 128, 8)]  # the second spills 32 to 72 bytes (sm_90)
+PARTS: list[Block] = [(1, 4096, 4), (32, 128, 8), (1, 4096, 8), (16, 256, 8)]
 PLAIN: list[Block] = [(64, 128, 8), (64, 64, 4), (32, 128, 4), (128, 64, 8), (128, 128, 16), (64, 64, 8)]
 PLAIN += [(64, 128, 4), (128, 64, 4)]
 POINTS = {
@@ -49,8 +53,11 @@ POINTS = {
     "swiglu": ((8192, 14336), HEAVY),
     "rms-norm-backward": ((8192, 4096), BACKWARDS),
     "layer-norm-backward": ((8192, 4096), BACKWARDS),
+    "rms-norm-backward-long": ((8192, 8192), LONG),
+    "layer-norm-backward-long": ((8192, 8192), LONG),
     "gelu-backward": ((16384, 16384), TALL),
     "rms-norm": ((8192, 4096), NORMS),
+    "rms-norm-parts": ((8192, 4096), PARTS),
     "weight": ((14336, 4096), PLAIN),
     "attention": ((8192, 4096), PLAIN),
 }
@@ -66,7 +73,7 @@ def points(names: list[str], most: int | None = None) -> list[tuple[str, Block]]
 
 def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dict[str, Any]:
     """One line. `turn`: a file whose lock allows to measure."""
-    family, device = FAMILIES[name], "cpu" if timer is None else "cuda"
+    family, device = FAMILIES[name.removesuffix("-long")], "cpu" if timer is None else "cuda"
     row: dict[str, Any] = {"family": name, "config": block}
     try:
         torch.manual_seed(0)
@@ -89,6 +96,26 @@ def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dic
         return row | {"error": one_line(error)}
 
 
+def processes(path: Path, given: list[str], chosen: list[tuple[str, Block]], count: int) -> int:
+    """Start them, and wait. What has no line at the end, or when SIGTERM comes, is named."""
+    path.touch()
+    before = len(lines.read(path))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    with tempfile.NamedTemporaryFile() as turn:
+        command = [sys.executable, "-m", "benchmarks.blocks", *given, "--turn", turn.name, "--part"]
+        made = [subprocess.Popen([*command, str(part)]) for part in range(min(count, len(chosen)))]
+        try:
+            return max(abs(process.wait()) for process in made)
+        finally:
+            for process in made:
+                process.kill()
+            done = [(row["family"], tuple(row["config"])) for row in lines.read(path)[before:]]
+            left = [f"{name} {list(block)}" for name, block in chosen if (name, block) not in done]
+            if left:
+                lines.add(path, {**machine.commit(), "not_done": left})
+                print(*show.not_done(left), flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="benchmarks.blocks", description=__doc__.split("\n")[0], allow_abbrev=False)
     add, here = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,19 +131,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(given)
     chosen = points(args.family or [*POINTS], args.blocks)
     if args.part is None:
-        with tempfile.NamedTemporaryFile() as turn:
-            command = [sys.executable, "-m", "benchmarks.blocks", *given, "--turn", turn.name, "--part"]
-            parts = range(min(args.processes, len(chosen)))
-            made = [subprocess.Popen([*command, str(part)]) for part in parts]
-            return max(process.wait() for process in made)
+        return processes(args.json, given, chosen, args.processes)
     end = time.monotonic() + args.budget
     with args.turn.open("a") as turn, interpreter() if args.device == "cpu" else contextlib.nullcontext():
         timer = Device(RUNS) if args.device == "cuda" else None
+        about = {"device": machine.describe_device(args.device)["name"], **machine.commit()}
         found = []
         for i in range(args.part, len(chosen), args.processes):
             if time.monotonic() > end:
                 break
-            found.append(measured(*chosen[i], timer, turn))
+            row = measured(*chosen[i], timer, turn)
+            found.append({**row, "clock": (machine.clocks() or {}).get("clocks.sm"), **about})
             lines.add(args.json, found[-1])
             print(found[-1], flush=True)
     return int(any("error" in row for row in found))

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import corpus, lines, show
+from . import corpus, lines, machine, show
 from .pool import ROOT, environment
 
 CACHES = ROOT / "out" / "caches"
@@ -58,8 +58,8 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "blocks": (
         Step(
             60,
-            "benchmarks.blocks {common} --blocks 2 --processes 14 --family rms-norm "
-            "rms-norm-backward layer-norm-backward gelu-backward swiglu swiglu-backward-merged",
+            "benchmarks.blocks {common} --blocks 2 --processes 14 --family rms-norm rms-norm-parts "
+            "rms-norm-backward-long layer-norm-backward-long gelu-backward swiglu-backward-merged",
             "--family rms-norm --processes 2",
         ),
     ),
@@ -331,7 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if subprocess.run([sys.executable, "-c", FACTS, device]).returncode:
         return 2
-    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
+    commit = machine.commit()
+    if commit["commit"] is None:
         print("missing: the git checkout (results do not say which commit this is)", flush=True)
     steps = [(part, step) for part in parts for step in PARTS[part]]
     if args.only:
@@ -339,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit = args.limit or SPARE + sum(step.seconds for _, step in steps)
     end = began + limit - min(5.0, 0.05 * limit)
     run = Run(args, device, end, more)
+    lines.add(run.results / "parts.jsonl", commit)
     status = 0
     for number in SIGNALS:
         signal.signal(number, stop)

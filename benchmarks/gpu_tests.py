@@ -21,12 +21,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from . import lines
+from . import lines, show
 from .pool import ROOT, environment
 
 BOTH = ("tests/codegen/test_scaled_mm.py", "tests/devices/test_catalog.py")
@@ -64,10 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.nodeid.partition("[")[0]
         order.append((seen[name], item))
         seen[name] += 1
-    mine = [item for _, item in sorted(order, key=lambda pair: pair[0])][part::parts]
+    every = [item for _, item in sorted(order, key=lambda pair: pair[0])]
     before = outcomes(Path(os.environ[LINES]))
-    _said(part=part, tests=len(mine))
-    items[:] = [item for item in mine if item.nodeid not in before]
+    _said(tests=[item.nodeid for item in every])  # of all parts: some may come to no test
+    items[:] = [item for item in every[part::parts] if item.nodeid not in before]
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -169,8 +170,8 @@ def run(args: argparse.Namespace) -> None:
             part.process.wait()
 
 
-def summary(found: dict[str, dict[str, Any]], of: int) -> str:
-    """Each failure, why tests were skipped, and counts. `of`: how many tests there are."""
+def summary(found: dict[str, dict[str, Any]], left: Sequence[str], of: int) -> str:
+    """Each failure, why tests were skipped, those `left`, and counts. `of`: how many tests there are."""
     counts = Counter(line["outcome"] for line in found.values())
     parts = []
     for name, line in found.items():
@@ -178,6 +179,7 @@ def summary(found: dict[str, dict[str, Any]], of: int) -> str:
             parts.append(f"{name}: {(line.get('why') or line['outcome']).splitlines()[0][:200]}")
     said = {line["why"] for line in found.values() if line["outcome"] == "skipped"}
     parts += [f"skipped: {why}" for why in sorted(said)]
+    parts += show.not_done(left)
     parts.append(", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + f" of {of} tests")
     return "\n".join(parts)
 
@@ -195,13 +197,16 @@ def main(argv: list[str] | None = None) -> int:
     args.tests, args.json = args.tests or FILES[args.device], args.json.resolve()
     run(args)
     found, written = outcomes(args.json), lines.read(args.json) if args.json.exists() else []
-    of = sum({line["part"]: line["tests"] for line in written if "part" in line}.values())
+    tests = dict.fromkeys(name for line in written for name in line.get("tests", ()))
     unknown = {name for line in written for name in line.get("unknown", ())}
     for name in sorted(unknown):
         print(f"--only: no test is named {name!r}")
-    print(summary(found, of), flush=True)
+    left = [name for name in tests if name not in found]
+    if left:
+        lines.add(args.json, {"not_done": left})
+    print(summary(found, left, len(tests)), flush=True)
     fine = [line for line in found.values() if line["outcome"] in ("passed", "skipped")]
-    return 0 if fine and len(fine) == len(found) == of and not unknown else 1
+    return 0 if fine and len(fine) == len(found) == len(tests) and not unknown else 1
 
 
 if __name__ == "__main__":

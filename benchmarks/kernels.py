@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import math
 import re
+import signal
 import statistics
 import sys
 import time
@@ -204,24 +205,23 @@ class Bench:
         self.cuda = args.device == "cuda" and not args.static
         self.deadline = time.monotonic() + (args.budget or math.inf)
         self.timer = Device(RUNS) if self.cuda else None
-        self.skipped = 0
+        self.skipped: list[str] = []  # points that are not done
         self.rows: list[dict[str, Any]] = []
         self.session = results.Session("benchmarks.kernels", args.given)
 
-    def run(self, ready: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Measures all rows and returns the result. After each family and shape, `ready` gets the result so
-        far."""
+    def run(self, ready: Callable[[dict[str, Any]], None]) -> None:
+        """Measures all rows. After each family and shape, `ready` gets the result so far."""
         points = [(family, shape) for shape in self.args.shape for family in self.args.family]
-        for i, (name, shape) in enumerate(points):
+        self.skipped = [f"{name} {shape}" for name, shape in points]
+        for name, shape in points:
             if time.monotonic() > self.deadline:
-                self.skipped = len(points) - i
                 break
             found = self.rows_of(FAMILIES[name], shape)
             self.rows += found
+            self.skipped = self.skipped[1:]
             for row in found:
                 print(f"{row['point']} {row['arm']}: {row['error'] or 'fine'}", flush=True)
             ready(self.result())
-        return self.result()
 
     def rows_of(self, family: Family, shape: str) -> list[dict[str, Any]]:
         """The rows of both plans."""
@@ -306,10 +306,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     interpreted = args.device == "cpu" and not args.static
-    with interpreter() if interpreted else contextlib.nullcontext():
-        result = Bench(args).run(lambda so_far: results.write(so_far, destination(args, so_far)))
-    print(f"\n{tables.text(result)}\n{destination(args, result)}", flush=True)
+    bench = Bench(args)
+    try:
+        with interpreter() if interpreted else contextlib.nullcontext():
+            bench.run(lambda so_far: results.write(so_far, destination(args, so_far)))
+    finally:  # also if it is stopped
+        result = bench.result()
+        print(f"\n{tables.text(result)}\n{destination(args, result)}", flush=True)
     return 0 if any(not row["error"] for row in result["rows"]) else 1
 
 

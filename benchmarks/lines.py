@@ -9,8 +9,8 @@ from typing import Any
 
 
 def add(path: Path, record: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    with path.open("ab", buffering=0) as file:  # one call of the system: several processes may add
+        file.write(json.dumps(record).encode() + b"\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

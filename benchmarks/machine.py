@@ -1,4 +1,4 @@
-"""The machine, the software and the time of a measurement."""
+"""The machine, the software and the time of a measurement. It imports nothing that may be missing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from .pool import ROOT
 
@@ -39,6 +37,8 @@ def clocks() -> dict[str, str] | None:
 
 
 def versions() -> dict[str, str | None]:
+    import torch
+
     def version(name: str) -> str | None:
         try:
             return importlib.metadata.version(name)
@@ -67,6 +67,8 @@ def describe_device(device: str) -> dict[str, Any]:
     """Name, memory in bytes and capability of torch's device. It initialises CUDA: for workers only."""
     if device == "cpu":
         return {"name": "cpu", "memory": 0, "capability": None}
+    import torch
+
     properties = torch.cuda.get_device_properties(0)
     capability = f"{properties.major}.{properties.minor}"
     return {"name": properties.name, "memory": properties.total_memory, "capability": capability}

@@ -91,16 +91,19 @@ def measure(
     cuda = device.type == "cuda"
     order = list(matmuls(size))
     random.Random(seed).shuffle(order)
+    names = [f"{layer} {gemm} {m} x {n} x {k}" for layer, gemm, (m, n, k) in order]
     known = catalog.of(device) if cuda else None
     timer: calibrate.Timer | Clock = Clock()
     if cuda:
         timer = calibrate.Timer(device, known.l2 if known is not None else None)
     found: dict[str, Any] = {
+        **machine.commit(),
         "device": machine.describe_device(device.type),
         "versions": machine.versions(),
         "described": known.name if known is not None else None,
         "clocks": machine.clocks(),
         "matmuls": [],
+        "not_done": names,
     }
     ready(found)
     with Sampler(INTERVAL_MS) if cuda else contextlib.nullcontext() as sampler:
@@ -112,6 +115,7 @@ def measure(
             made |= row(timer, device, known, (m, n, k))
             made["clocks"] = sampler.between(began, time.time()) if sampler is not None else None
             found["matmuls"].append(made)
+            found["not_done"] = names[number + 1 :]
             ready(found)
     if sampler is not None:
         found["sampling"] = sampler.about()
@@ -135,7 +139,7 @@ def table(found: dict[str, Any]) -> str:
         made.append([*cells, f"{row['clocks']['sm_mhz']['median']:.0f}" if row["clocks"] else ""])
     head = ["layer", "gemm", "m x n x k", "bf16", "fp8, fast", "fp8, precise", "fast", "precise", "MHz"]
     title = "microseconds, in brackets the model's; how many times as fast as bf16"
-    return f"{title}\n{show.table(made, head)}"
+    return "\n".join([title, show.table(made, head), *show.not_done(found["not_done"])])
 
 
 def main(argv: list[str] | None = None) -> int:

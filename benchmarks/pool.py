@@ -44,16 +44,26 @@ class Remote:
         os.close(theirs)
         self.answers = os.fdopen(ours, "rb", buffering=0)
         self.rest = b""
-        self.ask("start", **start)
+        self.started = False
+        self.send("start", **start)  # the first `ask` waits for the answer
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Send a command and wait for its answer."""
+        if not self.started:
+            self.answer("start")
+            self.started = True
+        self.send(do, **arguments)
+        return self.answer(do)
+
+    def send(self, do: str, **arguments: Any) -> None:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             raise WorkerFailed(self._obituary()) from None
+
+    def answer(self, do: str) -> dict[str, Any]:
         answer = json.loads(self._line(do))
         if "error" in answer:
             raise WorkerFailed(answer["error"])

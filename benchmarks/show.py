@@ -1,4 +1,4 @@
-"""Tables as text."""
+"""Tables and names as text."""
 
 from __future__ import annotations
 
@@ -14,3 +14,9 @@ def table(rows: Sequence[Sequence[Any]], head: Sequence[str], markdown: bool = F
     align = ["left", *["right"] * (len(head) - 1)]
     layout = "github" if markdown else "simple"
     return tabulate(cells, head, tablefmt=layout, colalign=align, disable_numparse=True)
+
+
+def not_done(names: Sequence[str], most: int = 5) -> list[str]:
+    """The line that names what there was no time for: the first few, and how many more. [] if nothing."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return [f"not done in time: {', '.join(names[:most])}{more}"] if names else []

@@ -17,7 +17,7 @@ from typing import Any
 
 from . import results
 from .results import over
-from .show import table
+from .show import not_done, table
 
 SPREAD = 0.005  # of tokens/s over rounds: what this should be at most
 Row = dict[str, Any]
@@ -278,9 +278,10 @@ def noise(result: Row) -> list[str]:
     said = [f"the spread is over {SPREAD:.1%}: {', '.join(shown)}"] if shown else []
     if problem := get(result, "settings/sampling/problem"):
         said.append(f"no clocks were sampled: {problem}")
-    if skipped := get(result, "settings/skipped_points"):
-        said.append(f"out of time: {skipped} points were not begun")
-    return said
+    rounds, asked = "tokens_per_s/rounds", get(result, "settings/rounds") or 0
+    left = {row["arm"]: asked - len(get(row, rounds)) for row in result["rows"] if get(row, rounds)}
+    names = [f"{count} of {asked} rounds of {arm}" for arm, count in left.items() if count > 0]
+    return said + not_done(names or get(result, "settings/skipped_points") or [])
 
 
 def markdown(found: Sequence[Row]) -> str:

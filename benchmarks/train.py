@@ -10,14 +10,12 @@ turn. Meanwhile nvidia-smi samples clocks and power. `--static` estimates the sa
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +65,8 @@ class Bench:
         self.case, self.variant, self.name = parse_case(text, CASES)
         self.deadline = time.monotonic() + (args.budget or float("inf"))
         self.end_of_all = time.monotonic() + 1.25 * (args.budget or float("inf"))
-        self.device: dict[str, Any] = {}
+        self.device: dict[str, Any] = {"name": args.device}
+        self.rounds = args.rounds  # with `--seconds`, as many as are planned
         self.rows: list[dict[str, Any]] = []  # of an estimate
         self.runs: list[ArmRun] = []  # of a measurement
         self.point = self.case.point(args.size, self.variant)
@@ -90,17 +89,6 @@ class Bench:
     def cache(self, name: str) -> Path:
         """The compile caches of an arm. Each has its own, so that no arm finds what another has compiled."""
         return (self.args.caches or self.scratch).resolve() / machine.slug(self.name) / f"cache-{name}"
-
-    def start(self, names: list[str]) -> None:
-        """Start processes at the same time: most of that is imports. One that fails is started again when
-        its arm is loaded, and fails there."""
-
-        def one(name: str) -> None:
-            with contextlib.suppress(WorkerFailed):
-                self.worker(name)
-
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(one, names))
 
     def end(self, name: str) -> None:
         """End the process of an arm. Tests (`--interpreted`), which time nothing, keep it for the next
@@ -131,7 +119,8 @@ class Bench:
     def measure(self) -> None:
         args = self.args
         if args.device == "cuda":
-            self.start(["probe", *(arm.name for arm in args.arms)])
+            for name in ("probe", *(arm.name for arm in args.arms)):
+                self.worker(name)  # all import at the same time
             self.device = self.worker("probe").ask("probe")
             self.end("probe")
         else:
@@ -170,14 +159,13 @@ class Bench:
                 run.error = "out of time: not begun"
             else:
                 self.load(run)
-        rounds = self.args.rounds
         for number in itertools.count():
-            if number == rounds or number and self.late():
+            if number == self.rounds or number and self.late():
                 break
             for run in in_turn(runs, number):
                 self.turn(run, lead=0 if self.case.continues and number == 0 else 1)
             if self.args.seconds and number == PLANNED:
-                rounds = self.plan(runs)
+                self.rounds = self.plan(runs)
         for run in runs:
             self.profile(run)
             self.attempt(run, "unload")
@@ -239,7 +227,7 @@ class Bench:
             "static": args.static,
             "device": self.device,
             "settings": {
-                "rounds": args.rounds,
+                "rounds": self.rounds,
                 "steps": args.steps,
                 "warmup": args.warmup,
                 "interpreted": args.interpreted,

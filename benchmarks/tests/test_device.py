@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import corpus, device, gpu_tests, lines, results, train
+from benchmarks import blocks, corpus, device, gpu_tests, kernels, lines, machine, matmuls, results, train
+from benchmarks.families import FAMILIES
 from benchmarks.pool import ROOT
 
 SCRIPT = str(ROOT / "benchmarks" / "device.sh")
@@ -62,7 +64,9 @@ def unpacked(out: Path, to: Path) -> dict[str, Path]:
 
 
 def statuses(files: dict[str, Path]) -> dict[str, Any]:
-    return {said["part"]: said["status"] for said in lines.read(files["parts.jsonl"])}
+    commit, *parts = lines.read(files["parts.jsonl"])
+    assert commit["commit"] == machine.commit()["commit"]
+    return {said["part"]: said["status"] for said in parts}
 
 
 def ran(folder: Path, limit: int, parts: str, env: dict[str, str]) -> dict[str, Path]:
@@ -193,6 +197,55 @@ def test_commands_that_train_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert seconds["curve"] <= 580  # a command takes ten minutes at most
 
 
+@pytest.mark.parametrize("part", [matmuls, kernels, blocks, gpu_tests])
+def test_what_there_is_no_time_for_is_named(monkeypatch, tmp_path: Path, capsys, part: Any) -> None:
+    """Two pieces of work are begun within 15 seconds of a clock, since each takes ten."""
+    now, path = [0.0], tmp_path / "r.jsonl"
+    tests = [SimpleNamespace(nodeid=f"test_{i}") for i in range(9)]
+
+    def work(found: Any) -> Any:
+        now[0] += 10
+        return found
+
+    def run(args: Any) -> None:  # of `gpu_tests`
+        gpu_tests.pytest_collection_modifyitems(tests)
+        while now[0] < args.budget:
+            gpu_tests.pytest_runtest_logstart(work(tests.pop(0)).nodeid)
+
+    def process(command: list[str]) -> SimpleNamespace:  # of `blocks`
+        code = blocks.main(command[3:])
+        return SimpleNamespace(wait=lambda: code, kill=lambda: None)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(machine, "clocks", lambda: {"clocks.sm": "1980 MHz"})
+    monkeypatch.setattr(matmuls, "row", lambda *_: work(dict.fromkeys(matmuls.WAYS, 1.0)))
+    monkeypatch.setattr(kernels.Bench, "rows_of", lambda *_: work([]))
+    monkeypatch.setattr(blocks, "measured", lambda name, block, *_: work({"family": name, "config": block}))
+    monkeypatch.setattr(blocks, "subprocess", SimpleNamespace(Popen=process))
+    monkeypatch.setattr(gpu_tests, "run", run)
+    monkeypatch.setenv(gpu_tests.LINES, str(path))
+    monkeypatch.setenv(gpu_tests.PART, "0/1")
+    flags = [] if part in (matmuls, kernels) else ["--processes", "1"]
+    part.main(["--device", "cpu", "--budget", "15", "--json", str(path), *flags])
+    every = {
+        matmuls: [f"{layer} {gemm} {m} x {n} x {k}" for layer, gemm, (m, n, k) in matmuls.matmuls("tiny")],
+        kernels: [f"{name} {shape}" for shape in kernels.SHAPES["tiny"] for name in FAMILIES],
+        blocks: [f"{name} {list(block)}" for name, block in blocks.points([*blocks.POINTS])],
+        gpu_tests: [f"test_{i}" for i in range(9)],
+    }[part]
+    if part is matmuls:
+        random.Random(0).shuffle(every)
+    *done, last = lines.read(path)
+    named = last["settings"]["skipped_points"] if part is kernels else last["not_done"]
+    assert named == every[2:]
+    if part is blocks:
+        facts = [(row["device"], row["clock"], row["commit"]) for row in done]
+        assert facts == [("cpu", "1980 MHz", machine.commit()["commit"])] * 2
+    said = f"not done in time: {', '.join(named[:5])} and {len(named) - 5} more\n"
+    assert said in capsys.readouterr().out
+
+
 # -- tests --
 
 ASKED = """
@@ -211,6 +264,23 @@ def test_short():
 """
 
 
+def outcomes(path: Path) -> dict[str, str]:
+    found = gpu_tests.outcomes(path)
+    return {name.rpartition("/")[2].rpartition("::")[2]: line["outcome"] for name, line in found.items()}
+
+
+def test_only_tests_that_are_named(tmp_path: Path) -> None:
+    """A name without a test is an error."""
+    (tmp_path / "test_asked.py").write_text(ASKED)
+    path = tmp_path / "tests.jsonl"
+    command = [sys.executable, "-m", "benchmarks.gpu_tests", str(tmp_path), "--json", str(path)]
+    command += ["--processes", "1", "--only", "test_many[1]", "short", "nothing"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert outcomes(path) == {"test_many[1]": "passed", "test_short": "passed"}
+    assert done.returncode == 1
+    assert done.stdout.endswith("--only: no test is named 'nothing'\n2 passed of 2 tests\n")
+
+
 @pytest.mark.slow
 def test_tests_in_several_processes(tmp_path: Path) -> None:
     """One fails, one ends its process, one takes longer than there is time, one file cannot be imported. Of
@@ -221,23 +291,19 @@ def test_tests_in_several_processes(tmp_path: Path) -> None:
     path = tmp_path / "tests.jsonl"
     command = [sys.executable, "-m", "benchmarks.gpu_tests", str(tmp_path)]
     command += ["--processes", "2", "--budget", "200", "--json", str(path)]
-
-    def outcomes() -> dict[str, str]:
-        found = gpu_tests.outcomes(path)
-        return {name.rpartition("/")[2].rpartition("::")[2]: line["outcome"] for name, line in found.items()}
-
     expected = dict.fromkeys(["test_many[0]", "test_after", "test_short"], "passed")
     expected |= dict.fromkeys(["test_many[2]", "test_broken.py"], "failed")
     expected |= dict.fromkeys(["test_long", "test_that_ends_its_process"], gpu_tests.BEGUN)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         end = time.monotonic() + 200
-        while outcomes() != expected:
+        while outcomes(path) != expected:
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=30)[0]
-    assert outcomes() == expected and process.returncode == 1
+    assert outcomes(path) == expected and process.returncode == 1
     assert "test_many[2]: AssertionError: two is wrong" in said and "no_such_package" in said
     assert "another one goes on" in said
-    last = said.splitlines()[-1]
+    left, last = said.splitlines()[-2:]
+    assert left.startswith("not done in time: ") and left.endswith("test_many[3]") and left.count("::") == 2
     assert "2 failed" in last and f"2 {gpu_tests.BEGUN}" in last and last.endswith(" of 8 tests")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import arms, estimates, matmuls, results, static, tables
+from benchmarks import arms, estimates, machine, matmuls, results, static, tables
 from benchmarks.cases import CASES, qwen3
 from benchmarks.cases.base import parse_case
 from benchmarks.pool import ROOT
@@ -113,7 +113,9 @@ def test_an_estimate_of_weights_that_are_held():
 def test_the_matmuls_that_the_cost_model_knows(tmp_path, capsys):
     """Every gemm in three ways, in an order of a seed; nothing is a measurement."""
     assert matmuls.main(["--device", "cpu", "--json", str(tmp_path / "matmuls.json")]) == 0
-    found = json.loads((tmp_path / "matmuls.json").read_text())["matmuls"]
+    stored = json.loads((tmp_path / "matmuls.json").read_text())
+    found = stored["matmuls"]
+    assert stored["commit"] == machine.commit()["commit"] and stored["not_done"] == []
     assert len(found) == 18 and all(row[way] > 0 for row in found for way in matmuls.WAYS)
     ran = [(row["layer"], row["gemm"], (row["m"], row["n"], row["k"])) for row in found]
     listed = list(matmuls.matmuls("tiny"))

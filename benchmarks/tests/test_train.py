@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import arms, kernels, lines, results, train
+from benchmarks import arms, kernels, lines, pool, results, train
 from benchmarks.cases import CASES
 from fp8compile.config import options
 
@@ -95,6 +98,20 @@ def benched(monkeypatch: pytest.MonkeyPatch, path: Path, flags: str) -> tuple[An
     return answers, lines.read(path)
 
 
+def test_defaults_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = train.parse(["--case", "dit"])
+    assert (args.device, args.rounds, args.steps) == ("cuda", 6, 20)
+
+
+def test_another_arm_begins_each_round(monkeypatch, tmp_path):
+    flags = "--case dit --rounds 4 --arms bf16,fp8-delayed,fp8-rowwise"
+    asked = benched(monkeypatch, tmp_path / "r.jsonl", flags)[0].asked
+    a, b, c = (f"turn {arm}" for arm in ("bf16", "fp8-delayed", "fp8-rowwise"))
+    turns = [line for line in asked if line.startswith("turn")]
+    assert turns == [a, b, c, b, c, a, c, a, b, a, b, c]
+
+
 def test_a_result_after_each_arm_and_round(monkeypatch, tmp_path):
     answers, written = benched(monkeypatch, tmp_path / "r.jsonl", "--case gpt2-124m --rounds 2")
     assert len(written) == 1 + sum(not line.startswith("unload") for line in answers.asked)  # one at the end
@@ -106,11 +123,24 @@ def test_a_result_after_each_arm_and_round(monkeypatch, tmp_path):
     assert results.read([tmp_path / "r.jsonl"]) == [written[-1]]
 
 
-def test_no_arm_is_begun_when_it_is_late(monkeypatch, tmp_path):
+def test_no_arm_is_begun_when_it_is_late(monkeypatch, tmp_path, capsys):
     """The first arm takes the time; it gets its round, and the second arm says why it has none."""
     answers, written = benched(monkeypatch, tmp_path / "r.jsonl", "--case gpt2-124m --budget 5")
     assert answers.asked == ["load bf16", "turn bf16", "profile bf16", "unload bf16"]
     assert [row["error"] for row in written[-1]["rows"]] == [None, "out of time: not begun"]
+    assert "\nnot done in time: 4 of 5 rounds of bf16\n" in capsys.readouterr().out
+
+
+def test_workers_that_start_are_ended_when_train_is(monkeypatch, tmp_path):
+    """SIGTERM comes while a probe and an arm start."""
+    ended, kill = [], pool.Remote.kill
+    monkeypatch.setattr(pool.Remote, "answer", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(pool.Remote, "kill", lambda worker: ended.append(worker) or kill(worker))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match="terminated"):
+        train.main(f"--case dit --arms bf16 --device cuda --json {tmp_path}/r.json".split())
+    assert [worker.name for worker in ended] == ["probe", "bf16"]
+    assert all(worker.process.returncode == -signal.SIGKILL for worker in ended)
 
 
 @pytest.mark.parametrize("budget, rounds", [(1000, 6), (100, 4)])
