@@ -60,13 +60,37 @@ def test_results_are_read_and_shown(tmp_path):
     assert "goal 1.4" in text and "1.40" in text and "torchao-rowwise: OutOfMemoryError: too much" in text
     assert "the spread is over 0.5%: fp8-delayed 0.6%" in text
     page = tmp_path / "page.md"
-    names = ("static", "ceilings", "measured", "experts", "held", "kernels")
+    names = ("static", "ceilings", "measured", "experts", "held", "restated", "kernels")
     page.write_text("".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names))
     assert tables.main([str(tmp_path / "r.json"), "--update", str(page)]) == 0
     assert "| fp8-delayed |" in page.read_text() and "old" not in page.read_text()
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match="bad.json: not a result"):
         results.read([tmp_path])
+
+
+def test_an_estimate_with_measured_matmuls():
+    """Matmuls and attention took 1 ms more than estimated in bf16, and 2 ms less in FP8."""
+    static_ms = {"bf16": (10.0, 9.0, 8.0), "fp8": (8.0, 7.0, 6.0)}
+    estimated = {
+        arm: {"static": dict(zip(("roofline_ms", "operands_once_ms", "extern_ms"), ms, strict=True))}
+        for arm, ms in static_ms.items()
+    }
+    took = {"bf16": (0.0, 8.5, 0.5), "fp8": (3.0, 0.5, 0.5), "other": (1.0, 1.0, 1.0)}
+    measured = {
+        arm: {
+            "busy_ms": 12.0,
+            "kernels": {"classes": dict(zip(tables.MEASURED_KERNELS, ({"ms": x} for x in ms), strict=True))},
+        }
+        for arm, ms in took.items()
+    }
+    found = tables.restated(estimated, measured)
+    assert [(arm, line["ms"], line["restated"]) for arm, line in found.items()] == [
+        ("bf16", 11.0, 1.0),
+        ("fp8", 6.0, 11.0 / 6.0),
+    ]
+    assert found["fp8"]["ceiling"] == 11.0 / 5.0
+    assert len(tables.grid(found, tables.RESTATED).splitlines()) == 4
 
 
 @pytest.mark.slow
