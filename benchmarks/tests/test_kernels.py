@@ -60,6 +60,11 @@ def test_counted_bytes_of_kernels(tmp_path):
     # Inductor reads both inputs twice
     assert must <= fp8["static"]["gb"] < 1.05 * must < 1.5 * must < inductor["static"]["gb"]
     assert "| gelu-backward 4096x1024 |" in tables.markdown(results.read([path]))
+    given[2:5] = "layer-norm-backward", "--shape", "8192x14336"
+    assert kernels.main(given) == 0
+    fp8 = results.read([path])[0]["rows"][0]
+    # rows that no register holds: of 10 bytes an element it reads 4 again, once
+    assert fp8["static"]["gb"] == pytest.approx(1.4 * fp8["bytes"] / 1e9, rel=0.05)
 
 
 @pytest.mark.weekly

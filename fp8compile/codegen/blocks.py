@@ -62,22 +62,34 @@ def apart(group: Group) -> bool:
 
 def configurations(group: Group) -> tuple[Block, ...]:
     """The blocks to choose from at the first launch of a group's kernel, the default first; two, or three
-    with Inductor's `max_autotune`."""
-    choices = whole_row_blocks(group) or _choices(group)
+    with Inductor's `max_autotune`. All fit the source, which is written for the default."""
+    choices = _fitting(whole_row_blocks(group), group) or _loops(group)
+    if _whole(group, choices[0]):  # without a loop, and perhaps without masks
+        choices = tuple(x for x in choices if x[1] == choices[0][1])
+    if group.sums:
+        choices = tuple(x for x in choices if x[0] == choices[0][0])
+    return choices[: 3 if compat.triton.max_autotune() else 2]
+
+
+def _loops(group: Group) -> tuple[Block, ...]:
+    """The blocks of a kernel that holds no whole rows on purpose."""
+    return _fitting(_choices(group), group)
+
+
+def _fitting(choices: tuple[Block, ...], group: Group) -> tuple[Block, ...]:
+    """Those that hold whole blocks of scales, the best first."""
     rows, columns = group.block
     choices = tuple(x for x in choices if x[0] % rows == 0 and x[1] % columns == 0)
     # mxfp8 in both layouts: 48 instructions an element in a tile of 32 rows, else 75
     if group.block == (32, 32):
         choices = tuple(sorted(choices, key=lambda x: x[0] != 32))
-    # scales of parts of a row: 30 instructions an element in a tile of 128 columns, 81 with 256 (RMSNorm)
+    # loops with scales of parts of a row: 30 instructions an element with 128 columns, 81 with 256 (RMSNorm)
     if group.passes and group.block[1] > 1:
         choices = tuple(sorted(choices, key=lambda x: x[1] > 128))
     # scales take registers, too, and with 16 warps a thread has only 128
     if group.heavy and group.block != (1, 1):
         choices = tuple(x for x in choices if x[2] <= 8) or choices
-    if group.sums:
-        choices = tuple(x for x in choices if x[0] == choices[0][0])
-    return choices[: 3 if compat.triton.max_autotune() else 2]
+    return choices
 
 
 def _choices(group: Group) -> tuple[Block, ...]:
@@ -101,17 +113,18 @@ def _choices(group: Group) -> tuple[Block, ...]:
 def whole_row_blocks(group: Group) -> tuple[Block, ...]:
     """Blocks of whole rows, where they serve better than loops over columns: for column sums, which loops
     would reduce for each block of rows, and where the second read would come from memory (`evicted`). None
-    for rows that are too long or of unknown length, and where finer scales need blocks of several rows."""
+    for rows that are too long or of unknown length, and where finer scales need blocks of several rows, or
+    have parts of a row beside column sums."""
     columns, collects = group.domain.columns, bool(group.sums or group.column_amaxes)
     fits = columns.is_Integer and 0 < columns <= (LONGEST_WALKED if collects else LONGEST)
-    plain = group.block == (1, 1) or (group.block[0] == 1 and not collects)
-    if not (group.passes and fits and plain and group.domain.order is None and not group.grouped):
+    one_row = group.block == (1, 1) or (group.block[0] == 1 and not collects)
+    if not (group.passes and fits and one_row and group.domain.order is None and not group.grouped):
         return ()
     if any(copy_of(output, group) is None for output in group.with_content("transposed")):
         return ()
     if not (collects or evicted(group)):
         return ()
-    wide = max(1 << (int(columns) - 1).bit_length(), group.block[1])
+    wide = max(1 << (int(columns) - 1).bit_length(), group.block[1])  # of a row shorter than a scale's part
     if collects:
         warps = max(1, wide // (128 if len(group.sums) + len(group.column_amaxes) == 1 else 256))
         return (1, wide, warps), (1, wide, max(1, warps // 2))
@@ -138,10 +151,12 @@ def made_of(output: Output, group: Group) -> Output | None:
 
 def whole_rows(group: Group) -> bool:
     """True if the kernel holds whole rows in registers, instead of looping over columns."""
+    return bool(group.passes) and not apart(group) and _whole(group, configurations(group)[0])
+
+
+def _whole(group: Group, block: Block) -> bool:
     columns = group.domain.columns
-    if not group.passes or apart(group) or not columns.is_Integer:
-        return False
-    return 0 < int(columns) <= configurations(group)[0][1]
+    return bool(group.passes and columns.is_Integer and 0 < int(columns) <= block[1])
 
 
 def evicted(group: Group) -> bool:
@@ -150,7 +165,7 @@ def evicted(group: Group) -> bool:
     gpu, columns = gpu_of(group.outputs[0].node.meta["val"].device), group.domain.columns
     if gpu is None or gpu.L2_cache_size is None or not columns.is_Integer:
         return False
-    block = _choices(group)[0]
+    block = _loops(group)[0]
     programs = quotient_up(group.domain.walked, block[0])
     count = int(programs) if programs.is_Integer else walks.resident(gpu, block[2])
     widths = [node.meta["val"].itemsize for node in group.inputs if group.domain.is_full(node)]

@@ -290,6 +290,24 @@ def converted(value: str, dtype: torch.dtype, by_ptx: bool = False) -> str:
     return f"{bits}.to({TRITON_DTYPE[dtype]}, bitcast=True)"
 
 
+# PTX: two bfloat16 become two float32.
+_WIDEN = "{ .reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b; }"
+
+
+def widened(value: str, by_ptx: bool = False) -> str:
+    """A float as float32, as text. `by_ptx`: a bfloat16, where Triton would compute what depends on it twice
+    (`compat.triton.widens_early`)."""
+    if not by_ptx:
+        return f"{value}.to(tl.float32)"
+    return f'tl.inline_asm_elementwise("{_WIDEN}", "=f,=f,r", [{value}], tl.float32, True, 2)'
+
+
+def widens_by_ptx(device: torch.device) -> bool:
+    """True if kernels for this device may widen by PTX."""
+    gpu = gpu_of(device)
+    return gpu is not None and not gpu.gfx and compat.triton.widens_early()
+
+
 def converts_by_ptx(device: torch.device) -> bool:
     """True if kernels for this device convert to FP8 by PTX."""
     gpu = gpu_of(device)

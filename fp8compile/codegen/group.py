@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..ir.fx_utils import arg, aten
+from ..ir.fx_utils import arg, aten, reached
 from .composites import composite
 from .expressions import HEAVY, supported
 from .indexing import REDUCTIONS, Domain, Index, in_memory, lookups, sizes, unravel
@@ -113,6 +113,17 @@ class Group:
     def heavy(self) -> bool:
         """True if the group computes an exp or the like, which takes many registers."""
         return any(node.target in HEAVY for node in self.members)
+
+    @property
+    def sole_inputs(self) -> set[Node]:
+        """Inputs from each of which alone a transposed copy is computed, by an exp or the like."""
+        found: set[Node] = set()
+        for output in self.with_content("transposed"):
+            chain = [*reached([output.node], lambda x: x.all_input_nodes if x in self.members else ())]
+            read = {x for x in chain if x in self.inputs and self.domain.is_full(x)}
+            if len(read) == 1 and any(x.target in HEAVY for x in chain):
+                found |= read
+        return found
 
     @property
     def _blocks(self) -> list[Scale]:

@@ -27,7 +27,7 @@ from ..ir import ops
 from ..ir.fx_utils import arg
 from . import blocks
 from .block_scales import Tiles, magnitude
-from .expressions import TRITON_DTYPE, converts_by_ptx, number_text, rounded
+from .expressions import TRITON_DTYPE, converts_by_ptx, number_text, rounded, widens_by_ptx
 from .group import Group, Output, statistics_of, title
 from .indexing import sizes
 from .scales import SPAN, Scale, loaded_scale
@@ -61,7 +61,9 @@ class Writer(Values):
             fixed = ()  # a row and its sums look like values that no row changes
         width = blocks.configurations(group)[0][1] if self.whole else MOST_COLUMNS
         super().__init__(group, Masks.of(group.domain, width), fixed)
-        self.by_ptx = converts_by_ptx(group.outputs[0].node.meta["val"].device)
+        device = group.outputs[0].node.meta["val"].device
+        self.by_ptx = converts_by_ptx(device)
+        self.sole = group.sole_inputs if widens_by_ptx(device) else set()
         self.scales: dict[Node, str] = {}
         self.read: list[Node] = []  # what the kernel reads of them, in the order of its parameters
         for node, scale in group.scales.items():

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ..ir.fx_utils import FLOATS, aten
 from .composites import composite
-from .expressions import expression, number_text, prelude
+from .expressions import expression, number_text, prelude, widened
 from .group import Group
 from .indexing import VIEWS, Index, in_memory, varies_with
 from .scales import FROM_AMAX, computed_scale
@@ -36,6 +36,7 @@ class Values:
         self.loop: dict[tuple[Node, Index], str] = {}  # values of the tile at hand
         self.lines: list[str] = []
         self.reduced: dict[Node, str] = {}  # sums over rows that are known by now
+        self.sole: set[Node] = set()  # inputs that PTX makes float32
         self.eviction = ""  # what happens in the cache to what is read
 
     def value(self, node: Node, index: Index) -> str:
@@ -98,7 +99,7 @@ class Values:
             mask += f', eviction_policy="{self.eviction}"'
         text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{mask})"
         if dtype in FLOATS:
-            return f"{text}.to(tl.float32)"
+            return widened(text, node in self.sole and dtype == torch.bfloat16)
         return f"{text} != 0" if dtype == torch.bool else text
 
     def offset(self, node: Node, index: Index, *varying: str) -> str:

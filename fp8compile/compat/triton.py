@@ -49,9 +49,19 @@ def converts_wrongly(capability: tuple[int, int]) -> bool:
     pair of equal values that fills a word on both sides leaves half of it unwritten, and the bytes of a pair
     that is stored in both layouts are taken before the pair is there. (Seen on an H200;
     tests/support/undefined_bytes.py finds it in machine code.)"""
+    return capability in ((8, 9), (9, 0)) and _before_3_9()
+
+
+def widens_early() -> bool:
+    """True if Triton may change the layout of a value before the widening of the one bfloat16 tensor that it
+    comes from, and so compute it in both layouts. 3.6 does, whatever that costs; 3.9 does not."""
+    return _before_3_9()
+
+
+def _before_3_9() -> bool:
     import triton
 
-    return capability in ((8, 9), (9, 0)) and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+    return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 
 @functools.cache

@@ -263,6 +263,28 @@ def test_loops_with_scales_of_parts_of_a_row(width: int) -> None:
     assert blocks.configurations(kernels[0].group)[0] == (32, 128, 8)
 
 
+@pytest.mark.parametrize("block", [None, [1, 32], [1, 128]], ids=str)
+@pytest.mark.parametrize("columns", [40, 100, 128, 200, 256, 300])
+def test_every_configuration_that_autotuning_may_choose(columns: int, block: list[int] | None) -> None:
+    """One source serves them: masks and loops are those of the default. Sums of small integers are exact."""
+
+    def call(x: Tensor, weight: Tensor) -> tuple:
+        y, rstd = rms_norm(x, weight)
+        if block is None:
+            return y, rstd, ops.quantize(y, x.new_ones(1).float(), *E4M3, False), ops.amax(y)
+        scale, inverse = scales(y, False, block)
+        return y, rstd, ops.quantize(y, scale, *E4M3, False, block), inverse
+
+    x, weight = PRODUCERS["rms_norm"][1](Source(70, columns, torch.bfloat16))
+    given = (x.clamp(-8, 8).round(), weight)
+    gm = trace(call, given)
+    with torch._inductor.config.patch(max_autotune=True), torch.no_grad():
+        default, *others = (fused(gm, other=other).fused(*given) for other in range(3))
+    for found in others:
+        for i, (a, b) in enumerate(zip(default, found, strict=True)):
+            assert_bits(a, b, f"result {i}")
+
+
 # -- scales in memory --
 
 

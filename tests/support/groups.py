@@ -448,9 +448,9 @@ def trace(function: Callable, inputs: tuple, mode: str = "fake") -> GraphModule:
     return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*inputs)
 
 
-def fused(gm: GraphModule, config: tuple[int, int, int] | None = None) -> Made:
+def fused(gm: GraphModule, config: tuple[int, int, int] | None = None, other: int = 0) -> Made:
     copy = compat.dynamo.copy_graph(gm)
-    with kernels_on_cpu(config), hooks.generated() as (noted, _):
+    with kernels_on_cpu(config, other=other), hooks.generated() as (noted, _):
         run_post_grad(copy.graph)
     copy.recompile()
     kinds = tuple(tuple(sorted(output.content for output in kernel.group.outputs)) for kernel in noted)

@@ -325,11 +325,11 @@ def kernels_on_cpu(
     config: tuple[int, int, int] | None = None, choose: Callable[[Any], Any] | None = None, **limits: int
 ):
     """Inside, CPU graphs get generated kernels, and the interpreter runs them. Yields the list of the kernels
-    made. `config`: the tile of each; `choose` and `limits`: see `hooks.launching`."""
+    made. `config`: the tile of each; `choose`, `other` and `limits`: see `hooks.launching`."""
     made: list[Interpreted] = []
 
     def tuned(kernel: JITFunction, configs: Any) -> Interpreted:
-        made.append(Interpreted(kernel, configs[0]))
+        made.append(Interpreted(kernel, configs[-1]))
         return made[-1]
 
     with hooks.launching(tuned, (lambda kernel: config) if config else choose, **limits):

@@ -52,10 +52,10 @@ def _touch(node: Any, name: str, size: int, written: bool, number: Number) -> To
     return Touch(first, max(size, _whole(name, number)), size, written)
 
 
-def read_again(node: Any) -> int:
-    """The bytes of second reads that come from memory, of a kernel of ours (`codegen.walks`)."""
-    kernel = getattr(node, "node", None)
-    return sum(x.meta.get(READ_AGAIN, 0) for x in kernel.get_origins()) if kernel is not None else 0
+def read_again(kernel: Any) -> int:
+    """The bytes of second reads that come from memory, of a kernel of ours (`codegen.walks`). Its node is
+    among the origins of Inductor's kernels that read its results, too."""
+    return sum(x.meta.get(READ_AGAIN, 0) for x in kernel.get_origins())
 
 
 def _touched(node: Any, number: Number) -> Iterator[tuple[str, int]]:

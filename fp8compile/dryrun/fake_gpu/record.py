@@ -164,11 +164,12 @@ class _Reader:
         if type(node).__name__ == "NopKernelSchedulerNode" or isinstance(node.node, ir.MultiOutput):
             return None
         touched = tuple(plan_traffic.touched(node, self.number))
-        moved = sum(x.bytes for x in touched) + plan_traffic.read_again(node)
+        moved = sum(x.bytes for x in touched)
         what: dict[str, Any] = {"fqn": _fqn(node), "touched": touched}
         if isinstance(node.node, ir.UserDefinedTritonKernel):
             written = {t.get_name(): t for t in node.node.mutable_args}
             matmul = self.launched(node.node, list(written.values()))
+            moved += plan_traffic.read_again(node.node)
             return Launch("user", node.get_name(), moved, matmul, **what)
         if isinstance(node.node, ir.ExternKernel):
             name = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)

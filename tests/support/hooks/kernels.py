@@ -14,20 +14,29 @@ from .base import Patched, noting
 
 @contextlib.contextmanager
 def launching(
-    tuned: Callable[..., Any], choose: Callable[[Any], Any] | None = None, **limits: int
+    tuned: Callable[..., Any], choose: Callable[[Any], Any] | None = None, other: int = 0, **limits: int
 ) -> Iterator[None]:
     """Inside, graphs for a CPU get generated kernels: `tuned(function, configurations)` is launched, with the
-    configuration that `choose(group)` names, or with the default one. `limits`: other values of constants of
-    `codegen.blocks`."""
+    configuration that `choose(group)` names, or with the default one. `other`: the source is written for the
+    default, and launched with that one, or with the last; the last of `configurations` is what is launched.
+    `limits`: other values of constants of `codegen.blocks`."""
+    from fp8compile import compat
     from fp8compile.codegen import blocks, launch
 
-    configurations = blocks.configurations
+    configurations, launch_all = blocks.configurations, compat.triton.launch
 
     def chosen(group: Any) -> Any:
-        return (choose(group) if choose else configurations(group)[0],)
+        if choose:
+            return (choose(group),)
+        found = configurations(group)
+        return (found[0], *([found[min(other, len(found) - 1)]] if other else []))
+
+    def launch_last(emit: Any, function: Any, grids: Any, *more: Any, **how: Any) -> Any:
+        return launch_all(emit, function, grids[-1:], *more, **how)
 
     with (
         lowered_as_for_a_gpu(),
+        mock.patch.object(compat.triton, "launch", launch_last),
         mock.patch.multiple(blocks, configurations=chosen, **limits),
         mock.patch.multiple(launch, DEVICES=("cpu", "cuda"), tuned=tuned),
     ):
