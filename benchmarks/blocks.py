@@ -74,7 +74,7 @@ def points(names: list[str], most: int | None = None) -> list[tuple[str, Block]]
 def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dict[str, Any]:
     """One line. `turn`: a file whose lock allows to measure."""
     family, device = FAMILIES[name.removesuffix("-long")], "cpu" if timer is None else "cuda"
-    row: dict[str, Any] = {"family": name, "config": block}
+    row: dict[str, Any] = {"family": name, "config": block, "clock": None}
     try:
         torch.manual_seed(0)
         inputs = family.inputs(Source(*(TINY if timer is None else POINTS[name][0]), device))
@@ -87,6 +87,7 @@ def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dic
         fcntl.flock(turn, fcntl.LOCK_EX)
         try:
             ms = statistics.median(timer.milliseconds(lambda: plan(*inputs)))
+            row["clock"] = (machine.clocks() or {}).get("clocks.sm")
             kernels = {kernel["name"][:60]: kernel["us"] for kernel in timer.kernels(lambda: plan(*inputs))}
         finally:
             fcntl.flock(turn, fcntl.LOCK_UN)
@@ -97,18 +98,21 @@ def measured(name: str, block: Block, timer: Device | None, turn: TextIO) -> dic
 
 
 def processes(path: Path, given: list[str], chosen: list[tuple[str, Block]], count: int) -> int:
-    """Start them, and wait. What has no line at the end, or when SIGTERM comes, is named."""
+    """Start so many processes, and wait. What has no line at the end, or when SIGTERM comes, is named."""
     path.touch()
     before = len(lines.read(path))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     with tempfile.NamedTemporaryFile() as turn:
         command = [sys.executable, "-m", "benchmarks.blocks", *given, "--turn", turn.name, "--part"]
-        made = [subprocess.Popen([*command, str(part)]) for part in range(min(count, len(chosen)))]
+        made: list[subprocess.Popen[bytes]] = []
         try:
+            for part in range(min(count, len(chosen))):
+                made.append(subprocess.Popen([*command, str(part)]))
             return max(abs(process.wait()) for process in made)
         finally:
             for process in made:
                 process.kill()
+                process.wait()
             done = [(row["family"], tuple(row["config"])) for row in lines.read(path)[before:]]
             left = [f"{name} {list(block)}" for name, block in chosen if (name, block) not in done]
             if left:
@@ -140,8 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         for i in range(args.part, len(chosen), args.processes):
             if time.monotonic() > end:
                 break
-            row = measured(*chosen[i], timer, turn)
-            found.append({**row, "clock": (machine.clocks() or {}).get("clocks.sm"), **about})
+            found.append({**measured(*chosen[i], timer, turn), **about})
             lines.add(args.json, found[-1])
             print(found[-1], flush=True)
     return int(any("error" in row for row in found))

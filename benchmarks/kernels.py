@@ -213,6 +213,7 @@ class Bench:
         """Measures all rows. After each family and shape, `ready` gets the result so far."""
         points = [(family, shape) for shape in self.args.shape for family in self.args.family]
         self.skipped = [f"{name} {shape}" for name, shape in points]
+        ready(self.result())
         for name, shape in points:
             if time.monotonic() > self.deadline:
                 break

@@ -14,6 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp8compile import compat
 from fp8compile.codegen import blocks, walks
 from fp8compile.codegen.kernel import Kernel
 from fp8compile.devices.gpu import H200
@@ -24,6 +25,7 @@ from tests.support.interpreter import kernels_on_cpu
 
 from ..families import FAMILIES, Source
 
+NORMS = ("rms-norm", "layer-norm", "rms-norm-backward", "layer-norm-backward")
 UNKNOWN = dataclasses.replace(H200, L2_cache_size=None)
 
 
@@ -66,7 +68,7 @@ def test_whole_rows(name, rows, columns, described, whole):
         assert rows // 512 <= walk * block[0] <= max(16, rows // 64)
 
 
-@pytest.mark.parametrize("name", ["rms-norm", "layer-norm", "rms-norm-backward", "layer-norm-backward"])
+@pytest.mark.parametrize("name", [*NORMS, "rms-norm-parts"])
 @pytest.mark.parametrize("columns", [256, 768, 1536, 4096, 8192, 16384, 20480])
 def test_loops_find_in_the_cache_what_they_read_again(name, columns):
     """No kernel reads an input twice from memory if its rows fit the registers. (`walks` reads sources.)"""
@@ -101,6 +103,7 @@ LIMITS: dict[tuple[str, int, int], tuple[int, float, float, float]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(compat.triton.converts_wrongly((9, 0)), reason="the limits are those of Triton 3.9")
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("name, rows, columns", LIMITS)
 def test_machine_code(name, rows, columns, target):
@@ -113,5 +116,5 @@ def test_machine_code(name, rows, columns, target):
     each = 32 * block[2] / elements
     assert took.registers <= registers and took.spills == 0
     assert instructions * 0.5 < found.total() * each <= instructions
-    assert found["SHFL"] * each <= shuffles
-    assert found["BAR"] * 1000 / elements <= barriers
+    assert 0 < found["SHFL"] * each <= shuffles
+    assert 0 < found["BAR"] * 1000 / elements <= barriers

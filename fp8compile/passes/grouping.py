@@ -105,16 +105,15 @@ class Grouping:
                     rows.append(user)
 
     def follow_casts(self, domain: Domain, walk: Group, sinks: set[Node]) -> None:
-        """Take in roundings that are read by what Inductor does not fuse, such as the matmul of an adapter.
-        Casts to FP8 read the value before it is rounded, so Inductor would compute it once more."""
+        """Take in roundings: an adapter's matmul may read one. Casts to FP8 read the value before it is
+        rounded, so Inductor would compute it once more."""
         full = [x for x in walk.members if is_tensor(x) and domain.is_full(x)]
         for node in [x for x in full if (x, domain.index(x)) in walk.seen]:
             for user in node.users:
                 taken = user in walk.members or user in sinks or walk.stop(user)
                 if user.target not in CASTS or taken or not supported(user) or not readable(user):
                     continue
-                narrower = value(user).dtype.itemsize < value(node).dtype.itemsize
-                if narrower and not all(fusable(x, OURS) for x in _readers(user, walk.members, sinks)):
+                if value(user).dtype.itemsize < value(node).dtype.itemsize:
                     walk(user, domain.index(user))
 
     @staticmethod

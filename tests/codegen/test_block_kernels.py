@@ -285,6 +285,33 @@ def test_every_configuration_that_autotuning_may_choose(columns: int, block: lis
             assert_bits(a, b, f"result {i}")
 
 
+READERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # and whether the rounding is written
+    "matmul": (lambda y: y.to(torch.bfloat16) @ y.new_ones(y.shape[1], 8).to(torch.bfloat16), True),
+    "pointwise": (lambda y: y.to(torch.bfloat16) + 1, False),
+    "wider": (lambda y: y.to(torch.float32) @ y.new_ones(y.shape[1], 8).float(), False),
+    "integers": (lambda y: y.to(torch.int8), False),
+    "raw": (lambda y: y.to(torch.float8_e4m3fn), False),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_roundings_that_others_read(name: str) -> None:
+    """The kernel of the cast, which reads the value before it is rounded, writes them, unless computing one
+    again costs less."""
+    read, written = READERS[name]
+
+    def call(x: Tensor) -> tuple:
+        y = (x if name == "wider" else x.to(torch.float32)) * 3
+        scale, inverse = scales(y, False, [1, 128])
+        return ops.quantize(y, scale, *E4M3, False, [1, 128]), inverse, read(y)
+
+    x = Source(70, 140, torch.bfloat16).full()
+    made = made_of(call, (x,))
+    assert_kernels(made, "copy blocks" + " value" * written)
+    assert "x1" not in made.sources[0]
+    check(made, (x,))
+
+
 # -- scales in memory --
 
 

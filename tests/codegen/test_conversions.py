@@ -109,6 +109,21 @@ def test_kernels_convert_by_ptx_where_triton_does_it_wrongly(
         assert ("inline_asm_elementwise" in kernel.jitted.src) == wrongly
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_the_input_of_a_gelu_is_widened_by_ptx_where_triton_would_compute_it_twice(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its backward, for the transposed copy of the GELU, which nothing else decides."""
+    monkeypatch.setattr(compat.triton, "widens_early", lambda: early)
+    with executed(gpu=H100) as plan:
+        pair = Pair(make(Mlp, torch.bfloat16), "tensorwise", policy=ALL_FP8, dynamic=False)
+        for step in range(2):
+            pair.step(noise(64, 128, seed=step, dtype=torch.bfloat16))
+    sources = {kernel.name: kernel.jitted.src for kernel in plan.kernels if kernel.ours}
+    assert any("0xffff0000" in source for source in sources.values()) == early, [*sources]
+    assert all("gelu_backward" in name for name, source in sources.items() if "0xffff0000" in source)
+
+
 # -- undefined bytes --
 
 Block = tuple[int, int, int]

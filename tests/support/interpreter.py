@@ -238,7 +238,12 @@ class OnCpu:
 def _ptx(
     text: str, _constraints: str, values: list[tl.tensor], dtype: tl.dtype, *_: Any, **_more: Any
 ) -> tl.tensor:
-    """The one piece of PTX in our kernels: four conversions to FP8 (`codegen.expressions.converted`)."""
+    """The PTX in our kernels: four conversions to FP8, or two of bfloat16 (`codegen.expressions`)."""
+    if "cvt." not in text:
+        words = values[0].handle.data.reshape(-1, 2).astype(np.uint32) @ np.array([1, 1 << 16], np.uint32)
+        assert "shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b;" in text
+        pairs = np.stack([words << 16, words & 0xFFFF0000], 1).astype(np.uint32)
+        return tensor_of(pairs.view(np.float32).reshape(values[0].handle.data.shape), dtype)
     kinds = {"cvt.rn.satfinite.e4m3x2": tl.float8e4nv, "cvt.rn.satfinite.e5m2x2": tl.float8e5}
     (target,) = [kind for name, kind in kinds.items() if name in text]
     return tensor_of(_convert(values[0].handle.data, tl.float32, target), dtype)
