@@ -232,12 +232,12 @@ def restated(estimated: Mapping[str, Row], measured: Mapping[str, Row]) -> dict[
     """Lines of `RESTATED`, by arm."""
     lines: dict[str, Row] = {}
     both = [arm for arm in estimated if get(measured.get(arm, {}), "kernels/classes")]
-    for arm in both if "bf16" in both else []:
+    for arm in sorted(both, key=lambda arm: arm != "bf16") if "bf16" in both else []:
         row, classes = estimated[arm], get(measured[arm], "kernels/classes")
         took = sum(classes[kind]["ms"] for kind in MEASURED_KERNELS)
         more = took - row["static"]["extern_ms"]
         ms, once = (row["static"][key] + more for key in ("roofline_ms", "operands_once_ms"))
-        bf16 = lines["bf16"]["ms"] if lines else ms  # bf16 is the first arm of each
+        bf16 = lines["bf16"]["ms"] if lines else ms  # it comes first
         ratios = {"restated": over(bf16, ms), "ceiling": over(bf16, once)}
         lines[arm] = {**row, **ratios, "ms": ms, "measured_ms": took, "busy_ms": measured[arm]["busy_ms"]}
     return lines

@@ -64,8 +64,9 @@ def configurations(group: Group) -> tuple[Block, ...]:
     """The blocks to choose from at the first launch of a group's kernel, the default first; two, or three
     with Inductor's `max_autotune`. All fit the source, which is written for the default."""
     choices = _fitting(whole_row_blocks(group), group) or _loops(group)
-    if _whole(group, choices[0]):  # without a loop, and perhaps without masks
-        choices = tuple(x for x in choices if x[1] == choices[0][1])
+    if _whole(group, choices[0]):  # no loop, and masks of columns if the default is wider than a row
+        wide, columns = choices[0][1], int(group.domain.columns)
+        choices = tuple(x for x in choices if x[1] == wide or wide > columns <= x[1])
     if group.sums:
         choices = tuple(x for x in choices if x[0] == choices[0][0])
     return choices[: 3 if compat.triton.max_autotune() else 2]

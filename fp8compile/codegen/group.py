@@ -121,7 +121,7 @@ class Group:
         for output in self.with_content("transposed"):
             chain = [*reached([output.node], lambda x: x.all_input_nodes if x in self.members else ())]
             read = {x for x in chain if x in self.inputs and self.domain.is_full(x)}
-            if len(read) == 1 and any(x.target in HEAVY for x in chain):
+            if len(read) == 1 and any(x.target in HEAVY for x in chain if x in self.members):
                 found |= read
         return found
 

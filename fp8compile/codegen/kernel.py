@@ -63,7 +63,7 @@ class Writer(Values):
         super().__init__(group, Masks.of(group.domain, width), fixed)
         device = group.outputs[0].node.meta["val"].device
         self.by_ptx = converts_by_ptx(device)
-        self.sole = group.sole_inputs if widens_by_ptx(device) else set()
+        self.sole = group.sole_inputs if widens_by_ptx(device) and group.domain.columns != 1 else set()
         self.scales: dict[Node, str] = {}
         self.read: list[Node] = []  # what the kernel reads of them, in the order of its parameters
         for node, scale in group.scales.items():

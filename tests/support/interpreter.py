@@ -314,7 +314,7 @@ def launched(call: Any, given: Any, target: Any, lower: Any, dynamic: bool) -> G
     it on the CPU."""
     traced = make_fx(call, tracing_mode="symbolic" if dynamic else "fake")(*given)
     (node,) = traced.graph.find_nodes(op="call_function", target=target)
-    with hooks.launching(lambda kernel, tiles: Interpreted(kernel, tiles[0])):
+    with hooks.launching(lambda kernel, tiles: Interpreted(kernel, tiles[-1])):
         result = lower(node, Inliner())
     if result is not None:  # else `lower` has replaced the node's results
         node.replace_all_uses_with(result)
