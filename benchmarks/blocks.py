@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import signal
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from . import lines, machine, show
 from .families import FAMILIES, Source, must_move
 from .kernels import Device, Plan, compare, interpreter
 from .options import Parser, count
+from .pool import exit_on_sigterm
 from .worker import one_line
 
 Block = tuple[int, int, int]
@@ -101,7 +101,7 @@ def processes(path: Path, given: list[str], chosen: list[tuple[str, Block]], cou
     """Start so many processes, and wait. What has no line at the end, or when SIGTERM comes, is named."""
     path.touch()
     before = len(lines.read(path))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    exit_on_sigterm()
     with tempfile.NamedTemporaryFile() as turn:
         command = [sys.executable, "-m", "benchmarks.blocks", *given, "--turn", turn.name, "--part"]
         made: list[subprocess.Popen[bytes]] = []

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import math
 import re
-import signal
 import statistics
 import sys
 import time
@@ -39,6 +38,7 @@ from fp8compile.runtime.interpreter import Eager, boxed
 from . import machine, results, tables
 from .families import FAMILIES, Family, Source, must_move
 from .options import Parser, destination
+from .pool import exit_on_sigterm
 from .static import DEVICE
 from .worker import one_line
 
@@ -307,7 +307,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    exit_on_sigterm()
     interpreted = args.device == "cpu" and not args.static
     bench = Bench(args)
     try:

@@ -25,6 +25,11 @@ class WorkerFailed(Exception):
     """A worker failed. The message is short enough for a table."""
 
 
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this process as an error does, so that what is begun is stored and ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+
+
 class Remote:
     """One worker process. `cache`: its Inductor cache folder; `log`: where its output goes (appended)."""
 

@@ -231,10 +231,10 @@ def gains(pages: Sequence[Path], rows: Mapping[str, Row]) -> None:
 def restated(estimated: Mapping[str, Row], measured: Mapping[str, Row]) -> dict[str, Row]:
     """Lines of `RESTATED`, by arm."""
     lines: dict[str, Row] = {}
-    both = [arm for arm in estimated if get(measured.get(arm, {}), "kernels/classes")]
+    classes = {arm: get(measured.get(arm, {}), "kernels/classes") for arm in estimated}
+    both = [arm for arm, found in classes.items() if found]
     for arm in sorted(both, key=lambda arm: arm != "bf16") if "bf16" in both else []:
-        row, classes = estimated[arm], get(measured[arm], "kernels/classes")
-        took = sum(classes[kind]["ms"] for kind in MEASURED_KERNELS)
+        row, took = estimated[arm], sum(classes[arm][kind]["ms"] for kind in MEASURED_KERNELS)
         more = took - row["static"]["extern_ms"]
         ms, once = (row["static"][key] + more for key in ("roofline_ms", "operands_once_ms"))
         bf16 = lines["bf16"]["ms"] if lines else ms  # it comes first

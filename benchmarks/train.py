@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from .arms import ARMS, DEFAULT, Arm, parse_arms, torchao_folder
 from .cases import CASES
 from .cases.base import Point, parse_case
 from .options import Parser, count, destination
-from .pool import Remote, WorkerFailed
+from .pool import Remote, WorkerFailed, exit_on_sigterm
 from .sampler import Sampler
 
 TIMEOUT = 1800.0  # seconds for one compilation or turn
@@ -333,7 +332,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    exit_on_sigterm()
     scratch = args.keep or Path(tempfile.mkdtemp(prefix="benchmarks-"))
     worked, workers = False, dict[str, Any]()
     sampler = Sampler() if args.device == "cuda" and not args.static else None

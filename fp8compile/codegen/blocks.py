@@ -64,7 +64,8 @@ def configurations(group: Group) -> tuple[Block, ...]:
     """The blocks to choose from at the first launch of a group's kernel, the default first; two, or three
     with Inductor's `max_autotune`. All fit the source, which is written for the default."""
     choices = _fitting(whole_row_blocks(group), group) or _loops(group)
-    if _whole(group, choices[0]):  # no loop, and masks of columns if the default is wider than a row
+    if group.passes and _whole(group, choices[0]):
+        # no loop over columns; masks if the default is wider than a row
         wide, columns = choices[0][1], int(group.domain.columns)
         choices = tuple(x for x in choices if x[1] == wide or wide > columns <= x[1])
     if group.sums:
@@ -156,8 +157,9 @@ def whole_rows(group: Group) -> bool:
 
 
 def _whole(group: Group, block: Block) -> bool:
+    """True if a block is as wide as the rows."""
     columns = group.domain.columns
-    return bool(group.passes and columns.is_Integer and 0 < int(columns) <= block[1])
+    return bool(columns.is_Integer) and 0 < int(columns) <= block[1]
 
 
 def evicted(group: Group) -> bool:

@@ -116,13 +116,13 @@ class Group:
 
     @property
     def sole_inputs(self) -> set[Node]:
-        """Inputs from each of which alone a transposed copy is computed, by an exp or the like."""
+        """bfloat16 inputs from each of which alone a transposed copy is computed, by an exp or the like."""
         found: set[Node] = set()
         for output in self.with_content("transposed"):
             chain = [*reached([output.node], lambda x: x.all_input_nodes if x in self.members else ())]
             read = {x for x in chain if x in self.inputs and self.domain.is_full(x)}
             if len(read) == 1 and any(x.target in HEAVY for x in chain if x in self.members):
-                found |= read
+                found |= {x for x in read if x.meta["val"].dtype == torch.bfloat16}
         return found
 
     @property

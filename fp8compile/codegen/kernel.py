@@ -62,8 +62,9 @@ class Writer(Values):
         width = blocks.configurations(group)[0][1] if self.whole else MOST_COLUMNS
         super().__init__(group, Masks.of(group.domain, width), fixed)
         device = group.outputs[0].node.meta["val"].device
-        self.by_ptx = converts_by_ptx(device)
-        self.sole = group.sole_inputs if widens_by_ptx(device) and group.domain.columns != 1 else set()
+        self.converts_by_ptx = converts_by_ptx(device)
+        if widens_by_ptx(device) and group.domain.columns != 1:  # two at a time
+            self.by_ptx = group.sole_inputs
         self.scales: dict[Node, str] = {}
         self.read: list[Node] = []  # what the kernel reads of them, in the order of its parameters
         for node, scale in group.scales.items():

@@ -156,7 +156,7 @@ class Stores:
             lines.append(f"{name} = tl.where({name} > {largest}, {largest}, {above})")
             lines.append(f'{name} = tl.where(tl.abs({value}) == float("inf"), float("nan"), {name})')
         inside = bracketed(kept(writer.masks.counts, name))
-        lines.append(f"{name} = {converted(inside, output.dtype, writer.by_ptx)}")
+        lines.append(f"{name} = {converted(inside, output.dtype, writer.converts_by_ptx)}")
         return name
 
     def scale(self, output: Output) -> str:

@@ -36,7 +36,7 @@ class Values:
         self.loop: dict[tuple[Node, Index], str] = {}  # values of the tile at hand
         self.lines: list[str] = []
         self.reduced: dict[Node, str] = {}  # sums over rows that are known by now
-        self.sole: set[Node] = set()  # inputs that PTX makes float32
+        self.by_ptx: set[Node] = set()  # inputs that PTX makes float32
         self.eviction = ""  # what happens in the cache to what is read
 
     def value(self, node: Node, index: Index) -> str:
@@ -99,7 +99,7 @@ class Values:
             mask += f', eviction_policy="{self.eviction}"'
         text = f"tl.load({self.inputs[node]}{self.offset(node, index, *axes)}{mask})"
         if dtype in FLOATS:
-            return widened(text, node in self.sole and dtype == torch.bfloat16)
+            return widened(text, node in self.by_ptx)
         return f"{text} != 0" if dtype == torch.bool else text
 
     def offset(self, node: Node, index: Index, *varying: str) -> str:

@@ -72,7 +72,7 @@ class Grouping:
         found: list[Output] = []
         self.follow_rows(domain, walk, sinks)
         self.follow_casts(domain, walk, sinks)
-        full = {x for x, index in walk.seen if x in walk.members and index == domain.full(sizes(x))}
+        full = self.full(domain, walk)
         for node in walk.members:
             if node.target in VIEWS or node in sinks or not is_tensor(node):
                 continue
@@ -107,14 +107,18 @@ class Grouping:
     def follow_casts(self, domain: Domain, walk: Group, sinks: set[Node]) -> None:
         """Take in roundings: an adapter's matmul may read one. Casts to FP8 read the value before it is
         rounded, so Inductor would compute it once more."""
-        full = [x for x in walk.members if is_tensor(x) and domain.is_full(x)]
-        for node in [x for x in full if (x, domain.index(x)) in walk.seen]:
+        for node in self.full(domain, walk):
             for user in node.users:
                 taken = user in walk.members or user in sinks or walk.stop(user)
                 if user.target not in CASTS or taken or not supported(user) or not readable(user):
                     continue
                 if value(user).dtype.itemsize < value(node).dtype.itemsize:
                     walk(user, domain.index(user))
+
+    @staticmethod
+    def full(domain: Domain, walk: Group) -> dict[Node, None]:
+        """The members that hold the matrix, element by element."""
+        return {x: None for x, index in walk.seen if x in walk.members and index == domain.full(sizes(x))}
 
     @staticmethod
     def of_sums(node: Node, walk: Group) -> bool:

@@ -61,7 +61,8 @@ def slowness() -> float:
 class Budget:
     def __init__(self, budget: float | None) -> None:
         self.budget, self.took = budget, 0.0
-        self.slowness = slowness() if budget is not None else 1.0
+        self.judged = budget is not None and bool(os.environ.get("CI"))
+        self.slowness = slowness() if self.judged else 1.0
         self.start = time.monotonic()
         self.files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
 
@@ -72,15 +73,11 @@ class Budget:
 
     @property
     def late(self) -> bool:
-        return (
-            self.budget is not None
-            and bool(os.environ.get("CI"))
-            and self.took > ALLOWED * self.slowness * self.budget
-        )
+        return self.judged and self.took > ALLOWED * self.slowness * (self.budget or 0.0)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.took = time.monotonic() - self.start
-        if self.budget is not None:
+        if self.judged:
             self.slowness = (self.slowness + slowness()) / 2
         if self.late and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
